@@ -1,0 +1,55 @@
+# One command per chore; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint format format-check types imports check bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## Create .venv and install everything (again only when pyproject.toml or constraints.txt change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 needed, found %d.%d; choose one with: make PYTHON=python3.12 venv" % v)'
+	@echo "venv: creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "venv: installing torch (large, takes a while)"
+	@$(PIP_INSTALL) torch==2.13.0
+	@echo "venv: installing lorax_server with its test and dev tools"
+	@$(PIP_INSTALL) -e '.[test,dev]'
+	@touch $(STAMP)
+
+test: venv ## Run the tests, e.g. make test ARGS="-k llama -n 2"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv ## Lint with ruff
+	$(BIN)/ruff check .
+
+format: venv ## Format the code and sort imports with ruff
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+format-check: venv ## Fail if `make format` would change a file
+	$(BIN)/ruff format --check .
+
+types: venv ## Type-check the package with mypy --strict
+	$(BIN)/mypy
+
+imports: venv ## Check the import contracts (imports point down)
+	$(BIN)/lint-imports
+
+check: format-check lint types imports test ## Everything CI runs
+
+bench: venv ## Run the CPU forward benchmark
+	$(BIN)/python benchmarks/cpu_forward.py $(ARGS)
+
+clean: ## Remove caches and build products; .venv stays
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name $(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

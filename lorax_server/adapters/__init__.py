@@ -1,0 +1,1 @@
+"""What a LoRA adapter is, and how a batch mixes many."""

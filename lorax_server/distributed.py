@@ -1,0 +1,163 @@
+"""Tensor-parallel groups, and which part of a dimension each rank holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lorax_server.errors import ConfigError
+
+
+class ProcessGroup(Protocol):
+    """What the layers need of a group of ranks."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x` over the ranks; may be computed in place."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """`x` of every rank, side by side along `dim`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """A group without communication: the whole of a single process, or one rank's view in a test of sharding."""
+
+    _rank: int = 0
+    _size: int = 1
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x if self._size == 1 else torch.cat([x] * self._size, dim=dim)
+
+
+class TorchGroup:
+    """Ranks in processes of their own: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        gathered = [torch.empty_like(x) for _ in range(self.size())]
+        dist.all_gather(gathered, x.contiguous(), group=self._group)
+        return torch.cat(gathered, dim=dim)
+
+
+def join_group(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60) -> TorchGroup:
+    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); returns when all are there."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    return TorchGroup(world)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a dimension that one rank holds, as ranges of the full dimension in the order they are stored.
+
+    A weight, its bias, a LoRA factor and a DoRA magnitude along the same dimension are all cut by the same shard.
+    """
+
+    full: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ranges == ((0, self.full),)
+
+    def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a full tensor."""
+        if self.is_whole:
+            return x
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim=dim)
+
+
+def whole(size: int) -> Shard:
+    """Every rank holds all of the dimension."""
+    return Shard(size, ((0, size),))
+
+
+def shard_evenly(group: ProcessGroup, size: int, what: str) -> Shard:
+    """Rank `i` holds the `i`-th of equal stretches."""
+    return shard_units(group, [(size, 1)], what)
+
+
+def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], what: str) -> Shard:
+    """Cut a dimension made of `parts`, each `(number of units, size of a unit)`, so that no unit is torn.
+
+    A unit is a head, a part is what is cut on its own: GPT-2's fused query, key and value are three parts.
+    """
+    rank, ranks = group.rank(), group.size()
+    ranges, offset = [], 0
+    for units, unit_size in parts:
+        if units % ranks != 0:
+            raise ConfigError(f"{what} = {units} cannot be divided over {ranks} tensor-parallel ranks")
+        share = units // ranks * unit_size
+        ranges.append((offset + rank * share, offset + (rank + 1) * share))
+        offset += units * unit_size
+    return Shard(offset, _joined(ranges))
+
+
+def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Shard:
+    """Key and value heads: divided over the ranks, or each shared by several ranks where there are fewer heads."""
+    rank, ranks = group.rank(), group.size()
+    if num_kv_heads < ranks and ranks % num_kv_heads == 0:
+        head = rank * num_kv_heads // ranks
+        return Shard(num_kv_heads * head_dim, ((head * head_dim, (head + 1) * head_dim),))
+    return shard_units(group, [(num_kv_heads, head_dim)], "num_key_value_heads")
+
+
+def shard_vocab(group: ProcessGroup, vocab_size: int) -> Shard:
+    """Stretches of a vocabulary, all equal but the last ones, which may be shorter or empty."""
+    block = vocab_block(group, vocab_size)
+    start = min(group.rank() * block, vocab_size)
+    return Shard(vocab_size, ((start, min(start + block, vocab_size)),))
+
+
+def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
+    """Rows of the vocabulary per rank, counting the padding of the last ranks."""
+    return -(-vocab_size // group.size())
+
+
+def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that touch, as one: a shard of one rank is whole."""
+    joined = ranges[:1]
+    for start, stop in ranges[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,32 @@
+"""What can go wrong because of what a user gave us, each with the HTTP status it becomes.
+
+LoraxError                   500
+├── ConfigError              500   a setting, or a field of a model's config, that cannot be honoured
+│   └── UnsupportedModelError      a model type the registry does not know
+├── WeightsError             500   a checkpoint that is missing, damaged or does not fit its config
+└── InputError               422   a request the model cannot take
+"""
+
+
+class LoraxError(Exception):
+    """Base of every error that is shown to a user; anything else that escapes is a bug of ours."""
+
+    status = 500
+
+
+class ConfigError(LoraxError):
+    """A setting or a field of a model's config that we cannot honour."""
+
+
+class UnsupportedModelError(ConfigError):
+    """A model type that no class is registered for."""
+
+
+class WeightsError(LoraxError):
+    """A checkpoint that cannot be read, or whose tensors do not fit the model's config."""
+
+
+class InputError(LoraxError):
+    """A request that the model cannot take."""
+
+    status = 422

@@ -1,0 +1,25 @@
+"""Activations by the names that configs use."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2CLS, ACT2FN
+
+from lorax_server.errors import ConfigError
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+# transformers writes the tanh form out in eight operations; torch has it as one.
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
+
+
+def get_activation(name: str, field: str) -> Activation:
+    """`field` is the config's field, to be named if the activation is unknown."""
+    if name in TANH_GELU:
+        return partial(F.gelu, approximate="tanh")
+    if name not in ACT2CLS:
+        raise ConfigError(f"config field {field} = {name!r} is not an activation we know")
+    activation: Activation = ACT2FN[name]
+    return activation

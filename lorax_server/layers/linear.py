@@ -1,0 +1,213 @@
+"""Matrices, cut over the ranks, with and without adapters.
+
+A column linear holds some of the outputs and needs no communication; a row linear holds some of the inputs and sums
+over the ranks. An adapter's delta needs no communication of its own: a column linear has all of A and its own part of
+B, a row linear its own part of A and all of B, and adds its delta to the partial sum.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import AdapterTarget
+from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
+from lorax_server.kernels import Ops
+from lorax_server.kernels.packed import pack, packed_linear
+from lorax_server.weights import Weights
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. The plain matrix serves single rows, a packed one, where there is one, serves batches."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool) -> None:
+        super().__init__()
+        self.weight = weight  # [out, in]
+        self.bias = bias
+        self.packed = pack(weight) if packed else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and x.shape[0] > 1:
+            return packed_linear(x, self.packed, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+class TensorParallelColumnLinear(nn.Module):
+    """One or several matrices with the same input, side by side, of each some of the outputs."""
+
+    def __init__(
+        self, linear: Linear, names: Sequence[str], in_features: int, outputs: Sequence[Shard], weights: Weights
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        names: Sequence[str],
+        in_features: int,
+        outputs: Sequence[Shard],
+        *,
+        bias: bool,
+        fan_in_fan_out: bool = False,
+    ) -> Self:
+        """`outputs` says what of each name's output this rank holds; `fan_in_fan_out` that it is stored `[in, out]`."""
+        matrices, biases = [], []
+        for name, shard in zip(names, outputs, strict=True):
+            if fan_in_fan_out:
+                matrices.append(weights.get_sharded(f"{name}.weight", 1, shard, (in_features, shard.full)).t())
+            else:
+                matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
+            if bias:
+                biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
+        linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
+        return cls(linear, names, in_features, outputs, weights)
+
+    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
+    """A column linear, each of whose matrices is a target of adapters."""
+
+    def __init__(
+        self, linear: Linear, names: Sequence[str], in_features: int, outputs: Sequence[Shard], weights: Weights
+    ) -> None:
+        super().__init__(linear, names, in_features, outputs, weights)
+        self.ops = weights.ops
+        stops = list(accumulate(shard.size for shard in outputs))
+        self.targets = tuple(
+            AdapterTarget(name, whole(in_features), shard, slice(stop - shard.size, stop))
+            for name, shard, stop in zip(names, outputs, stops, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        add_lora(out, x, self.targets, adapter_data, self.ops)
+        return out
+
+
+class TensorParallelRowLinear(nn.Module):
+    """A matrix of which this rank holds some of the inputs; the bias is added by the first rank alone."""
+
+    def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
+        super().__init__()
+        self.linear = linear
+        self.process_group = weights.process_group
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        name: str,
+        inputs: Shard,
+        out_features: int,
+        *,
+        bias: bool,
+        fan_in_fan_out: bool = False,
+    ) -> Self:
+        if fan_in_fan_out:
+            matrix = weights.get_sharded(f"{name}.weight", 0, inputs, (inputs.full, out_features)).t()
+        else:
+            matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
+        added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
+        linear = Linear(matrix.contiguous(), added if weights.process_group.rank() == 0 else None, weights.pack)
+        return cls(linear, name, inputs, out_features, weights)
+
+    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        return self._sum(self.linear(x))
+
+    def _sum(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial if self.process_group.size() == 1 else self.process_group.all_reduce(partial)
+
+
+class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
+    """A row linear that is a target of adapters."""
+
+    def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
+        super().__init__(linear, name, inputs, out_features, weights)
+        self.ops = weights.ops
+        self.targets = (AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)),)
+
+    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        add_lora(out, x, self.targets, adapter_data, self.ops)
+        return self._sum(out)
+
+
+class TensorParallelHead(nn.Module):
+    """The matrix onto the vocabulary, cut by vocabulary: each rank scores its part, and all get the whole."""
+
+    def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
+        super().__init__()
+        self.linear = linear
+        self.vocab_size = vocab_size
+        self.process_group = weights.process_group
+
+    @classmethod
+    def load(
+        cls, weights: Weights, name: str, in_features: int, vocab_size: int, target_name: str | None = None
+    ) -> Self:
+        """`target_name` is what adapters call the head where its tensor is called something else: a tied head."""
+        group = weights.process_group
+        shard = shard_vocab(group, vocab_size)
+        matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
+        padding = vocab_block(group, vocab_size) - shard.size
+        linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
+        return cls(linear, target_name or name, in_features, vocab_size, weights)
+
+    def forward(
+        self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits, and a place for the logits of speculated tokens."""
+        return self._gather(self.linear(x)), None
+
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.process_group.size() == 1:
+            return logits
+        return self.process_group.all_gather(logits, dim=-1)[..., : self.vocab_size]
+
+
+class MultiAdapterHead(TensorParallelHead):
+    """A head that is a target of adapters."""
+
+    def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
+        super().__init__(linear, target_name, in_features, vocab_size, weights)
+        self.ops = weights.ops
+        shard = shard_vocab(weights.process_group, vocab_size)
+        self.targets = (AdapterTarget(target_name, whole(in_features), shard, slice(0, shard.size)),)
+
+    def forward(
+        self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits: torch.Tensor = self.linear(x)
+        add_lora(logits, x, self.targets, adapter_data, self.ops)
+        return self._gather(logits), None
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    targets: Sequence[AdapterTarget],
+    adapter_data: AdapterBatchData | None,
+    ops: Ops,
+) -> None:
+    """Add the deltas of this batch's adapters to the output of a layer, in place."""
+    if adapter_data is None:
+        return
+    for target in targets:
+        segments = adapter_data.segments(target.name)
+        if segments is not None and target.outputs.size:
+            ops.lora_expand(ops.lora_shrink(x, segments), segments, out[:, target.columns])
+
+
+def adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
+    """Every place of a model that an adapter can change, by its name in the checkpoint."""
+    return {
+        target.name: target for module in model.modules() for target in getattr(module, "targets", ())
+    }

@@ -1,0 +1,208 @@
+"""Rotary position embeddings, with every scaling that checkpoints use.
+
+Two scalings depend on how long a sequence is. They are chosen for each sequence by its own length, never by its
+neighbours', so a sequence's angles are the same in any batch.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lorax_server.errors import ConfigError
+
+CosSin = tuple[torch.Tensor, torch.Tensor]  # each [num_tokens, rotary_dim / 2], float32
+
+
+class Positions(Protocol):
+    """What the angles depend on; both attention contexts are one."""
+
+    @property
+    def position_ids(self) -> torch.Tensor: ...  # [num_tokens]
+
+    @property
+    def max_position(self) -> int: ...
+
+    def rope_lengths(self) -> torch.Tensor:
+        """For each token, the length its sequence's scaling is chosen by."""
+        ...
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles from fixed frequencies, in a table that grows when a longer sequence arrives."""
+
+    def __init__(
+        self, inv_freq: torch.Tensor, max_positions: int, device: torch.device, attention_factor: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.inv_freq = inv_freq.to(device)
+        self.attention_factor = attention_factor
+        self.cos, self.sin = self._table(max_positions)
+
+    def forward(self, positions: Positions) -> CosSin:
+        if positions.max_position > len(self.cos):
+            self.cos, self.sin = self._table(max(positions.max_position, 2 * len(self.cos)))
+        ids = positions.position_ids
+        return self.cos.index_select(0, ids), self.sin.index_select(0, ids)
+
+    def _table(self, count: int) -> CosSin:
+        return _angles(torch.arange(count, device=self.inv_freq.device), self.inv_freq, self.attention_factor)
+
+
+class DynamicRotaryEmbedding(nn.Module):
+    """NTK scaling by a sequence's length, where that exceeds what the model was trained for."""
+
+    def __init__(self, dim: int, base: float, factor: float, max_positions: int, device: torch.device) -> None:
+        super().__init__()
+        self.dim, self.base, self.factor, self.max_positions = dim, base, factor, max_positions
+        self.exponents = _exponents(dim).to(device)
+
+    def forward(self, positions: Positions) -> CosSin:
+        lengths = positions.rope_lengths().clamp(min=self.max_positions)
+        growth = self.factor * lengths / self.max_positions - (self.factor - 1)
+        base = self.base * growth ** (self.dim / (self.dim - 2))  # [num_tokens]
+        return _angles(positions.position_ids, 1.0 / base[:, None] ** self.exponents, 1.0)
+
+
+class LongRotaryEmbedding(nn.Module):
+    """One set of frequencies for sequences within the original length and another for longer ones."""
+
+    def __init__(
+        self, short: torch.Tensor, long: torch.Tensor, original: int, attention_factor: float, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.inv_freq = torch.stack([short, long]).to(device)
+        self.original = original
+        self.attention_factor = attention_factor
+
+    def forward(self, positions: Positions) -> CosSin:
+        chosen = self.inv_freq[(positions.rope_lengths() > self.original).long()]
+        return _angles(positions.position_ids, chosen, self.attention_factor)
+
+
+def load_rotary(config: Any, head_dim: int, device: torch.device) -> nn.Module:
+    """The rotary embedding a config asks for, in the old spelling or the new."""
+    parameters = rope_parameters(config)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
+    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    try:
+        return ROPE_TYPES[kind](parameters, config, dim, device)
+    except KeyError as missing:
+        raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The rope settings of a config as one dictionary, wherever and however it spells them."""
+    found = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    spellings = {
+        "rope_theta": ("rope_theta", "rotary_emb_base"),
+        "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
+        "original_max_position_embeddings": ("original_max_position_embeddings",),
+    }
+    for key, fields in spellings.items():
+        for field in fields:
+            value = getattr(config, field, None)
+            if value is not None and found.get(key) is None:
+                found[key] = value
+    found.setdefault("rope_theta", 10000.0)
+    return found
+
+
+def _default(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    return RotaryEmbedding(_frequencies(parameters, dim), config.max_position_embeddings, device)
+
+
+def _linear(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    inv_freq = _frequencies(parameters, dim) / parameters["factor"]
+    return RotaryEmbedding(inv_freq, config.max_position_embeddings, device)
+
+
+def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    base, factor = parameters["rope_theta"], parameters["factor"]
+    return DynamicRotaryEmbedding(dim, base, factor, config.max_position_embeddings, device)
+
+
+def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    """Low frequencies are slowed down, high ones kept, those between blended."""
+    inv_freq = _frequencies(parameters, dim)
+    low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
+    turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # within the original length
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    return RotaryEmbedding(blended, config.max_position_embeddings, device)
+
+
+def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    """Frequencies that turn often within the original length are kept, the slow ones interpolated."""
+    original = _original_length(parameters, config)
+    factor = parameters["factor"] or config.max_position_embeddings / original
+    fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    base = parameters["rope_theta"]
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(fast), dimension(slow)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / (high - low or 0.001)).clamp(0, 1)
+    inv_freq = _frequencies(parameters, dim)
+    blended = inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    attention_factor = parameters.get("attention_factor") or _yarn_attention_factor(parameters, factor)
+    return RotaryEmbedding(blended, config.max_position_embeddings, device, attention_factor)
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+    original = _original_length(parameters, config)
+    factor = parameters.get("factor") or config.max_position_embeddings / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    inv_freq = _frequencies(parameters, dim)
+    short, long = (torch.tensor(parameters[key], dtype=torch.float32) for key in ("short_factor", "long_factor"))
+    for key, factors in (("short_factor", short), ("long_factor", long)):
+        if len(factors) != dim // 2:
+            raise ConfigError(f"config field rope_parameters.{key} has {len(factors)} values, not {dim // 2}")
+    return LongRotaryEmbedding(inv_freq / short, inv_freq / long, original, attention_factor, device)
+
+
+ROPE_TYPES: dict[str, Callable[[Mapping[str, Any], Any, int, torch.device], nn.Module]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _original_length(parameters: Mapping[str, Any], config: Any) -> int:
+    return int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    return torch.arange(0, dim, 2).float() / dim
+
+
+def _frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
+    frequencies: torch.Tensor = 1.0 / (parameters["rope_theta"] ** _exponents(dim))
+    return frequencies
+
+
+def _angles(positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float) -> CosSin:
+    angles = positions.float()[:, None] * inv_freq
+    return angles.cos() * attention_factor, angles.sin() * attention_factor

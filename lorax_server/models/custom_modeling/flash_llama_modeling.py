@@ -1,0 +1,166 @@
+"""Llama, and what the architectures with its dataflow share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
+from lorax_server.errors import ConfigError
+from lorax_server.kernels import AttentionSpec
+from lorax_server.layers.activation import get_activation
+from lorax_server.layers.attention import PagedContext
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
+from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
+from lorax_server.layers.rotary import CosSin, load_rotary
+from lorax_server.models.custom_modeling.heads import PagedCausalLM, head_size, kv_scales, load_head
+from lorax_server.weights import Weights
+
+__all__ = [
+    "FlashLlamaAttention",
+    "FlashLlamaForCausalLM",
+    "FlashLlamaLayer",
+    "FlashLlamaModel",
+    "LlamaConfig",
+    "LlamaMLP",
+    "LlamaRMSNorm",
+]
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or head_size(config.hidden_size, config.num_attention_heads)
+
+
+class FlashLlamaAttention(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.head_dim = head_dim(config)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if num_heads % num_kv_heads != 0:
+            raise ConfigError(f"{num_heads} attention heads cannot share num_key_value_heads = {num_kv_heads}")
+        group = weights.process_group
+        heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
+        kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
+        self.num_heads, self.num_kv_heads = heads.size // self.head_dim, kv_heads.size // self.head_dim
+        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+            weights,
+            [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
+            config.hidden_size,
+            [heads, kv_heads, kv_heads],
+            bias=self.qkv_bias(config),
+        )
+        self.o_proj = TensorParallelAdapterRowLinear.load(
+            weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=self.o_bias(config)
+        )
+        k_scale, v_scale = kv_scales(weights, config, prefix)
+        self.spec = AttentionSpec(self.head_dim**-0.5, self.window(config, layer_id), k_scale, v_scale)
+        self.ops = weights.ops
+
+    def qkv_bias(self, config: Any) -> bool:
+        return bool(getattr(config, "attention_bias", False))
+
+    def o_bias(self, config: Any) -> bool:
+        return bool(getattr(config, "attention_bias", False))
+
+    def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
+        return None
+
+    def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        """What happens to queries and keys, side by side as `[tokens, heads, head_dim]`, before they are rotated."""
+        return qk
+
+    def forward(self, x: torch.Tensor, rope: CosSin, ctx: PagedContext) -> torch.Tensor:
+        heads = self.qkv_proj(x, ctx.adapter_data).unflatten(1, (-1, self.head_dim))
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        qk = self.normalize_heads(qk)
+        self.ops.rotary(qk, *rope)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
+        return out
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
+        super().__init__()
+        bias = bool(getattr(config, "mlp_bias", False))
+        shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
+        self.gate_up_proj = TensorParallelMultiAdapterLinear.load(
+            weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], config.hidden_size, [shard, shard], bias=bias
+        )
+        self.down_proj = TensorParallelAdapterRowLinear.load(
+            weights, f"{prefix}.down_proj", shard, config.hidden_size, bias=bias
+        )
+        self.activation = get_activation(config.hidden_act, "hidden_act")
+        self.ops = weights.ops
+
+    def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        gated = self.ops.gated_activation(self.gate_up_proj(x, ctx.adapter_data), self.activation)
+        out: torch.Tensor = self.down_proj(gated, ctx.adapter_data)
+        return out
+
+
+class FlashLlamaLayer(nn.Module):
+    attention_class = FlashLlamaAttention
+
+    def __init__(self, layer_id: int, prefix: str, config: Any, weights: Weights) -> None:
+        super().__init__()
+        self.self_attn = self.attention_class(f"{prefix}.self_attn", config, weights, layer_id)
+        self.mlp = LlamaMLP(f"{prefix}.mlp", config, weights)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(f"{prefix}.input_layernorm", weights, size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(f"{prefix}.post_attention_layernorm", weights, size, eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin, ctx: PagedContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rope, ctx)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x, ctx), residual
+
+
+class FlashLlamaModel(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = TensorParallelEmbedding(
+            weights, f"{prefix}.embed_tokens", config.vocab_size, config.hidden_size
+        )
+        self.layers = nn.ModuleList(
+            create_layer_fn(layer_id, prefix=f"{prefix}.layers.{layer_id}", config=config, weights=weights)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = LlamaRMSNorm(f"{prefix}.norm", weights, config.hidden_size, config.rms_norm_eps)
+        self.rotary = load_rotary(config, head_dim(config), weights.device)
+
+    def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        rope = self.rotary(ctx)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, ctx)
+        normed: torch.Tensor = self.norm(x, residual)[0]
+        return normed
+
+
+class FlashLlamaForCausalLM(PagedCausalLM):
+    layer_class: type[FlashLlamaLayer] = FlashLlamaLayer
+
+    def __init__(
+        self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module] | None = None
+    ) -> None:
+        """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
+        kv_heads = shard_kv_heads(weights.process_group, config.num_key_value_heads, 1)
+        super().__init__(config, weights, config.num_hidden_layers, kv_heads.size, head_dim(config))
+        prefix = f"{prefix}." if prefix else ""
+        self.model = FlashLlamaModel(f"{prefix}model", config, weights, create_layer_fn or self.layer_class)
+        self.lm_head = load_head(
+            weights,
+            config,
+            f"{prefix}lm_head",
+            f"{prefix}model.embed_tokens",
+            config.hidden_size,
+            config.tie_word_embeddings,
+        )

@@ -1,0 +1,36 @@
+"""Qwen3: Llama that normalises each head of query and key before rotating it."""
+
+from typing import Any
+
+import torch
+
+from lorax_server.layers.norm import RMSNorm
+from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    FlashLlamaAttention,
+    FlashLlamaForCausalLM,
+    FlashLlamaLayer,
+)
+from lorax_server.models.custom_modeling.flash_qwen2_modeling import layer_window
+from lorax_server.weights import Weights
+
+
+class FlashQwen3Attention(FlashLlamaAttention):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__(prefix, config, weights, layer_id)
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", weights, self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", weights, self.head_dim, config.rms_norm_eps)
+
+    def window(self, config: Any, layer_id: int) -> int | None:
+        return layer_window(config, layer_id)
+
+    def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        return torch.cat([self.q_norm(q)[0], self.k_norm(k)[0]], dim=1)
+
+
+class FlashQwen3Layer(FlashLlamaLayer):
+    attention_class = FlashQwen3Attention
+
+
+class FlashQwen3ForCausalLM(FlashLlamaForCausalLM):
+    layer_class = FlashQwen3Layer

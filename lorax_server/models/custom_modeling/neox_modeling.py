@@ -1,0 +1,204 @@
+"""GPT-NeoX: rotary positions on part of each head, attention and feed-forward side by side."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPTNeoXConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.distributed import shard_evenly, shard_units
+from lorax_server.kernels import AttentionSpec
+from lorax_server.layers.activation import get_activation
+from lorax_server.layers.attention import Context
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from lorax_server.layers.linear import (
+    MultiAdapterHead,
+    TensorParallelAdapterRowLinear,
+    TensorParallelMultiAdapterLinear,
+)
+from lorax_server.layers.norm import LayerNorm
+from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary
+from lorax_server.models.custom_modeling.heads import (
+    PagedCausalLM,
+    head_size,
+    kv_scales,
+    load_head,
+    local_head_mask,
+    local_heads,
+    padded_context,
+    padded_output,
+)
+from lorax_server.weights import Weights
+
+__all__ = [
+    "FlashGPTNeoXForCausalLM",
+    "GPTNeoXAttention",
+    "GPTNeoXLayer",
+    "GPTNeoXMLP",
+    "GPTNeoXModel",
+    "GPTNeoXPreTrainedModel",
+    "GPTNeoxForCausalLM",
+    "RotaryEmbedding",
+]
+
+
+class GPTNeoXPreTrainedModel(nn.Module):
+    config_class = GPTNeoXConfig
+    base_model_prefix = "gpt_neox"
+
+
+class GPTNeoXAttention(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        num_heads, size = config.num_attention_heads, config.hidden_size
+        self.head_dim = head_size(size, num_heads)
+        group, bias = weights.process_group, bool(getattr(config, "attention_bias", True))
+        # Query, key and value of a head lie next to each other, so a cut between heads is one stretch.
+        self.query_key_value = TensorParallelMultiAdapterLinear.load(
+            weights,
+            [f"{prefix}.query_key_value"],
+            size,
+            [shard_units(group, [(num_heads, 3 * self.head_dim)], "num_attention_heads")],
+            bias=bias,
+        )
+        heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
+        self.dense = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.dense", heads, size, bias=bias)
+        k_scale, v_scale = kv_scales(weights, config, prefix)
+        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+        self.ops = weights.ops
+
+    def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:
+        q, k, v = self.query_key_value(x, ctx.adapter_data).unflatten(1, (-1, 3, self.head_dim)).unbind(2)
+        self.ops.rotary(q, *rope)
+        self.ops.rotary(k, *rope)
+        out: torch.Tensor = self.dense(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
+        return out
+
+
+class GPTNeoXMLP(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
+        super().__init__()
+        shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
+        self.dense_h_to_4h = TensorParallelMultiAdapterLinear.load(
+            weights, [f"{prefix}.dense_h_to_4h"], config.hidden_size, [shard], bias=True
+        )
+        self.dense_4h_to_h = TensorParallelAdapterRowLinear.load(
+            weights, f"{prefix}.dense_4h_to_h", shard, config.hidden_size, bias=True
+        )
+        self.activation = get_activation(config.hidden_act, "hidden_act")
+
+    def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+        inner = self.activation(self.dense_h_to_4h(x, ctx.adapter_data))
+        out: torch.Tensor = self.dense_4h_to_h(inner, ctx.adapter_data)
+        return out
+
+
+class GPTNeoXLayer(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.use_parallel_residual = config.use_parallel_residual
+        self.input_layernorm = LayerNorm(f"{prefix}.input_layernorm", weights, size, eps)
+        self.post_attention_layernorm = LayerNorm(f"{prefix}.post_attention_layernorm", weights, size, eps)
+        self.attention = GPTNeoXAttention(f"{prefix}.attention", config, weights, layer_id)
+        self.mlp = GPTNeoXMLP(f"{prefix}.mlp", config, weights)
+
+    def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:
+        attended = x + self.attention(self.input_layernorm(x), rope, ctx)
+        fed = x if self.use_parallel_residual else attended
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(fed), ctx)
+        return out
+
+
+class GPTNeoXModel(nn.Module):
+    def __init__(self, config: Any, weights: Weights, prefix: str = "gpt_neox") -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embed_in = TensorParallelEmbedding(weights, f"{prefix}.embed_in", config.vocab_size, size)
+        self.layers = nn.ModuleList(
+            GPTNeoXLayer(f"{prefix}.layers.{layer_id}", config, weights, layer_id)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, config.layer_norm_eps)
+        self.rotary = load_rotary(config, head_size(size, config.num_attention_heads), weights.device)
+
+    def forward(
+        self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+        rope = self.rotary(ctx)
+        for layer in self.layers:
+            ctx.record(x)
+            x = layer(x, rope, ctx)
+        x = self.final_layer_norm(x)
+        ctx.record(x)
+        return x
+
+
+class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
+    """The padded form."""
+
+    def __init__(self, config: Any, weights: Weights) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = local_heads(weights, config.num_attention_heads)
+        self.gpt_neox = GPTNeoXModel(config, weights)
+        self.embed_out = _load_neox_head(weights, config, "gpt_neox")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        head_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        adapter_data: AdapterBatchData | None = None,
+    ) -> tuple[Any, ...] | CausalLMOutputWithPast:
+        ctx = padded_context(
+            self.config,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            local_head_mask(head_mask, self.heads, self.config.num_hidden_layers),
+            past_key_values,
+            output_attentions,
+            output_hidden_states,
+            adapter_data,
+        )
+        flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+        flat_ids = None if input_ids is None else input_ids.flatten()
+        hidden_states = self.gpt_neox(flat_ids, ctx, flat_embeds)
+        return padded_output(self.config, self.embed_out(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict)
+
+
+class FlashGPTNeoXForCausalLM(PagedCausalLM):
+    """The same layers, paged: how NeoX is served."""
+
+    def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
+        num_heads = local_heads(weights, config.num_attention_heads).size
+        size = head_size(config.hidden_size, config.num_attention_heads)
+        super().__init__(config, weights, config.num_hidden_layers, num_heads, size)
+        name = f"{prefix}.gpt_neox" if prefix else "gpt_neox"
+        self.model = GPTNeoXModel(config, weights, name)
+        self.lm_head = _load_neox_head(weights, config, name)
+
+
+def _load_neox_head(weights: Weights, config: Any, prefix: str) -> MultiAdapterHead:
+    """Checkpoints call the head `embed_out`; those that newer versions of transformers write may say `lm_head`."""
+    outer = prefix.removesuffix("gpt_neox")
+    name = f"{outer}embed_out"
+    if not weights.has(f"{name}.weight") and weights.has(f"{outer}lm_head.weight"):
+        name = f"{outer}lm_head"
+    tied = bool(config.tie_word_embeddings)
+    return load_head(weights, config, name, f"{prefix}.embed_in", config.hidden_size, tied)

@@ -1,0 +1,231 @@
+"""OPT and Galactica: learned positions two rows into their table, norms before or after each sub-block."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import OPTConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.distributed import shard_evenly, shard_units, whole
+from lorax_server.kernels import AttentionSpec
+from lorax_server.layers.activation import get_activation
+from lorax_server.layers.attention import Context
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from lorax_server.layers.linear import (
+    MultiAdapterHead,
+    TensorParallelAdapterRowLinear,
+    TensorParallelMultiAdapterLinear,
+)
+from lorax_server.layers.norm import LayerNorm
+from lorax_server.models.custom_modeling.heads import (
+    PagedCausalLM,
+    check_positions,
+    head_size,
+    kv_scales,
+    load_head,
+    local_head_mask,
+    local_heads,
+    padded_context,
+    padded_output,
+)
+from lorax_server.weights import Weights
+
+POSITION_OFFSET = 2
+
+
+class OPTPreTrainedModel(nn.Module):
+    config_class = OPTConfig
+    base_model_prefix = "model"
+
+
+class OPTLearnedPositionalEmbedding(nn.Module):
+    """Positions count the tokens that are not padding; padding has position -1."""
+
+    def __init__(self, weights: Weights, prefix: str, num_positions: int, size: int) -> None:
+        super().__init__()
+        self.num_positions = num_positions
+        self.weight = weights.get_tensor(f"{prefix}.weight", (num_positions + POSITION_OFFSET, size))
+
+    def forward(self, attention_mask: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
+        return self.embed(positions_from_mask(attention_mask, past_key_values_length))
+
+    def embed(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + POSITION_OFFSET, self.weight)
+
+
+def positions_from_mask(attention_mask: torch.Tensor, num_cached: int) -> torch.Tensor:
+    mask = attention_mask.long()
+    return (mask.cumsum(1) * mask - 1)[:, num_cached:]
+
+
+class OPTAttention(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        size, bias = config.hidden_size, config.enable_bias
+        self.head_dim = head_size(size, config.num_attention_heads)
+        heads = shard_units(
+            weights.process_group, [(config.num_attention_heads, self.head_dim)], "num_attention_heads"
+        )
+        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+            weights, [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], size, [heads] * 3, bias=bias
+        )
+        self.out_proj = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.out_proj", heads, size, bias=bias)
+        k_scale, v_scale = kv_scales(weights, config, prefix)
+        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+
+    def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x, ctx.adapter_data).unflatten(1, (3, -1, self.head_dim)).unbind(1)
+        out: torch.Tensor = self.out_proj(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
+        return out
+
+
+class OPTDecoderLayer(nn.Module):
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+        super().__init__()
+        size, bias, affine = config.hidden_size, config.enable_bias, config.layer_norm_elementwise_affine
+        self.do_layer_norm_before = config.do_layer_norm_before
+        self.self_attn = OPTAttention(f"{prefix}.self_attn", config, weights, layer_id)
+        self.self_attn_layer_norm = LayerNorm(f"{prefix}.self_attn_layer_norm", weights, size, affine=affine)
+        self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, affine=affine)
+        shard = shard_evenly(weights.process_group, config.ffn_dim, "ffn_dim")
+        self.fc1 = TensorParallelMultiAdapterLinear.load(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
+        self.fc2 = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.fc2", shard, size, bias=bias)
+        self.activation = get_activation(config.activation_function, "activation_function")
+
+    def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+        if self.do_layer_norm_before:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), ctx)
+            return x + self.feed_forward(self.final_layer_norm(x), ctx)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, ctx))
+        out: torch.Tensor = self.final_layer_norm(x + self.feed_forward(x, ctx))
+        return out
+
+    def feed_forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+        inner = self.activation(self.fc1(x, ctx.adapter_data))
+        out: torch.Tensor = self.fc2(inner, ctx.adapter_data)
+        return out
+
+
+class OPTDecoder(nn.Module):
+    def __init__(self, config: Any, weights: Weights, prefix: str = "model.decoder") -> None:
+        super().__init__()
+        size, outer = config.hidden_size, config.word_embed_proj_dim
+        self.embed_tokens = TensorParallelEmbedding(weights, f"{prefix}.embed_tokens", config.vocab_size, outer)
+        self.embed_positions = OPTLearnedPositionalEmbedding(
+            weights, f"{prefix}.embed_positions", config.max_position_embeddings, size
+        )
+        self.project_in = self.project_out = None
+        if outer != size:
+            self.project_in = _load_projection(weights, f"{prefix}.project_in", outer, size)
+            self.project_out = _load_projection(weights, f"{prefix}.project_out", size, outer)
+        self.layers = nn.ModuleList(
+            OPTDecoderLayer(f"{prefix}.layers.{layer_id}", config, weights, layer_id)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.final_layer_norm = None
+        if config.do_layer_norm_before and not getattr(config, "_remove_final_layer_norm", False):
+            affine = config.layer_norm_elementwise_affine
+            self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, affine=affine)
+
+    def forward(
+        self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        check_positions(ctx, self.embed_positions.num_positions)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.project_in is not None:
+            x = self.project_in(x, ctx.adapter_data)
+        x = x + self.embed_positions.embed(ctx.position_ids)
+        for layer in self.layers:
+            ctx.record(x)
+            x = layer(x, ctx)
+        if self.final_layer_norm is not None:
+            x = self.final_layer_norm(x)
+        if self.project_out is not None:
+            x = self.project_out(x, ctx.adapter_data)
+        ctx.record(x)
+        return x
+
+
+class OPTModel(nn.Module):
+    def __init__(self, config: Any, weights: Weights) -> None:
+        super().__init__()
+        self.decoder = OPTDecoder(config, weights)
+
+    def forward(
+        self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
+    ) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.decoder(input_ids, ctx, inputs_embeds))
+
+
+class OPTForCausalLM(OPTPreTrainedModel):
+    """The padded form."""
+
+    def __init__(self, config: Any, weights: Weights) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = local_heads(weights, config.num_attention_heads)
+        self.model = OPTModel(config, weights)
+        self.lm_head = _load_opt_head(weights, config)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        head_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        adapter_data: AdapterBatchData | None = None,
+    ) -> tuple[Any, ...] | CausalLMOutputWithPast:
+        num_cached = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+        positions = None if attention_mask is None else positions_from_mask(attention_mask, num_cached)
+        ctx = padded_context(
+            self.config,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            positions,
+            local_head_mask(head_mask, self.heads, self.config.num_hidden_layers),
+            past_key_values,
+            output_attentions,
+            output_hidden_states,
+            adapter_data,
+        )
+        flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+        flat_ids = None if input_ids is None else input_ids.flatten()
+        hidden_states = self.model(flat_ids, ctx, flat_embeds).last_hidden_state
+        return padded_output(self.config, self.lm_head(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict)
+
+
+class FlashOPTForCausalLM(PagedCausalLM):
+    """The same layers, paged: how OPT is served."""
+
+    def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
+        num_heads = local_heads(weights, config.num_attention_heads).size
+        size = head_size(config.hidden_size, config.num_attention_heads)
+        super().__init__(config, weights, config.num_hidden_layers, num_heads, size)
+        prefix = f"{prefix}." if prefix else ""
+        self.model = OPTDecoder(config, weights, f"{prefix}model.decoder")
+        self.lm_head = _load_opt_head(weights, config, prefix)
+
+
+def _load_opt_head(weights: Weights, config: Any, prefix: str = "") -> MultiAdapterHead:
+    tied = bool(config.tie_word_embeddings)
+    embedding = f"{prefix}model.decoder.embed_tokens"
+    return load_head(weights, config, f"{prefix}lm_head", embedding, config.word_embed_proj_dim, tied)
+
+
+def _load_projection(
+    weights: Weights, name: str, in_features: int, out_features: int
+) -> TensorParallelMultiAdapterLinear:
+    """Not cut: each rank has all of it."""
+    return TensorParallelMultiAdapterLinear.load(weights, [name], in_features, [whole(out_features)], bias=False)

@@ -1,0 +1,90 @@
+"""From the type in a checkpoint's `config.json` to the class that runs it."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from lorax_server.config import DTYPES, ModelConfig
+from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.errors import ConfigError, UnsupportedModelError
+from lorax_server.kernels import Ops, select_ops
+from lorax_server.kernels.packed import can_pack
+from lorax_server.models.custom_modeling.heads import PagedModel
+from lorax_server.weights import Weights, open_weights, weight_bytes
+
+MODELS = {
+    "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
+    "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",
+    "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
+    "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "opt": "opt_modeling.FlashOPTForCausalLM",
+    "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
+    "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+}
+
+
+def get_model(settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None) -> PagedModel:
+    """Load this rank's part of a model. Without a group, all of it; without ops, the best there are for the device."""
+    config = _read_config(settings)
+    device = torch.device(settings.device)
+    dtype = _choose_dtype(settings, config)
+    weights = open_weights(
+        settings.path,
+        device=device,
+        dtype=dtype,
+        process_group=process_group or FakeGroup(),
+        ops=ops or select_ops(device),
+        pack=_should_pack(settings, config, device, dtype),
+    )
+    return build_model(config, weights)
+
+
+def build_model(config: Any, weights: Weights) -> PagedModel:
+    """The paged model of a config, whatever its weights come from."""
+    model_class = find_class(config.model_type)
+    with torch.no_grad():
+        model: PagedModel = model_class("", config, weights)
+    return model.eval()
+
+
+def find_class(model_type: str) -> type[Any]:
+    if model_type not in MODELS:
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}")
+    module, name = MODELS[model_type].split(".")
+    found: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
+    return found
+
+
+def _read_config(settings: ModelConfig) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(settings.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{settings.path / 'config.json'}: cannot be used as a model's config: {error}") from error
+    config.quantize = settings.quantize
+    return config
+
+
+def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:
+    name = settings.dtype
+    if name is None:
+        stored = getattr(config, "dtype", None) or torch.float16
+        name = "float32" if settings.device == "cpu" else str(stored).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"config field dtype = {name!r} is not supported; set one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    possible = can_pack(device, dtype)
+    if settings.pack_weights is None:
+        stored = getattr(config, "dtype", None) or dtype
+        loaded = weight_bytes(settings.path) * dtype.itemsize / stored.itemsize
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return possible and 2 * loaded <= memory / 2
+    if settings.pack_weights and not possible:
+        raise ConfigError("pack_weights needs a CPU, float32 and a torch with oneDNN")
+    return settings.pack_weights
