@@ -76,19 +76,18 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if residual is not None:
         x = x + residual
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps), x
+    # Not F.rms_norm, which takes three times as long on a CPU, and rounds once less in half precision.
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype), x
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return weight * (wide * scale).to(x.dtype), x
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
+    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
+    rotated = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated)
 
 

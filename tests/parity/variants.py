@@ -1,0 +1,227 @@
+"""The tiny random models that our architectures are compared on: one for each thing an architecture can do.
+
+`off` are the changes of the config that switch the thing off again. A model built that way must disagree with the
+oracle, or the comparison would prove nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.kernels import select_ops
+from lorax_server.weights import TensorWeights
+
+VOCAB = 97  # divides by none of the world sizes
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+GATED = SIZES | {"intermediate_size": 48, "max_position_embeddings": 128}
+GQA = GATED | {"num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+NEOX = SIZES | {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 128}
+OPT = SIZES | {"ffn_dim": 64, "max_position_embeddings": 128}
+
+
+@dataclass(frozen=True)
+class Variant:
+    config_class: type[PreTrainedConfig]
+    settings: dict[str, Any]
+    off: dict[str, Any] = field(default_factory=dict)
+    attention: str = "eager"
+
+    def config(self) -> Any:
+        # A generous spread, so that a wrong sign or a dropped term shows; fixed token ids, so that none is special.
+        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+        return self.config_class(**self.settings, **ids, initializer_range=0.3, attn_implementation=self.attention)
+
+    def config_switched_off(self) -> Any:
+        config = self.config()
+        for name, value in self.off.items():
+            setattr(config, name, value)
+        return config
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | parameters}
+
+
+NO_SCALING = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "short_factor": [1.0, 1.1, 1.2, 1.4],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS = {
+    "llama-mha": Variant(LlamaConfig, GATED, off=rope("default", rope_theta=500.0)),
+    "llama-gqa": Variant(LlamaConfig, GQA, off={"hidden_act": "relu"}),
+    "llama-mqa": Variant(LlamaConfig, GATED | {"num_key_value_heads": 1}, off={"rms_norm_eps": 0.5}),
+    "llama-attention-bias": Variant(LlamaConfig, GQA | {"attention_bias": True}, off={"attention_bias": False}),
+    "llama-mlp-bias": Variant(LlamaConfig, GQA | {"mlp_bias": True}, off={"mlp_bias": False}),
+    "llama-own-head-dim": Variant(LlamaConfig, GQA | {"head_dim": 16}, off=rope("default", rope_theta=500.0)),
+    "llama-tied-head": Variant(LlamaConfig, GQA | {"tie_word_embeddings": True}, off={"hidden_act": "gelu"}),
+    "llama-gelu-tanh": Variant(LlamaConfig, GQA | {"hidden_act": "gelu_pytorch_tanh"}, off={"hidden_act": "silu"}),
+    "llama-rope-theta": Variant(LlamaConfig, GQA | rope("default", rope_theta=500.0), off=NO_SCALING),
+    "llama-rope-linear": Variant(LlamaConfig, GQA | rope("linear", factor=4.0), off=NO_SCALING),
+    "llama-rope-llama3": Variant(LlamaConfig, GQA | rope("llama3", **LLAMA3), off=NO_SCALING),
+    "llama-rope-yarn": Variant(
+        LlamaConfig, GQA | rope("yarn", factor=4.0, original_max_position_embeddings=32), off=NO_SCALING
+    ),
+    "llama-rope-yarn-mscale": Variant(
+        LlamaConfig,
+        GQA | rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3),
+        off=rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "llama-rope-dynamic-within": Variant(
+        LlamaConfig, GQA | rope("dynamic", factor=4.0), off=rope("linear", factor=4.0)
+    ),
+    "llama-rope-dynamic-beyond": Variant(
+        LlamaConfig, GQA | {"max_position_embeddings": 16} | rope("dynamic", factor=4.0), off=NO_SCALING
+    ),
+    "llama-rope-longrope-within": Variant(LlamaConfig, GQA | rope("longrope", **LONG), off=NO_SCALING),
+    "llama-rope-longrope-beyond": Variant(
+        LlamaConfig,
+        GQA | rope("longrope", **LONG | {"original_max_position_embeddings": 16}),
+        off=rope("longrope", **LONG),
+    ),
+    "llama-fp8-kv": Variant(LlamaConfig, GQA | {"quantize": "fp8-kv"}, off={"quantize": None}),
+    "mistral-window": Variant(MistralConfig, GQA | {"sliding_window": 6}, off={"sliding_window": None}),
+    "mistral-no-window": Variant(MistralConfig, GQA | {"sliding_window": None}, off={"sliding_window": 6}),
+    "mistral-own-head-dim": Variant(
+        MistralConfig, GQA | {"head_dim": 16, "sliding_window": 6}, off={"sliding_window": 5}
+    ),
+    "qwen2-bias": Variant(Qwen2Config, GQA, off={"rms_norm_eps": 0.5}),
+    "qwen2-window": Variant(
+        Qwen2Config,
+        GQA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        off={"layer_types": ["full_attention"] * 3},
+    ),
+    "qwen3-head-norm": Variant(Qwen3Config, GQA | {"head_dim": 16}, off={"rms_norm_eps": 0.5}),
+    "qwen3-attention-bias": Variant(
+        Qwen3Config, GQA | {"head_dim": 16, "attention_bias": True}, off={"attention_bias": False}
+    ),
+    "qwen3-window": Variant(
+        Qwen3Config,
+        GQA | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        off={"layer_types": ["full_attention"] * 3},
+    ),
+    "gpt2": Variant(GPT2Config, GPT2, off={"layer_norm_epsilon": 0.5}),
+    "gpt2-no-scale": Variant(GPT2Config, GPT2 | {"scale_attn_weights": False}, off={"scale_attn_weights": True}),
+    "gpt2-inverse-layer-scale": Variant(
+        GPT2Config,
+        GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+        off={"scale_attn_by_inverse_layer_idx": False},
+    ),
+    "gpt2-reorder-and-upcast": Variant(
+        GPT2Config, GPT2 | {"reorder_and_upcast_attn": True}, off={"layer_norm_epsilon": 0.5}
+    ),
+    "gpt2-n-inner": Variant(GPT2Config, GPT2 | {"n_inner": 40}, off={"activation_function": "relu"}),
+    "gpt2-untied-head": Variant(
+        GPT2Config, GPT2 | {"tie_word_embeddings": False}, off={"tie_word_embeddings": True}
+    ),
+    **{
+        f"gpt2-{name}": Variant(GPT2Config, GPT2 | {"activation_function": name}, off={"activation_function": other})
+        for name, other in (
+            ("relu", "gelu"),
+            ("silu", "gelu"),
+            ("gelu", "silu"),
+            ("tanh", "gelu"),
+            ("quick_gelu", "gelu"),
+            ("gelu_fast", "silu"),
+        )
+    },
+    "neox-parallel": Variant(GPTNeoXConfig, NEOX, off={"use_parallel_residual": False}),
+    "neox-sequential": Variant(
+        GPTNeoXConfig, NEOX | {"use_parallel_residual": False}, off={"use_parallel_residual": True}
+    ),
+    "neox-rotary-half": Variant(GPTNeoXConfig, NEOX | {"rotary_pct": 0.5}, off=rope("default")),
+    "neox-rotary-all": Variant(
+        GPTNeoXConfig, NEOX | {"rotary_pct": 1.0}, off=rope("default", partial_rotary_factor=0.25)
+    ),
+    "neox-rotary-base": Variant(
+        GPTNeoXConfig, NEOX | {"rotary_emb_base": 500}, off=rope("default", partial_rotary_factor=0.25)
+    ),
+    "neox-rope-linear": Variant(
+        GPTNeoXConfig,
+        NEOX | rope("linear", factor=4.0, partial_rotary_factor=0.5),
+        off=rope("default", partial_rotary_factor=0.5),
+    ),
+    "neox-rope-dynamic-beyond": Variant(
+        GPTNeoXConfig,
+        NEOX | {"max_position_embeddings": 16} | rope("dynamic", factor=4.0, partial_rotary_factor=0.5),
+        off=rope("default", partial_rotary_factor=0.5),
+    ),
+    "neox-no-attention-bias": Variant(GPTNeoXConfig, NEOX | {"attention_bias": False}, off={"layer_norm_eps": 0.5}),
+    "neox-relu": Variant(GPTNeoXConfig, NEOX | {"hidden_act": "relu"}, off={"hidden_act": "gelu"}),
+    "neox-gelu-fast": Variant(GPTNeoXConfig, NEOX | {"hidden_act": "gelu_fast"}, off={"hidden_act": "relu"}),
+    "neox-tied-head": Variant(GPTNeoXConfig, NEOX | {"tie_word_embeddings": True}, off={"hidden_act": "relu"}),
+    "opt-pre-norm": Variant(OPTConfig, OPT, off={"do_layer_norm_before": False}),
+    "opt-post-norm": Variant(OPTConfig, OPT | {"do_layer_norm_before": False}, off={"activation_function": "gelu"}),
+    "opt-projection": Variant(
+        OPTConfig, OPT | {"word_embed_proj_dim": 16}, off={"_remove_final_layer_norm": True}
+    ),
+    "opt-350m-like": Variant(
+        OPTConfig, OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}, off={"activation_function": "gelu"}
+    ),
+    "opt-no-final-norm": Variant(
+        OPTConfig, OPT | {"_remove_final_layer_norm": True}, off={"activation_function": "gelu"}
+    ),
+    "opt-no-bias": Variant(OPTConfig, OPT | {"enable_bias": False}, off={"activation_function": "gelu"}),
+    "opt-no-affine": Variant(
+        OPTConfig, OPT | {"layer_norm_elementwise_affine": False}, off={"activation_function": "gelu"}
+    ),
+    "galactica-like": Variant(
+        OPTConfig,
+        OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+        off={"activation_function": "relu"},
+    ),
+}
+
+LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope" in name]
+
+
+@torch.no_grad()
+def make_oracle(name: str) -> Any:
+    """The variant in transformers, every parameter random: nothing is zero or one, as biases and norms are by default."""
+    torch.manual_seed(sum(name.encode()))
+    model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        parameter.normal_(0, 0.3)
+        if parameter.dim() == 1 and parameter_name.endswith("weight"):
+            parameter.add_(1)  # a norm's weight
+    return model
+
+
+def make_weights(
+    tensors: dict[str, torch.Tensor], device: torch.device, group: ProcessGroup | None = None, pack: bool = False
+) -> TensorWeights:
+    return TensorWeights(
+        tensors,
+        device=device,
+        dtype=torch.float32,
+        process_group=group or FakeGroup(),
+        ops=select_ops(device),
+        pack=pack,
+    )
+
+
+def checkpoint(name: str, oracle: Any) -> dict[str, torch.Tensor]:
+    """The oracle's tensors, with what only our model reads."""
+    tensors = dict(oracle.state_dict())
+    if "fp8" in name:
+        for layer in range(oracle.config.num_hidden_layers):
+            tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.02 * (layer + 1))
+            tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.03 * (layer + 1))
+    return tensors

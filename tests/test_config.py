@@ -1,0 +1,48 @@
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from lorax_server.config import DTYPES, QUANTIZE, ModelConfig
+from lorax_server.errors import ConfigError, LoraxError
+
+
+def test_a_path_is_enough() -> None:
+    settings = ModelConfig(Path("model"))
+    assert settings.path == Path("model")
+    assert (settings.dtype, settings.device, settings.quantize, settings.pack_weights) == (None, "cpu", None, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_of_the_list_is_taken(dtype: str) -> None:
+    assert ModelConfig(Path("model"), dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("quantize", QUANTIZE)
+def test_every_quantisation_of_the_list_is_taken(quantize: str) -> None:
+    assert ModelConfig(Path("model"), quantize=quantize).quantize == quantize
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "fp16", "torch.float32", ""])
+def test_another_dtype_is_refused_by_name(dtype: str) -> None:
+    with pytest.raises(ConfigError, match="float32, float16, bfloat16") as caught:
+        ModelConfig(Path("model"), dtype=dtype)
+    assert f"dtype {dtype!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("quantize", ["gptq", "fp8", ""])
+def test_another_quantisation_is_refused_by_name(quantize: str) -> None:
+    with pytest.raises(ConfigError, match="fp8-kv") as caught:
+        ModelConfig(Path("model"), quantize=quantize)
+    assert f"quantize {quantize!r}" in str(caught.value)
+
+
+def test_settings_are_frozen() -> None:
+    settings = ModelConfig(Path("model"))
+    with pytest.raises(FrozenInstanceError):
+        settings.dtype = "float16"  # type: ignore[misc]
+
+
+def test_a_refusal_is_an_error_for_users() -> None:
+    assert issubclass(ConfigError, LoraxError)
+    assert ConfigError.status == 500

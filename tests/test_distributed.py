@@ -1,0 +1,136 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lorax_server.distributed import (
+    FakeGroup,
+    ProcessGroup,
+    Shard,
+    shard_evenly,
+    shard_kv_heads,
+    shard_units,
+    shard_vocab,
+    vocab_block,
+    whole,
+)
+from lorax_server.errors import ConfigError
+
+Cut = Callable[[ProcessGroup], Shard]
+
+
+def places(shard: Shard) -> list[int]:
+    return [place for start, stop in shard.ranges for place in range(start, stop)]
+
+
+CUTS: dict[str, tuple[int, Cut]] = {
+    "evenly": (24, lambda group: shard_evenly(group, 24, "x")),
+    "heads": (96, lambda group: shard_units(group, [(12, 8)], "x")),
+    "fused query, key and value": (108, lambda group: shard_units(group, [(12, 3)] * 3, "x")),
+    "parts of different sizes": (60, lambda group: shard_units(group, [(12, 2), (12, 1), (24, 1)], "x")),
+    "key and value heads": (60, lambda group: shard_kv_heads(group, 12, 5)),
+    "vocabulary": (24, lambda group: shard_vocab(group, 24)),
+    "vocabulary that does not divide": (23, lambda group: shard_vocab(group, 23)),
+    "vocabulary smaller than the group": (2, lambda group: shard_vocab(group, 2)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_ranks_hold_everything_exactly_once(cut: str, ranks: int) -> None:
+    full, make = CUTS[cut]
+    shards = [make(FakeGroup(rank, ranks)) for rank in range(ranks)]
+    held = [place for shard in shards for place in places(shard)]
+    assert sorted(held) == list(range(full))
+    for shard in shards:
+        assert shard.full == full
+        assert shard.size == len(places(shard))
+        assert shard.is_whole == (ranks == 1)
+
+
+def test_a_rank_holds_its_own_stretch() -> None:
+    assert [shard_evenly(FakeGroup(rank, 3), 12, "x").ranges for rank in range(3)] == [((0, 4),), ((4, 8),), ((8, 12),)]
+
+
+def test_every_part_is_cut_on_its_own() -> None:
+    parts = [(4, 2), (4, 2), (2, 3)]  # [0, 8), [8, 16), [16, 22)
+    assert shard_units(FakeGroup(0, 2), parts, "x").ranges == ((0, 4), (8, 12), (16, 19))
+    assert shard_units(FakeGroup(1, 2), parts, "x").ranges == ((4, 8), (12, 16), (19, 22))
+
+
+def test_no_unit_is_torn() -> None:
+    for rank in range(4):
+        for start, stop in shard_units(FakeGroup(rank, 4), [(8, 5), (4, 7)], "x").ranges:
+            unit, offset = (5, 0) if stop <= 40 else (7, 40)
+            assert (start - offset) % unit == 0
+            assert (stop - offset) % unit == 0
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda group: shard_evenly(group, 10, "intermediate_size"), "intermediate_size = 10 cannot .* over 4 "),
+        (lambda group: shard_units(group, [(6, 8)], "num_attention_heads"), "num_attention_heads = 6 cannot .* over 4 "),
+        (lambda group: shard_units(group, [(4, 1), (7, 1)], "n_inner"), "n_inner = 7 cannot .* over 4 "),
+        (lambda group: shard_kv_heads(group, 6, 8), "num_key_value_heads = 6 cannot .* over 4 "),
+        (lambda group: shard_kv_heads(group, 3, 8), "num_key_value_heads = 3 cannot .* over 4 "),
+    ],
+)
+def test_what_cannot_be_divided_is_named_with_its_number(cut: Cut, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cut(FakeGroup(0, 4))
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(1, 2), (1, 4), (2, 4), (2, 8), (3, 6), (4, 8)])
+def test_fewer_heads_than_ranks_are_shared_by_neighbours(heads: int, ranks: int) -> None:
+    shards = [shard_kv_heads(FakeGroup(rank, ranks), heads, 5) for rank in range(ranks)]
+    sharers = ranks // heads
+    for rank, shard in enumerate(shards):
+        # The queries of a rank are those of its one key head: rank r has the r-th part of all query heads.
+        head = rank // sharers
+        assert shard == Shard(heads * 5, ((head * 5, head * 5 + 5),))
+
+
+def test_the_vocabulary_is_cut_into_equal_blocks_but_for_the_last() -> None:
+    group = [FakeGroup(rank, 4) for rank in range(4)]
+    assert [vocab_block(member, 10) for member in group] == [3, 3, 3, 3]
+    assert [shard_vocab(member, 10).ranges for member in group] == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
+
+
+def test_ranks_past_the_end_of_the_vocabulary_hold_nothing() -> None:
+    shards = [shard_vocab(FakeGroup(rank, 4), 5) for rank in range(4)]
+    assert [shard.size for shard in shards] == [2, 2, 1, 0]
+    assert places(shards[3]) == []
+    assert shards[3].take(torch.ones(5, 2), dim=0).shape == (0, 2)
+
+
+def test_take_cuts_along_the_dimension() -> None:
+    x = torch.arange(24).view(4, 6)
+    shard = Shard(6, ((0, 1), (3, 5)))
+    assert torch.equal(shard.take(x, dim=1), x[:, [0, 3, 4]])
+    assert torch.equal(Shard(4, ((2, 4),)).take(x, dim=0), x[2:])
+
+
+def test_taking_all_is_free() -> None:
+    x = torch.arange(6)
+    assert whole(6).is_whole
+    assert whole(6).size == 6
+    assert whole(6).take(x, dim=0) is x
+    assert not Shard(6, ((0, 5),)).is_whole
+
+
+def test_a_fake_group_is_one_process_unless_told() -> None:
+    group = FakeGroup()
+    x = torch.ones(2, 3)
+    assert (group.rank(), group.size()) == (0, 1)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x, dim=0) is x
+
+
+def test_a_fake_group_has_the_shapes_of_a_real_one() -> None:
+    group = FakeGroup(2, 3)
+    x = torch.arange(6.0).view(2, 3)
+    assert (group.rank(), group.size()) == (2, 3)
+    assert torch.equal(group.all_reduce(x), x)
+    assert torch.equal(group.all_gather(x, dim=-1), torch.cat([x, x, x], dim=1))
+    assert group.all_gather(x, dim=0).shape == (6, 3)

@@ -1,0 +1,36 @@
+"""What an import costs. Each test starts a fresh interpreter: this one has imported everything already."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_alone_is_light() -> None:
+    modules = imported_by("import lorax_server")
+    assert "lorax_server" in modules
+    assert not modules & {"torch", "numpy", "transformers", "safetensors"}
+
+
+def test_settings_and_errors_are_light() -> None:
+    modules = imported_by("import lorax_server.config, lorax_server.errors")
+    assert not modules & {"torch", "numpy", "transformers", "safetensors"}
+
+
+def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
+    modules = imported_by(
+        "import lorax_server.models, lorax_server.adapters.batch, lorax_server.kernels, lorax_server.weights\n"
+        "from lorax_server.models.registry import MODELS, find_class\n"
+        "for model_type in MODELS: find_class(model_type)"
+    )
+    assert "lorax_server.layers.linear" in modules
+    assert not modules & {"fastapi", "uvicorn", "zmq", "google.protobuf", "triton", "peft"}
