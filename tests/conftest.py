@@ -1,7 +1,11 @@
 """Options and fixtures of the whole suite."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from tests.ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,3 +28,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()

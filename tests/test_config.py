@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lorax_server.config import DTYPES, QUANTIZE, ModelConfig
-from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.errors import ConfigError
 
 
 def test_a_path_is_enough() -> None:
@@ -41,8 +41,3 @@ def test_settings_are_frozen() -> None:
     settings = ModelConfig(Path("model"))
     with pytest.raises(FrozenInstanceError):
         settings.dtype = "float16"  # type: ignore[misc]
-
-
-def test_a_refusal_is_an_error_for_users() -> None:
-    assert issubclass(ConfigError, LoraxError)
-    assert ConfigError.status == 500

@@ -9,9 +9,8 @@ import torch
 from lorax_server.models.registry import build_model
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_greedy, oracle_logits
-from tests.parity.variants import LENGTH_DEPENDENT, VARIANTS, checkpoint, make_oracle, make_weights
+from tests.parity.variants import LENGTH_DEPENDENT, TOLERANCE, VARIANTS, checkpoint, make_oracle, make_weights
 
-TOLERANCE = 1e-4
 PROMPT = 23
 DECODE = 20
 
@@ -20,6 +19,7 @@ class Pair:
     """A variant in transformers and here, on the same weights."""
 
     def __init__(self, name: str, device: torch.device) -> None:
+        self.tolerance = TOLERANCE[name]
         self.oracle = make_oracle(name).to(device)
         self.tensors = checkpoint(name, self.oracle)
         self.model = build_model(VARIANTS[name].config(), make_weights(self.tensors, device))
@@ -59,8 +59,8 @@ def test_prefill_and_decode(pair: Pair, record_property: Any) -> None:
     decode = torch.cat([driver.forward([(seq, [token])])[0] for token in ids[PROMPT:]])
     record_property("prefill", difference(prefill, expected[:PROMPT]))
     record_property("decode", difference(decode, expected[PROMPT:]))
-    assert difference(prefill, expected[:PROMPT]) < TOLERANCE
-    assert difference(decode, expected[PROMPT:]) < TOLERANCE
+    assert difference(prefill, expected[:PROMPT]) < pair.tolerance
+    assert difference(decode, expected[PROMPT:]) < pair.tolerance
 
 
 def test_fails_when_switched_off(name: str, pair: Pair, device: torch.device) -> None:
@@ -69,7 +69,7 @@ def test_fails_when_switched_off(name: str, pair: Pair, device: torch.device) ->
     driver = PagedDriver(model)
     seq = driver.add(prompt_length=PROMPT)
     logits = torch.cat([driver.forward([(seq, ids[:PROMPT])])[0], *(driver.forward([(seq, [i])])[0] for i in ids[PROMPT:])])
-    assert difference(logits, pair.expected(ids)) > 100 * TOLERANCE
+    assert difference(logits, pair.expected(ids)) > 5 * max(pair.tolerance, 1e-2)
 
 
 def test_greedy_text(pair: Pair) -> None:
@@ -85,7 +85,7 @@ def test_chunked_prefill(pair: Pair, chunk: int) -> None:
     driver = pair.driver(block_size=8)
     seq = driver.add(prompt_length=len(ids))
     pieces = [driver.forward([(seq, ids[start : start + chunk])])[0] for start in range(0, len(ids), chunk)]
-    assert difference(torch.cat(pieces), pair.expected(ids, len(ids))) < TOLERANCE
+    assert difference(torch.cat(pieces), pair.expected(ids, len(ids))) < pair.tolerance
 
 
 def test_batch_equals_each_alone(pair: Pair) -> None:
@@ -106,7 +106,7 @@ def test_batch_equals_each_alone(pair: Pair) -> None:
         for row, logits in zip(members, driver.forward(feeds), strict=True):
             got[row].append(logits)
     for row, ids in enumerate(rows):
-        assert difference(torch.cat(got[row]), pair.expected(ids, lengths[row])) < TOLERANCE, f"row {row}"
+        assert difference(torch.cat(got[row]), pair.expected(ids, lengths[row])) < pair.tolerance, f"row {row}"
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT, scope="module")
@@ -116,5 +116,5 @@ def test_neighbour_does_not_change_angles(pair: Pair) -> None:
     driver = pair.driver()
     seqs = [driver.add(prompt_length=10), driver.add(prompt_length=60)]
     together = driver.forward([(seqs[0], short), (seqs[1], long)])
-    assert difference(together[0], pair.expected(short, 10)) < TOLERANCE
-    assert difference(together[1], pair.expected(long, 60)) < TOLERANCE
+    assert difference(together[0], pair.expected(short, 10)) < pair.tolerance
+    assert difference(together[1], pair.expected(long, 60)) < pair.tolerance

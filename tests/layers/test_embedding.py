@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from lorax_server.errors import WeightsError
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from tests.builders import memory_weights
+
+
+@pytest.mark.parametrize("vocab_size", [5, 8, 11])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_rows_sum_to_the_embedding(vocab_size: int, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(vocab_size, 6, generator=generator)
+    ids = torch.randint(vocab_size, (13,), generator=generator)
+    ids[:2] = torch.tensor([0, vocab_size - 1])
+    parts = []
+    for rank in range(ranks):
+        weights = memory_weights({"wte.weight": table}, rank=rank, ranks=ranks)
+        parts.append(TensorParallelEmbedding(weights, "wte", vocab_size, 6)(ids))
+    # Each token's row comes from exactly one rank, so the sum is exact.
+    assert torch.equal(torch.stack(parts).sum(0), table[ids])
+
+
+def test_a_rank_with_nothing_adds_zeros() -> None:
+    weights = memory_weights({"wte.weight": torch.ones(5, 3)}, rank=3, ranks=4)
+    out = TensorParallelEmbedding(weights, "wte", 5, 3)(torch.arange(5))
+    assert torch.equal(out, torch.zeros(5, 3))
+
+
+def test_an_embedding_of_another_size_is_refused() -> None:
+    with pytest.raises(WeightsError, match=r"\(5, 3\), the config asks for \(6, 3\)"):
+        TensorParallelEmbedding(memory_weights({"wte.weight": torch.ones(5, 3)}), "wte", 6, 3)

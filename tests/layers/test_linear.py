@@ -1,0 +1,307 @@
+"""Every rank's part, put together, is the whole."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
+from lorax_server.errors import WeightsError
+from lorax_server.kernels.packed import can_pack
+from lorax_server.layers.linear import (
+    Linear,
+    MultiAdapterHead,
+    TensorParallelAdapterRowLinear,
+    TensorParallelColumnLinear,
+    TensorParallelHead,
+    TensorParallelMultiAdapterLinear,
+    TensorParallelRowLinear,
+    adapter_targets,
+)
+from tests.builders import CPU, Factors, adapter_batch, build_arena, memory_weights
+
+INPUTS, TOKENS = 12, [1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 1, 3]
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora(inputs: int, outputs: int, rank: int, seed: int) -> Factors:
+    return normal(rank, inputs, seed=seed), normal(outputs, rank, seed=seed + 1), 0.5 + rank
+
+
+def with_lora(x: torch.Tensor, base: torch.Tensor, factors: Sequence[Factors | None]) -> torch.Tensor:
+    """The whole layer's output, with the adapter of each of `TOKENS` (the first of `factors` is adapter 1)."""
+    out = base.clone()
+    for row, adapter in enumerate(TOKENS):
+        chosen = factors[adapter - 1] if adapter else None
+        if chosen is not None:
+            lora_a, lora_b, scale = chosen
+            out[row] += lora_b @ (lora_a @ x[row]) * scale
+    return out
+
+
+def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tensor:
+    """The full dimension from what each rank holds of it."""
+    full = torch.full((len(parts[0]), shards[0].full), torch.nan)
+    for part, shard in zip(parts, shards, strict=True):
+        full[:, [at for start, stop in shard.ranges for at in range(start, stop)]] = part
+    return full
+
+
+# --- plain
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_onednn)])
+def test_a_linear_multiplies_with_or_without_a_packed_copy(bias: bool, rows: int, packed: bool) -> None:
+    weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
+    out = Linear(weight, added, packed)(x)
+    torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_onednn)])
+def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool, pack: bool) -> None:
+    weight, added, x = normal(24, INPUTS, seed=1), normal(24, seed=2), normal(5, INPUTS, seed=3)
+    tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
+    # Three fused parts, each cut on its own.
+    shards = [shard_units(FakeGroup(rank, ranks), [(4, 2)] * 3, "heads") for rank in range(ranks)]
+    parts = []
+    for rank, shard in enumerate(shards):
+        weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
+        layer = TensorParallelColumnLinear.load(
+            weights, ["fc"], INPUTS, [shard], bias=bias, fan_in_fan_out=fan_in_fan_out
+        )
+        parts.append(layer(x))
+    expected = F.linear(x, weight, added if bias else None)
+    torch.testing.assert_close(place(parts, shards), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+def test_rows_of_all_ranks_sum_to_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
+    weight, added, x = normal(10, INPUTS, seed=1), normal(10, seed=2), normal(5, INPUTS, seed=3)
+    tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
+    total = torch.zeros(5, 10)
+    for rank in range(ranks):
+        weights = memory_weights(tensors, rank=rank, ranks=ranks)
+        shard = shard_evenly(weights.process_group, INPUTS, "inputs")
+        layer = TensorParallelRowLinear.load(weights, "fc", shard, 10, bias=bias, fan_in_fan_out=fan_in_fan_out)
+        total += layer(shard.take(x, dim=1))
+    torch.testing.assert_close(total, F.linear(x, weight, added if bias else None), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 12, 13])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_head_scores_the_whole_vocabulary(vocab_size: int, ranks: int) -> None:
+    weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
+    shards = [shard_vocab(FakeGroup(rank, ranks), vocab_size) for rank in range(ranks)]
+    parts = []
+    for rank, shard in enumerate(shards):
+        weights = memory_weights({"lm_head.weight": weight}, rank=rank, ranks=ranks)
+        logits, speculative = TensorParallelHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
+        assert logits.shape == (3, vocab_size)
+        assert speculative is None
+        parts.append(logits[:, : shard.size])
+    torch.testing.assert_close(place(parts, shards), x @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+class LoopGroup:
+    """Gathers what the ranks of one process hand in, in order, as ranks that communicate would."""
+
+    def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 4
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a head does not sum")
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        self.parts.append(x)
+        return torch.cat([*self.parts, *[torch.zeros_like(x)] * (4 - len(self.parts))], dim=dim)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 12, 13])
+def test_gathered_logits_are_in_the_order_of_the_vocabulary(vocab_size: int) -> None:
+    """Ranks of unequal parts are padded to gather, and the padding must come out again."""
+    weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
+    parts: list[torch.Tensor] = []
+    for rank in range(4):
+        weights = memory_weights({"lm_head.weight": weight})
+        weights.process_group = LoopGroup(rank, parts)
+        logits, _ = TensorParallelHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
+    torch.testing.assert_close(logits, x @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+# --- with adapters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_onednn)])
+def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
+    """Query, key and value as Llama has them: 8 query heads and 2 key heads, shared where there are more ranks."""
+    sizes = {"q": 32, "k": 8, "v": 8}
+    tensors = {f"{name}.weight": normal(size, INPUTS, seed=size) for name, size in sizes.items()}
+    tensors |= {f"{name}.bias": normal(size, seed=size + 1) for name, size in sizes.items()}
+    adapters: list[dict[str, Factors]] = [
+        {"q": lora(INPUTS, 32, 3, 10), "v": lora(INPUTS, 8, 1, 12)},
+        {"q": lora(INPUTS, 32, 16, 14), "k": lora(INPUTS, 8, 2, 16), "v": lora(INPUTS, 8, 4, 18)},
+        {"k": lora(INPUTS, 8, 5, 20)},
+    ]
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
+    shards: dict[str, list[Shard]] = {name: [] for name in sizes}
+    for rank in range(ranks):
+        weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
+        group = weights.process_group
+        outputs = [shard_units(group, [(8, 4)], "heads"), shard_kv_heads(group, 2, 4), shard_kv_heads(group, 2, 4)]
+        layer = TensorParallelMultiAdapterLinear.load(weights, list(sizes), INPUTS, outputs, bias=True)
+        arena = build_arena(adapter_targets(layer), adapters)
+        out = layer(x, adapter_batch(TOKENS, arena))
+        for name, shard, part in zip(sizes, outputs, out.split([shard.size for shard in outputs], dim=1), strict=True):
+            parts[name].append(part)
+            shards[name].append(shard)
+    for name in sizes:
+        base = F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        expected = with_lora(x, base, [adapter.get(name) for adapter in adapters])
+        torch.testing.assert_close(place(parts[name], shards[name]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
+    """GPT-2's c_attn: one matrix and one adapter target, cut in three places."""
+    weight, added = normal(INPUTS, 36, seed=1), normal(36, seed=2)
+    adapters: list[dict[str, Factors]] = [{"c_attn": lora(INPUTS, 36, rank, 10 + rank)} for rank in (3, 16, 1)]
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    shards = [shard_units(FakeGroup(rank, ranks), [(4, 3)] * 3, "heads") for rank in range(ranks)]
+    parts = []
+    for rank, shard in enumerate(shards):
+        weights = memory_weights({"c_attn.weight": weight, "c_attn.bias": added}, rank=rank, ranks=ranks)
+        layer = TensorParallelMultiAdapterLinear.load(
+            weights, ["c_attn"], INPUTS, [shard], bias=True, fan_in_fan_out=True
+        )
+        parts.append(layer(x, adapter_batch(TOKENS, build_arena(adapter_targets(layer), adapters))))
+    expected = with_lora(x, x @ weight + added, [adapter["c_attn"] for adapter in adapters])
+    torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
+    weight, added = normal(10, INPUTS, seed=1), normal(10, seed=2)
+    tensors = {"proj.weight": weight.t().contiguous() if fan_in_fan_out else weight, "proj.bias": added}
+    adapters: list[dict[str, Factors]] = [{"proj": lora(INPUTS, 10, 3, 10)}, {"proj": lora(INPUTS, 10, 16, 12)}, {}]
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    total = torch.zeros(len(TOKENS), 10)
+    for rank in range(ranks):
+        weights = memory_weights(tensors, rank=rank, ranks=ranks)
+        shard = shard_evenly(weights.process_group, INPUTS, "inputs")
+        layer = TensorParallelAdapterRowLinear.load(
+            weights, "proj", shard, 10, bias=True, fan_in_fan_out=fan_in_fan_out
+        )
+        arena = build_arena(adapter_targets(layer), adapters)
+        total += layer(shard.take(x, dim=1), adapter_batch(TOKENS, arena))
+    expected = with_lora(x, F.linear(x, weight, added), [adapter.get("proj") for adapter in adapters])
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 13])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
+    weight = normal(vocab_size, INPUTS, seed=1)
+    adapters: list[dict[str, Factors]] = [
+        {"lm_head": lora(INPUTS, vocab_size, 3, 10)},
+        {},
+        {"lm_head": lora(INPUTS, vocab_size, 8, 12)},
+    ]
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    shards = [shard_vocab(FakeGroup(rank, ranks), vocab_size) for rank in range(ranks)]
+    parts = []
+    for rank, shard in enumerate(shards):
+        weights = memory_weights({"wte.weight": weight}, rank=rank, ranks=ranks)
+        head = MultiAdapterHead.load(weights, "wte", INPUTS, vocab_size, target_name="lm_head")
+        arena = build_arena(adapter_targets(head), adapters)
+        parts.append(head(x, adapter_batch(TOKENS, arena))[0][:, : shard.size])
+    expected = with_lora(x, x @ weight.t(), [adapter.get("lm_head") for adapter in adapters])
+    torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
+    weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
+    layer = TensorParallelMultiAdapterLinear.load(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+    arena = build_arena(adapter_targets(layer), [{"fc": lora(INPUTS, 10, 3, 10)}] * 3)
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    plain, adapted = layer(x), layer(x, adapter_batch(TOKENS, arena))
+    for row, adapter in enumerate(TOKENS):
+        assert torch.equal(plain[row], adapted[row]) == (adapter == 0)
+    assert torch.equal(plain, layer(x, adapter_batch([0] * len(TOKENS), arena)))
+
+
+def test_adapter_targets_finds_every_place_by_name() -> None:
+    weights = memory_weights(
+        {
+            "q.weight": normal(8, 4, seed=1),
+            "k.weight": normal(4, 4, seed=2),
+            "o.weight": normal(4, 8, seed=3),
+            "fixed.weight": normal(4, 4, seed=4),
+            "lm_head.weight": normal(6, 4, seed=5),
+        }
+    )
+    model = nn.ModuleList(
+        [
+            TensorParallelMultiAdapterLinear.load(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=False),
+            TensorParallelAdapterRowLinear.load(weights, "o", whole(8), 4, bias=False),
+            TensorParallelColumnLinear.load(weights, ["fixed"], 4, [whole(4)], bias=False),
+            MultiAdapterHead.load(weights, "lm_head", 4, 6),
+        ]
+    )
+    targets = adapter_targets(model)
+    assert {name: (target.inputs.full, target.outputs.full) for name, target in targets.items()} == {
+        "q": (4, 8),
+        "k": (4, 4),
+        "o": (8, 4),
+        "lm_head": (4, 6),
+    }
+    assert (targets["q"].columns, targets["k"].columns) == (slice(0, 8), slice(8, 12))
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize("bias", [(10,), (9,)])
+def test_tensors_that_do_not_fit_are_refused(bias: tuple[int]) -> None:
+    inputs = INPUTS + 1 if bias == (10,) else INPUTS
+    weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS), "fc.bias": torch.zeros(bias)})
+    with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
+        TensorParallelColumnLinear.load(weights, ["fc"], inputs, [whole(10)], bias=True)
+    with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
+        TensorParallelRowLinear.load(weights, "fc", whole(inputs), 10, bias=True)
+
+
+def test_a_matrix_stored_the_other_way_round_is_refused() -> None:
+    weights = memory_weights({"fc.weight": torch.zeros(INPUTS, 10)})
+    with pytest.raises(WeightsError, match=r"\(12, 10\), the config asks for \(10, 12\)"):
+        TensorParallelColumnLinear.load(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+
+
+def test_a_bias_that_is_asked_for_must_be_there() -> None:
+    weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS)}, rank=1, ranks=2)
+    shard = shard_evenly(weights.process_group, INPUTS, "inputs")
+    # Rank 1 does not add it, but a checkpoint without it is wrong on every rank.
+    with pytest.raises(WeightsError, match=r"'fc.bias' is missing"):
+        TensorParallelRowLinear.load(weights, "fc", shard, 10, bias=True)

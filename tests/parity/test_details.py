@@ -1,0 +1,180 @@
+"""Behaviour of single architectures beyond their logits."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lorax_server.models.custom_modeling.flash_mistral_modeling as mistral
+import lorax_server.models.custom_modeling.flash_qwen2_modeling as qwen2
+import lorax_server.models.custom_modeling.flash_qwen3_modeling as qwen3
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import InputError
+from lorax_server.kernels import select_ops
+from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    FlashLlamaForCausalLM,
+    FlashLlamaLayer,
+    LlamaConfig,
+)
+from lorax_server.models.registry import build_model
+from lorax_server.weights import TensorWeights
+from tests.paged import PagedDriver
+from tests.parity.oracle import oracle_logits
+from tests.parity.variants import GQA, VARIANTS, checkpoint, make_oracle, make_weights
+
+IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
+
+
+def make(name: str, device: torch.device, pack: bool = False) -> tuple[Any, Any]:
+    oracle = make_oracle(name).to(device)
+    return oracle, build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device, pack=pack))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-projection"])
+def test_lm_head_indices_and_skip_lm_head(name: str, device: torch.device) -> None:
+    _, model = make(name, device)
+    driver = PagedDriver(model)
+    inputs = driver.inputs([(driver.add(), IDS), (driver.add(), IDS[:5])])
+    rows = torch.tensor([16, 11, 0], device=device)
+    with torch.no_grad():
+        everything, speculative = model(**inputs)
+        assert speculative is None
+        assert torch.allclose(model(**inputs, lm_head_indices=rows)[0], everything[rows], atol=1e-5)
+        hidden, speculative = model(**inputs, lm_head_indices=rows, skip_lm_head=True)
+        assert speculative is None
+        assert hidden.shape == (3, model.lm_head.linear.weight.shape[1])
+        assert torch.allclose(model.lm_head(hidden)[0], everything[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm"])
+def test_positions_past_the_limit_are_refused(name: str, device: torch.device) -> None:
+    _, model = make(name, device)
+    driver = PagedDriver(model)
+    seq = driver.add()
+    driver.forward([(seq, [5] * 128)])
+    with pytest.raises(InputError, match="129 tokens .* 128 positions"):
+        driver.forward([(seq, [5])])
+
+
+def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
+    """Tokens that no later token can see need not be kept; what is left in their slots does not matter."""
+    oracle, model = make("mistral-window", device)
+    expected = oracle_logits(oracle, [*IDS, 17, 18, 19], len(IDS), {})
+    driver = PagedDriver(model)
+    seq = driver.add()
+    for keys, values in driver.kv_cache:
+        keys.fill_(1e4)
+        values.fill_(1e4)
+    kept = torch.arange(len(IDS) - 5, len(IDS), device=device)  # a window of 6 sees itself and 5 before
+    prefill = driver.forward([(seq, IDS)], prefill_cache_indices=kept)[0]
+    decode = [driver.forward([(seq, [token])])[0] for token in (17, 18, 19)]
+    assert (torch.cat([prefill, *decode]) - expected).abs().max() < 1e-4
+    written = sum(int((keys[:, 0, :, 0] != 1e4).sum()) for keys, _ in driver.kv_cache)
+    assert written == 3 * (5 + 3)
+
+
+def test_slot_of_minus_one_writes_nothing(device: torch.device) -> None:
+    """Rows that only pad a batch to a size leave the cache as it is, its last slot too."""
+    _, model = make("llama-gqa", device)
+    driver = PagedDriver(model)
+    inputs = driver.inputs([(driver.add(), IDS)])
+    inputs["slots"][-4:] = -1
+    with torch.no_grad():
+        model(**inputs)
+    for keys, values in driver.kv_cache:
+        assert int((keys[:, 0, :, 0] != 0).sum()) == int((values[:, 0, :, 0] != 0).sum()) == len(IDS) - 4
+
+
+def test_create_layer_fn(device: torch.device) -> None:
+    """Layers of one's own: here every second one is left out."""
+    oracle, _ = make("llama-gqa", device)
+    made = []
+
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor, residual: Any, rope: Any, ctx: Any) -> Any:
+            assert ctx.cross_attention_states is states
+            return torch.zeros_like(x), x if residual is None else x + residual
+
+    def create(layer_id: int, prefix: str, config: Any, weights: Any) -> nn.Module:
+        made.append((layer_id, prefix))
+        return Nothing() if layer_id == 1 else FlashLlamaLayer(layer_id, prefix, config, weights)
+
+    states = torch.zeros(1, device=device)
+    weights = make_weights(checkpoint("llama-gqa", oracle), device)
+    with torch.no_grad():
+        model = FlashLlamaForCausalLM("", VARIANTS["llama-gqa"].config(), weights, create_layer_fn=create)
+    assert made == [(layer, f"model.layers.{layer}") for layer in range(3)]
+    driver = PagedDriver(model)
+    logits = driver.forward([(driver.add(), IDS)], cross_attention_states=states)[0]
+    del oracle.model.layers[1]
+    oracle.model.layers[1].self_attn.layer_idx = 1
+    oracle.config.num_hidden_layers = 2
+    with torch.no_grad():
+        assert (logits - oracle(torch.tensor([IDS], device=device)).logits[0]).abs().max() < 1e-4
+
+
+def test_prefix(device: torch.device) -> None:
+    """A language model inside another: its tensors carry a prefix."""
+    oracle, model = make("llama-gqa", device)
+    tensors = {f"language_model.{name}": tensor for name, tensor in checkpoint("llama-gqa", oracle).items()}
+    with torch.no_grad():
+        inner = FlashLlamaForCausalLM("language_model", VARIANTS["llama-gqa"].config(), make_weights(tensors, device))
+    drivers = PagedDriver(model), PagedDriver(inner)
+    first, second = (driver.forward([(driver.add(), IDS)])[0] for driver in drivers)
+    assert torch.equal(first, second)
+
+
+def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None:
+    """What `reorder_and_upcast_attn` asks for: scores that overflow float16, all by the same amount, change nothing."""
+    tensors = {name: tensor.clone() for name, tensor in checkpoint("gpt2", make_oracle("gpt2")).items()}
+    for layer in range(3):
+        weight, bias = (tensors[f"transformer.h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
+        for column in range(0, 64, 8):  # the first dimension of each head of query and key
+            weight[:, column], bias[column] = 0, 450.0
+    reference, half = (
+        build_model(
+            VARIANTS["gpt2-reorder-and-upcast"].config(),
+            TensorWeights(tensors, device=device, dtype=dtype, process_group=FakeGroup(), ops=select_ops(device)),
+        )
+        for dtype in (torch.float32, torch.float16)
+    )
+    got = []
+    for model in (reference, half):
+        driver = PagedDriver(model)
+        seq = driver.add()
+        got.append(torch.cat([driver.forward([(seq, IDS)])[0], driver.forward([(seq, [17])])[0]]).float())
+    assert 450.0**2 * 8**-0.5 > torch.finfo(torch.float16).max
+    assert (got[0] - got[1]).abs().max() < 0.2
+    assert (got[0] - got[1]).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "qwen3-window"])
+def test_packed_weights(name: str) -> None:
+    """The packed copies that serve batches on a CPU give the same numbers."""
+    cpu = torch.device("cpu")
+    oracle, model = make(name, cpu, pack=True)
+    assert model.lm_head.linear.packed is not None
+    driver = PagedDriver(model)
+    seqs = [driver.add(), driver.add()]
+    got = driver.forward([(seqs[0], IDS), (seqs[1], IDS[:4])])
+    for token in (17, 18):
+        pieces = driver.forward([(seqs[0], [token]), (seqs[1], [token])])
+        got = [torch.cat([before, piece]) for before, piece in zip(got, pieces, strict=True)]
+    for row, length in ((0, 12), (1, 4)):
+        assert (got[row] - oracle_logits(oracle, [*IDS[:length], 17, 18], length, {})).abs().max() < 1e-4
+
+
+def test_llama_config_takes_the_old_spelling() -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    config = LlamaConfig(**GQA, rope_theta=500.0, rope_scaling=scaling)
+    assert config.num_key_value_heads == 2
+    assert config.rope_parameters["rope_theta"] == 500.0
+    assert config.rope_parameters["factor"] == 2.0
+
+
+@pytest.mark.parametrize("module", [mistral, qwen2, qwen3])
+def test_a_subclass_is_small(module: Any) -> None:
+    """The promise that the next architecture of a known dataflow costs 25 to 40 lines."""
+    assert len([line for line in inspect.getsource(module).splitlines() if line.strip()]) <= 40

@@ -1,0 +1,79 @@
+"""Adapters on every linear and on the head of every architecture, many in one batch."""
+
+import pytest
+import torch
+
+from lorax_server.layers.linear import adapter_targets
+from lorax_server.models.registry import build_model
+from tests.lora import make_arena, merged, random_factors
+from tests.paged import PagedDriver
+from tests.parity.oracle import oracle_logits
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
+
+NAMES = [
+    "llama-gqa",
+    "llama-tied-head",
+    "llama-attention-bias",
+    "mistral-window",
+    "qwen2-bias",
+    "qwen3-head-norm",
+    "gpt2",
+    "neox-parallel",
+    "opt-pre-norm",
+    "opt-projection",
+]
+RANKS = (1, 3, 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device) -> None:
+    oracle = make_oracle(name).to(device)
+    tensors = checkpoint(name, oracle)
+    model = build_model(VARIANTS[name].config(), make_weights(tensors, device))
+    targets = adapter_targets(model)
+    adapters = [(random_factors(targets, rank, seed=rank), 2.0 / rank) for rank in RANKS]
+    adapters.append(({next(iter(targets)): adapters[0][0][next(iter(targets))]}, 0.5))  # one target alone
+    arena = make_arena(targets, adapters, device)
+    oracles = [oracle, *(merged(oracle, factors, scale) for factors, scale in adapters)]
+
+    # Prompts long and short (runs of one adapter and scattered tokens), the base model among them, then decode.
+    indices, lengths = [1, 0, 3, 2, 2, 4, 1], [11, 4, 2, 1, 9, 5, 3]
+    rows = [torch.randint(3, 97, (length + 4,)).tolist() for length in lengths]
+    driver = PagedDriver(model)
+    seqs = [driver.add(adapter, length) for adapter, length in zip(indices, lengths, strict=True)]
+    got = [[x] for x in driver.forward([(s, r[:n]) for s, r, n in zip(seqs, rows, lengths, strict=True)], arena)]
+    for step in range(4):
+        feeds = [(seq, [row[length + step]]) for seq, row, length in zip(seqs, rows, lengths, strict=True)]
+        for pieces, logits in zip(got, driver.forward(feeds, arena), strict=True):
+            pieces.append(logits)
+    for index, row, length, pieces in zip(indices, rows, lengths, got, strict=True):
+        expected = oracle_logits(oracles[index], row, length, tensors)
+        assert (torch.cat(pieces) - expected).abs().max() < 1e-4, f"adapter {index}"
+    # The adapters do something, so the comparison means something.
+    differ = [oracle_logits(o, rows[0], lengths[0], tensors)[-1] for o in oracles]
+    assert all((a - differ[0]).abs().max() > 0.1 for a in differ[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_matrix_is_a_target(name: str) -> None:
+    """Every linear of the oracle can be adapted: no module that PEFT can train is missing."""
+    oracle = make_oracle(name)
+    model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
+    linears = {n for n, m in oracle.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+    assert set(adapter_targets(model)) == linears
+
+
+def test_head_rows_keep_their_adapter(device: torch.device) -> None:
+    """`lm_head_indices` picks rows out of the batch; each keeps its own adapter on the head."""
+    oracle = make_oracle("llama-gqa").to(device)
+    model = build_model(VARIANTS["llama-gqa"].config(), make_weights(checkpoint("llama-gqa", oracle), device))
+    targets = adapter_targets(model)
+    head = {"lm_head": targets["lm_head"]}
+    arena = make_arena(targets, [(random_factors(head, 4, 0), 1.0), (random_factors(head, 2, 1), 2.0)], device)
+    driver = PagedDriver(model)
+    feeds = [(driver.add(1), [5, 6, 7]), (driver.add(0), [8, 9]), (driver.add(2), [10, 11, 12, 13])]
+    inputs = driver.inputs(feeds, arena)
+    rows = torch.tensor([8, 2, 3, 4], device=device)
+    with torch.no_grad():
+        everything = model(**inputs)[0]
+        assert torch.allclose(model(**inputs, lm_head_indices=rows)[0], everything[rows], atol=1e-5)

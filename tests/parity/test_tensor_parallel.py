@@ -1,0 +1,87 @@
+"""Two and four real processes give what one gives: logits with and without adapters, for every variant."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.errors import ConfigError
+from lorax_server.layers.linear import adapter_targets
+from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
+from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
+from lorax_server.models.registry import build_model
+from tests.lora import make_arena, random_factors
+from tests.paged import PagedDriver
+from tests.parity.variants import TOLERANCE, VARIANTS, checkpoint, make_oracle, make_weights
+from tests.ranks import GROUP_SIZES, RankPool
+
+CPU = torch.device("cpu")
+ROWS = [[5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96], [96, 4], [17, 23, 55, 61, 8]]
+ADAPTERS = [2, 0, 1]
+
+
+def run_paged(group: ProcessGroup, name: str, pack: bool = False) -> torch.Tensor:
+    """A batch of two adapters and the base model: one prefill and three steps of decode."""
+    weights = make_weights(checkpoint(name, make_oracle(name)), CPU, group, pack)
+    model = build_model(VARIANTS[name].config(), weights)
+    targets = adapter_targets(model)
+    adapters = [(random_factors(targets, 2, 0), 0.5), (random_factors(targets, 5, 1), 0.2)]
+    arena = make_arena(targets, adapters, CPU)
+    driver = PagedDriver(model)
+    seqs = [driver.add(adapter, len(row)) for adapter, row in zip(ADAPTERS, ROWS, strict=True)]
+    logits = driver.forward(list(zip(seqs, ROWS, strict=True)), arena)
+    for token in (11, 12, 13):
+        logits += driver.forward([(seq, [token]) for seq in seqs], arena)
+    return torch.cat(logits)
+
+
+@torch.no_grad()
+def run_padded(group: ProcessGroup, name: str) -> torch.Tensor:
+    config = VARIANTS[name].config()
+    weights = make_weights(checkpoint(name, make_oracle(name)), CPU, group)
+    model: Any = {"gpt_neox": GPTNeoxForCausalLM, "opt": OPTForCausalLM}[config.model_type](config, weights)
+    ids = torch.tensor([ROWS[0], ROWS[0][::-1]])
+    mask = torch.linspace(0.1, 1.0, 12).view(3, 4)
+    first = model(input_ids=ids, head_mask=mask, use_cache=True)
+    second = model(input_ids=ids[:, :2], head_mask=mask, past_key_values=first.past_key_values)
+    return torch.cat([first.logits, second.logits], 1)
+
+
+def limit(logits: torch.Tensor) -> torch.Tensor:
+    """1e-5, relative to the largest logit: an adapter makes some of them large."""
+    return 1e-5 * logits.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_paged(name: str, size: int, ranks: RankPool) -> None:
+    alone = run_paged(FakeGroup(), name)
+    for logits in ranks.run(size, run_paged, name):
+        assert logits.shape == alone.shape
+        assert (logits - alone).abs().max() < (TOLERANCE[name] if "fp8" in name else limit(alone))
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("name", ["neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like"])
+def test_padded(name: str, size: int, ranks: RankPool) -> None:
+    alone = run_padded(FakeGroup(), name)
+    for logits in ranks.run(size, run_padded, name):
+        assert (logits - alone).abs().max() < limit(alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("llama-gqa", 3, "num_key_value_heads = 2 cannot be divided over 3 tensor-parallel ranks"),
+        ("llama-mqa", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),
+        ("gpt2", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
+        ("neox-parallel", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),
+        ("opt-pre-norm", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(name: str, size: int, message: str) -> None:
+    weights = make_weights(checkpoint(name, make_oracle(name)), CPU, FakeGroup(0, size))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_model(VARIANTS[name].config(), weights)

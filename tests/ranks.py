@@ -1,0 +1,67 @@
+"""Real processes for tests of tensor parallelism: one pool, joined once by gloo, used by the whole session."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lorax_server.distributed import TorchGroup, join_group
+
+POOL_SIZE = 4
+GROUP_SIZES = (2, 4)
+TIMEOUT_S = 120
+
+
+class RankPool:
+    """Runs a function on the first ranks of a pool of processes, each in a group of the size asked for."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = f"file://{Path(self._folder.name) / 'meeting'}"
+        pipes = [context.Pipe() for _ in range(POOL_SIZE)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(group, *args)` returns on each rank; the first failure is raised here."""
+        for connection in self._connections[:size]:
+            connection.send((size, function, args))
+        replies = []
+        for connection in self._connections[:size]:
+            if not connection.poll(TIMEOUT_S):
+                raise TimeoutError("a rank did not answer")
+            replies.append(connection.recv())
+        for succeeded, reply in replies:
+            if not succeeded:
+                raise AssertionError(f"a rank failed:\n{reply}")
+        return [reply for _, reply in replies]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, meeting: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    join_group(rank, POOL_SIZE, meeting, torch.device("cpu"))
+    groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
+    while True:
+        size, function, args = connection.recv()
+        try:
+            connection.send((True, function(TorchGroup(groups[size]), *args)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
