@@ -107,7 +107,7 @@ class TensorWeights(Weights):
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         return self._tensors[name][index] if index else self._tensors[name]
 
-    def where(self, name: str) -> str:
+    def where(self, name: str) -> str:  # noqa: ARG002 - all in one place
         return self._source
 
 
@@ -176,7 +176,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 def _open_safetensors(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+        return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
 

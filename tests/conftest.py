@@ -20,6 +20,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+AGREEMENT = pytest.StashKey[dict[str, tuple[float, float]]]()
+
+
+@pytest.fixture(scope="session")
+def agreement(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
+    """The largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
+    return request.config.stash.setdefault(AGREEMENT, {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = config.stash.get(AGREEMENT, {})
+    if not found:
+        return
+    terminalreporter.section("largest difference of logits to transformers, float32")
+    for name, (prefill, decode) in sorted(found.items()):
+        terminalreporter.write_line(f"{name:30} prefill {prefill:.1e}   decode {decode:.1e}")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))

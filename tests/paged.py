@@ -89,7 +89,9 @@ class PagedDriver:
     def slot(self, seq: int, position: int) -> int:
         return self.blocks[seq][position // self.block_size] * self.block_size + position % self.block_size
 
-    def greedy(self, prompt: Sequence[int], count: int, arena: AdapterArena | None = None, adapter: int = 0) -> list[int]:
+    def greedy(
+        self, prompt: Sequence[int], count: int, arena: AdapterArena | None = None, adapter: int = 0
+    ) -> list[int]:
         seq = self.add(adapter, len(prompt))
         tokens, feed = [], list(prompt)
         for _ in range(count):

@@ -70,7 +70,7 @@ def test_no_unit_is_torn() -> None:
     ("cut", "message"),
     [
         (lambda group: shard_evenly(group, 10, "intermediate_size"), "intermediate_size = 10 cannot .* over 4 "),
-        (lambda group: shard_units(group, [(6, 8)], "num_attention_heads"), "num_attention_heads = 6 cannot .* over 4 "),
+        (lambda group: shard_units(group, [(6, 8)], "num_heads"), "num_heads = 6 cannot .* over 4 "),
         (lambda group: shard_units(group, [(4, 1), (7, 1)], "n_inner"), "n_inner = 7 cannot .* over 4 "),
         (lambda group: shard_kv_heads(group, 6, 8), "num_key_value_heads = 6 cannot .* over 4 "),
         (lambda group: shard_kv_heads(group, 3, 8), "num_key_value_heads = 3 cannot .* over 4 "),

@@ -372,7 +372,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path, present: bool) -> Non
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").mkdir()
-    with pytest.raises(WeightsError, match="no weights; looked for model.safetensors") as caught:
+    with pytest.raises(WeightsError, match=r"no weights; looked for model\.safetensors") as caught:
         open_weights(folder, **how())
     assert str(folder) in str(caught.value)
 

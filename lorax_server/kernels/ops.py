@@ -102,7 +102,10 @@ class Ops(Protocol):
         ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate, in place, the first dimensions of each head: `x` `[num_tokens, heads, head_dim]`, angles `[num_tokens, n/2]`."""
+        """Rotate, in place, the first n dimensions of each head of `[num_tokens, heads, head_dim]`.
+
+        The angles are `[num_tokens, n / 2]`; dimension i turns with dimension i + n / 2.
+        """
         ...
 
     def gated_activation(

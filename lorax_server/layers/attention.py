@@ -111,7 +111,7 @@ class PagedContext:
     def attend(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Store this forward's keys and values and attend: `[num_tokens, heads, head_dim]` to `[num_tokens, hidden]`."""
+        """Store keys and values, and attend: from `[num_tokens, heads, head_dim]` to `[num_tokens, hidden]`."""
         k_cache, v_cache = self.kv_cache[layer_id]
         self.ops.write_kv(k, v, k_cache, v_cache, self.batch, spec)
         if self.cu_seqlen_prefill is None:
@@ -168,7 +168,8 @@ class PaddedContext:
             self.hidden_states.append(self.rectangle(hidden_states))
 
     def rectangle(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.unflatten(0, (self.num_seqs, self.num_new))
+        rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
+        return rows
 
     @cached_property
     def _visible(self) -> torch.Tensor:
@@ -177,4 +178,5 @@ class PaddedContext:
         keys = torch.arange(num_keys, device=self.attention_mask.device)
         queries = keys[num_keys - self.num_new :]
         causal = keys[None] <= queries[:, None]
-        return causal & self.attention_mask.bool()[:, None, None]
+        visible: torch.Tensor = causal & self.attention_mask.bool()[:, None, None]
+        return visible

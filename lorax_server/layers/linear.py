@@ -44,6 +44,10 @@ class TensorParallelColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.linear = linear
+        self.names = names
+        self.in_features = in_features
+        self.outputs = outputs
+        self.ops = weights.ops
 
     @classmethod
     def load(
@@ -68,7 +72,7 @@ class TensorParallelColumnLinear(nn.Module):
         linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
         return cls(linear, names, in_features, outputs, weights)
 
-    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)  # type: ignore[no-any-return]
 
 
@@ -79,7 +83,6 @@ class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
         self, linear: Linear, names: Sequence[str], in_features: int, outputs: Sequence[Shard], weights: Weights
     ) -> None:
         super().__init__(linear, names, in_features, outputs, weights)
-        self.ops = weights.ops
         stops = list(accumulate(shard.size for shard in outputs))
         self.targets = tuple(
             AdapterTarget(name, whole(in_features), shard, slice(stop - shard.size, stop))
@@ -98,7 +101,11 @@ class TensorParallelRowLinear(nn.Module):
     def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
         super().__init__()
         self.linear = linear
+        self.name = name
+        self.inputs = inputs
+        self.out_features = out_features
         self.process_group = weights.process_group
+        self.ops = weights.ops
 
     @classmethod
     def load(
@@ -119,7 +126,7 @@ class TensorParallelRowLinear(nn.Module):
         linear = Linear(matrix.contiguous(), added if weights.process_group.rank() == 0 else None, weights.pack)
         return cls(linear, name, inputs, out_features, weights)
 
-    def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(self.linear(x))
 
     def _sum(self, partial: torch.Tensor) -> torch.Tensor:
@@ -131,7 +138,6 @@ class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
 
     def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
         super().__init__(linear, name, inputs, out_features, weights)
-        self.ops = weights.ops
         self.targets = (AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)),)
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
@@ -146,8 +152,11 @@ class TensorParallelHead(nn.Module):
     def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
         super().__init__()
         self.linear = linear
+        self.target_name = target_name
+        self.in_features = in_features
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
+        self.ops = weights.ops
 
     @classmethod
     def load(
@@ -161,9 +170,7 @@ class TensorParallelHead(nn.Module):
         linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
         return cls(linear, target_name or name, in_features, vocab_size, weights)
 
-    def forward(
-        self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits, and a place for the logits of speculated tokens."""
         return self._gather(self.linear(x)), None
 
@@ -178,7 +185,6 @@ class MultiAdapterHead(TensorParallelHead):
 
     def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
         super().__init__(linear, target_name, in_features, vocab_size, weights)
-        self.ops = weights.ops
         shard = shard_vocab(weights.process_group, vocab_size)
         self.targets = (AdapterTarget(target_name, whole(in_features), shard, slice(0, shard.size)),)
 
@@ -208,6 +214,4 @@ def add_lora(
 
 def adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
     """Every place of a model that an adapter can change, by its name in the checkpoint."""
-    return {
-        target.name: target for module in model.modules() for target in getattr(module, "targets", ())
-    }
+    return {target.name: target for module in model.modules() for target in getattr(module, "targets", ())}

@@ -52,7 +52,9 @@ def build_model(config: Any, weights: Weights) -> PagedModel:
 
 def find_class(model_type: str) -> type[Any]:
     if model_type not in MODELS:
-        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}")
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
+        )
     module, name = MODELS[model_type].split(".")
     found: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return found

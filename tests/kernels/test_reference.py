@@ -27,7 +27,7 @@ def as_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def random_cache(
-    kv_heads: int, block_size: int, head_dim: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+    kv_heads: int, block_size: int, head_dim: int, seed: int, *, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> torch.Tensor:
     """A cache full of other sequences' tokens, so that one that is read by mistake shows."""
     values = normal(NUM_BLOCKS, kv_heads, block_size, head_dim, seed=seed)
@@ -148,7 +148,7 @@ def test_write_kv_keeps_only_what_it_is_told_to(
     slots: list[int], written: list[int] | None, dtype: torch.dtype
 ) -> None:
     k, v = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2)
-    k_cache, v_cache = random_cache(2, 4, 8, 3, dtype), random_cache(2, 4, 8, 4, dtype)
+    k_cache, v_cache = random_cache(2, 4, 8, 3, dtype=dtype), random_cache(2, 4, 8, 4, dtype=dtype)
     expected = [k_cache.float().clone(), v_cache.float().clone()]
     for index, slot in zip(range(5) if written is None else written, slots, strict=True):
         if slot >= 0:
@@ -191,8 +191,8 @@ def check_decode(
     num_heads, num_kv_heads = heads
     cache_dtype = cache_dtype or dtype
     q = normal(len(lengths), num_heads, 16, seed=5, dtype=dtype)
-    k_cache = random_cache(num_kv_heads, block_size, 16, 6, cache_dtype, scales[0])
-    v_cache = random_cache(num_kv_heads, block_size, 16, 7, cache_dtype, scales[1])
+    k_cache = random_cache(num_kv_heads, block_size, 16, 6, dtype=cache_dtype, scale=scales[0])
+    v_cache = random_cache(num_kv_heads, block_size, 16, 7, dtype=cache_dtype, scale=scales[1])
     spec = AttentionSpec(0.3, window, *scales)
     out = reference.decode_attention(q, k_cache, v_cache, decode_batch(tables, lengths, block_size), spec)
     expected = []
@@ -236,7 +236,8 @@ def test_decode_over_a_float8_cache(scales: tuple[float, float], layout: Layout,
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(
-    ("layout", "window"), [*((layout, None) for layout in LAYOUTS if layout is not with_gaps), (scattered, 5), (shared, 5)]
+    ("layout", "window"),
+    [*((layout, None) for layout in LAYOUTS if layout is not with_gaps), (scattered, 5), (shared, 5)],
 )
 def test_decode_in_half_precision(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
@@ -346,8 +347,8 @@ def check_prefill(
     q = normal(len(tokens), num_heads, 16, seed=5, dtype=dtype)
     k = normal(len(tokens), num_kv_heads, 16, seed=6, dtype=dtype)
     v = normal(len(tokens), num_kv_heads, 16, seed=7, dtype=dtype)
-    k_cache = random_cache(num_kv_heads, block_size, 16, 8, cache_dtype, scales[0])
-    v_cache = random_cache(num_kv_heads, block_size, 16, 9, cache_dtype, scales[1])
+    k_cache = random_cache(num_kv_heads, block_size, 16, 8, dtype=cache_dtype, scale=scales[0])
+    v_cache = random_cache(num_kv_heads, block_size, 16, 9, dtype=cache_dtype, scale=scales[1])
     spec = AttentionSpec(0.3, window, *scales)
     reference.write_kv(k, v, k_cache, v_cache, batch, spec)
     out = reference.prefill_attention(q, k, v, k_cache, v_cache, batch, spec)
@@ -506,6 +507,7 @@ def lora_segments(
     scales: Sequence[float],
     inputs: int,
     outputs: int,
+    *,
     dtype: torch.dtype = torch.float32,
 ) -> LoraSegments:
     """Factors at odd places of a buffer, with NaNs between them that nothing may read."""
@@ -611,7 +613,7 @@ def test_a_delta_is_added_to_some_columns_of_a_wider_output(lengths: list[int], 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_lora_in_half_precision(dtype: torch.dtype) -> None:
-    segments = lora_segments([1, LONG, 3], [3, 16, 1], [0.5, 0.25, 1.0], 12, 7, dtype)
+    segments = lora_segments([1, LONG, 3], [3, 16, 1], [0.5, 0.25, 1.0], 12, 7, dtype=dtype)
     x = normal(LONG + 4, 12, seed=1, dtype=dtype)
     low_rank = reference.lora_shrink(x, segments)
     assert low_rank.dtype == dtype

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lorax_server.layers.linear import adapter_targets
-from lorax_server.errors import InputError
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
+from lorax_server.errors import InputError
+from lorax_server.layers.linear import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
@@ -55,7 +55,7 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.device) -> None:
     """Prompts of different lengths, then 20 decode steps with the past handed back."""
-    oracle, model = make_pair(name, device)
+    _, model = make_pair(name, device)
     lengths = [13, 4, 9]
     ids, mask = left_padded(lengths, device)
     out = model(**accepted(model, input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True))
@@ -125,7 +125,9 @@ def test_outputs(name: str, device: torch.device) -> None:
     assert abs(out.loss - expected.loss) < TOLERANCE
     assert len(out.hidden_states) == len(expected.hidden_states) == 4
     assert len(out.attentions) == len(expected.attentions) == 3
-    for ours, theirs in zip(out.hidden_states + out.attentions, expected.hidden_states + expected.attentions, strict=True):
+    for ours, theirs in zip(
+        out.hidden_states + out.attentions, expected.hidden_states + expected.attentions, strict=True
+    ):
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() < TOLERANCE
 
@@ -195,7 +197,7 @@ def test_bad_input(device: torch.device) -> None:
     with pytest.raises(InputError, match=r"\(2, 4\), not \(2, 5\)"):
         model(input_ids=ids, attention_mask=torch.ones(2, 4, device=device))
     _, opt = make_pair("opt-pre-norm", device)
-    with pytest.raises(InputError, match="129 tokens .* 128 positions"):
+    with pytest.raises(InputError, match=r"129 tokens .* 128 positions"):
         opt(input_ids=torch.randint(3, 97, (1, 129), device=device))
     # Padding does not count: 128 real tokens fit, however wide the rectangle.
     wide = torch.randint(3, 97, (1, 140), device=device)

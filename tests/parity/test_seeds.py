@@ -101,13 +101,14 @@ def test_signatures(path: str) -> None:
     assert added == ([("adapter_data", inspect.Parameter.KEYWORD_ONLY, None)] if padded else [])
 
 
-def test_defaults() -> None:
-    """What a seed marks as optional is optional, and nothing else."""
-    for path, required in (("flash_gpt2_modeling.FlashGPT2ForCausalLM", 9), ("flash_llama_modeling.FlashLlamaForCausalLM", 9)):
-        module, name = path.split(".")
-        parameters = list(inspect.signature(getattr(import_module(f"{MODULES}.{module}"), name).forward).parameters.values())[1:]
-        assert [p.default is p.empty for p in parameters] == [True] * required + [False] * (len(parameters) - required)
-        assert parameters[-1].default is False
+@pytest.mark.parametrize("path", [path for path in CONTRACTS if "flash" in path])
+def test_defaults(path: str) -> None:
+    """The first nine parameters of a paged forward are required, the rest optional."""
+    module, name = path.split(".")
+    forward = getattr(import_module(f"{MODULES}.{module}"), name).forward
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    assert [p.default for p in parameters[:9]] == [inspect.Parameter.empty] * 9
+    assert [p.default for p in parameters[9:]] == [None] * (len(parameters) - 10) + [False]
 
 
 @pytest.mark.parametrize("module", list(NAMES))

@@ -128,9 +128,7 @@ VARIANTS = {
         GPT2Config, GPT2 | {"reorder_and_upcast_attn": True}, off={"layer_norm_epsilon": 0.5}
     ),
     "gpt2-n-inner": Variant(GPT2Config, GPT2 | {"n_inner": 40}, off={"activation_function": "relu"}),
-    "gpt2-untied-head": Variant(
-        GPT2Config, GPT2 | {"tie_word_embeddings": False}, off={"tie_word_embeddings": True}
-    ),
+    "gpt2-untied-head": Variant(GPT2Config, GPT2 | {"tie_word_embeddings": False}, off={"tie_word_embeddings": True}),
     **{
         f"gpt2-{name}": Variant(GPT2Config, GPT2 | {"activation_function": name}, off={"activation_function": other})
         for name, other in (
@@ -169,9 +167,7 @@ VARIANTS = {
     "neox-tied-head": Variant(GPTNeoXConfig, NEOX | {"tie_word_embeddings": True}, off={"hidden_act": "relu"}),
     "opt-pre-norm": Variant(OPTConfig, OPT, off={"do_layer_norm_before": False}),
     "opt-post-norm": Variant(OPTConfig, OPT | {"do_layer_norm_before": False}, off={"activation_function": "gelu"}),
-    "opt-projection": Variant(
-        OPTConfig, OPT | {"word_embed_proj_dim": 16}, off={"_remove_final_layer_norm": True}
-    ),
+    "opt-projection": Variant(OPTConfig, OPT | {"word_embed_proj_dim": 16}, off={"_remove_final_layer_norm": True}),
     "opt-350m-like": Variant(
         OPTConfig, OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}, off={"activation_function": "gelu"}
     ),
@@ -196,7 +192,7 @@ LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope"
 
 @torch.no_grad()
 def make_oracle(name: str) -> Any:
-    """The variant in transformers, every parameter random: nothing is zero or one, as biases and norms are by default."""
+    """The variant in transformers, every parameter random: no bias is zero and no norm is one, as they start out."""
     torch.manual_seed(sum(name.encode()))
     model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():

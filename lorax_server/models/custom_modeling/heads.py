@@ -34,7 +34,7 @@ class PagedModel(nn.Module):
         self.num_layers = num_layers
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Keys and values for `num_blocks` blocks. Zeros, because attention reads past a sequence's end, at weight 0."""
+        """Keys and values of every layer. Zeros, because attention reads past a sequence's end, at weight 0."""
         num_kv_heads, head_dim = self.kv_shape
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         return [
@@ -105,7 +105,7 @@ class PagedCausalLM(PagedModel):
 def load_head(
     weights: Weights, config: Any, name: str, embedding_name: str, in_features: int, tied: bool
 ) -> MultiAdapterHead:
-    """The head of its own name, or the embedding's tensor where the two are tied; adapters call it `name` either way."""
+    """The head, from its own tensor or from the embedding's it is tied to; adapters call it `name` either way."""
     source = embedding_name if tied else name
     return MultiAdapterHead.load(weights, source, in_features, config.vocab_size, target_name=name)
 
@@ -198,13 +198,15 @@ def padded_output(
     """What transformers returns, with keys and values as plain pairs."""
     keep = _asked(use_cache, config, "use_cache", True)
     logits = ctx.rectangle(logits)
-    output = CausalLMOutputWithPast(
-        loss=None if labels is None else _next_token_loss(logits, labels),
-        logits=logits,
-        past_key_values=tuple(ctx.present) if keep else None,
-        hidden_states=tuple(ctx.hidden_states) or None,
-        attentions=tuple(ctx.attentions) or None,
-    )
+    # transformers annotates its own types of tensor and cache here; plain ones are what the contract names.
+    fields: dict[str, Any] = {
+        "loss": None if labels is None else _next_token_loss(logits, labels),
+        "logits": logits,
+        "past_key_values": tuple(ctx.present) if keep else None,
+        "hidden_states": tuple(ctx.hidden_states) or None,
+        "attentions": tuple(ctx.attentions) or None,
+    }
+    output = CausalLMOutputWithPast(**fields)
     return output if _asked(return_dict, config, "return_dict", True) else output.to_tuple()
 
 

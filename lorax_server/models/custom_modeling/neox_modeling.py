@@ -128,7 +128,7 @@ class GPTNeoXModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+        x: torch.Tensor = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         rope = self.rotary(ctx)
         for layer in self.layers:
             ctx.record(x)
@@ -179,7 +179,9 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
         flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
         flat_ids = None if input_ids is None else input_ids.flatten()
         hidden_states = self.gpt_neox(flat_ids, ctx, flat_embeds)
-        return padded_output(self.config, self.embed_out(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict)
+        return padded_output(
+            self.config, self.embed_out(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict
+        )
 
 
 class FlashGPTNeoXForCausalLM(PagedCausalLM):

@@ -67,9 +67,7 @@ class OPTAttention(nn.Module):
         self.layer_id = layer_id
         size, bias = config.hidden_size, config.enable_bias
         self.head_dim = head_size(size, config.num_attention_heads)
-        heads = shard_units(
-            weights.process_group, [(config.num_attention_heads, self.head_dim)], "num_attention_heads"
-        )
+        heads = shard_units(weights.process_group, [(config.num_attention_heads, self.head_dim)], "num_attention_heads")
         self.qkv_proj = TensorParallelMultiAdapterLinear.load(
             weights, [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], size, [heads] * 3, bias=bias
         )
@@ -135,7 +133,7 @@ class OPTDecoder(nn.Module):
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
         check_positions(ctx, self.embed_positions.num_positions)
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.project_in is not None:
             x = self.project_in(x, ctx.adapter_data)
         x = x + self.embed_positions.embed(ctx.position_ids)
@@ -203,7 +201,9 @@ class OPTForCausalLM(OPTPreTrainedModel):
         flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
         flat_ids = None if input_ids is None else input_ids.flatten()
         hidden_states = self.model(flat_ids, ctx, flat_embeds).last_hidden_state
-        return padded_output(self.config, self.lm_head(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict)
+        return padded_output(
+            self.config, self.lm_head(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict
+        )
 
 
 class FlashOPTForCausalLM(PagedCausalLM):

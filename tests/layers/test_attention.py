@@ -1,0 +1,197 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import AttentionSpec, reference
+from lorax_server.layers.attention import PaddedContext, PagedContext, Seqlen
+
+SPEC = AttentionSpec(0.5)
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- Seqlen
+
+
+def test_without_boundaries_every_sequence_has_one_token() -> None:
+    seqlen = Seqlen(torch.tensor([1, 1, 1]), torch.tensor([4, 0, 9]))
+    assert seqlen.cu_seqlen_q.tolist() == [0, 1, 2, 3]
+    assert seqlen.cu_seqlen_q.dtype == torch.int32
+    assert seqlen.max_q == 1
+    assert seqlen.max_k is None
+    assert seqlen.prompt_lengths is None
+
+
+def test_given_boundaries_are_kept() -> None:
+    boundaries = torch.tensor([0, 2, 5], dtype=torch.int32)
+    seqlen = Seqlen(torch.tensor([2, 3]), torch.tensor([0, 4]), boundaries, 3, 7)
+    assert seqlen.cu_seqlen_q is boundaries
+    assert (seqlen.max_q, seqlen.max_k) == (3, 7)
+
+
+def test_keys_are_the_cached_tokens_and_the_new_ones() -> None:
+    seqlen = Seqlen(torch.tensor([2, 3, 1]), torch.tensor([0, 4, 9]), torch.tensor([0, 2, 5, 6]), 3, 10)
+    assert seqlen.cu_seqlen_k.tolist() == [0, 2, 9, 19]
+    assert seqlen.cu_seqlen_k.dtype == torch.int32
+
+
+def test_clamp_limits_the_input_lengths() -> None:
+    seqlen = Seqlen(torch.tensor([2, 9, 5]), torch.tensor([1, 1, 1])).clamp(max=5)
+    assert seqlen.input_lengths.tolist() == [2, 5, 5]
+    assert seqlen.cache_lengths.tolist() == [1, 1, 1]
+    assert seqlen.cu_seqlen_k.tolist() == [0, 3, 9, 15]
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="clamp leaves the cached cu_seqlen_k of the lengths before it")
+def test_clamp_limits_the_keys_even_after_they_were_asked_for() -> None:
+    seqlen = Seqlen(torch.tensor([2, 9]), torch.tensor([1, 1]))
+    assert seqlen.cu_seqlen_k.tolist() == [0, 3, 13]
+    assert seqlen.clamp(max=5).cu_seqlen_k.tolist() == [0, 3, 9]
+
+
+# --- PagedContext
+
+
+def paged(
+    new: list[int],
+    cached: list[int],
+    *,
+    prefill: bool,
+    kept: torch.Tensor | None = None,
+    prompt_lengths: torch.Tensor | None = None,
+) -> PagedContext:
+    """Two blocks of 8 tokens per sequence, one after the other."""
+    tables = torch.arange(2 * len(new)).view(-1, 2)
+    positions = [at for start, count in zip(cached, new, strict=True) for at in range(start, start + count)]
+    rows = [row for row, count in enumerate(new) for _ in range(count)]
+    slots = [row * 16 + at for row, at in zip(rows, positions, strict=True)]
+    boundaries = torch.tensor([0, *new]).cumsum(0).int() if prefill else None
+    return PagedContext(
+        ops=reference,
+        position_ids=torch.tensor(positions),
+        cu_seqlen_prefill=boundaries,
+        kv_cache=[(torch.zeros(2 * len(new), 2, 8, 4), torch.zeros(2 * len(new), 2, 8, 4))],
+        block_tables=tables,
+        slots=torch.tensor(slots),
+        seqlen=Seqlen(torch.tensor(new), torch.tensor(cached), boundaries, max(new), None, prompt_lengths),
+        max_s=max(count + start for count, start in zip(new, cached, strict=True)),
+        adapter_data=None,
+        prefill_cache_indices=kept,
+    )
+
+
+def test_paged_attention_is_causal_within_each_sequence() -> None:
+    q, k, v = (normal(7, 2, 4, seed=seed) for seed in range(3))
+    out = paged([4, 3], [0, 0], prefill=True).attend(0, q, k, v, SPEC)
+    for tokens in (slice(0, 4), slice(4, 7)):
+        alone = [x[tokens].transpose(0, 1) for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*alone, is_causal=True, scale=0.5).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(out[tokens], expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_and_single_tokens_attend_as_one_prompt_would() -> None:
+    q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
+    at_once = paged([6], [0], prefill=True).attend(0, q, k, v, SPEC)
+    first = paged([4], [0], prefill=True)
+    out = [first.attend(0, q[:4], k[:4], v[:4], SPEC)]
+    for position in (4, 5):
+        step = paged([1], [position], prefill=False)
+        step.kv_cache = first.kv_cache
+        one = slice(position, position + 1)
+        out.append(step.attend(0, q[one], k[one], v[one], SPEC))
+    torch.testing.assert_close(torch.cat(out), at_once, rtol=0, atol=1e-5)
+
+
+def test_only_the_chosen_tokens_are_kept_in_the_cache() -> None:
+    q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
+    ctx = paged([5], [0], prefill=True, kept=torch.tensor([3, 4]))
+    ctx.attend(0, q, k, v, SPEC)
+    k_cache, v_cache = ctx.kv_cache[0]
+    assert torch.equal(k_cache[0, :, 3:5].transpose(0, 1), k[3:])
+    assert torch.equal(v_cache[0, :, 3:5].transpose(0, 1), v[3:])
+    assert k_cache.count_nonzero() == v_cache.count_nonzero() == k[3:].numel()
+
+
+def test_the_length_that_chooses_angles_is_the_sequences_own() -> None:
+    assert paged([3, 1], [0, 6], prefill=True).rope_lengths().tolist() == [3, 3, 3, 7]
+    known = paged([3, 1], [0, 6], prefill=True, prompt_lengths=torch.tensor([3, 5]))
+    assert known.rope_lengths().tolist() == [3, 3, 3, 5]
+
+
+def test_the_longest_sequence_is_the_highest_position() -> None:
+    assert paged([3, 1], [0, 6], prefill=True).max_position == 7
+
+
+# --- PaddedContext
+
+
+def padded(mask: list[list[int]], num_new: int, **fields: object) -> PaddedContext:
+    attention_mask = torch.tensor(mask)
+    num_seqs, total = attention_mask.shape
+    positions = torch.arange(total - num_new, total).expand(num_seqs, -1).reshape(-1)
+    return PaddedContext(num_seqs, num_new, positions, attention_mask, fields.pop("past", None), None, total, **fields)
+
+
+def test_a_row_that_is_all_padding_gives_no_nan() -> None:
+    q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
+    out = padded([[0, 0, 0], [1, 1, 1]], 3).attend(0, q, k, v, SPEC)
+    assert out.isfinite().all()
+
+
+def test_padding_on_the_left_changes_nothing_for_the_rest() -> None:
+    q, k, v = (normal(8, 2, 4, seed=seed) for seed in range(3))
+    out = padded([[1, 1, 1, 1], [0, 0, 1, 1]], 4).attend(0, q, k, v, SPEC)
+    assert out.shape == (8, 8)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:4], padded([[1, 1, 1, 1]], 4).attend(0, q[:4], k[:4], v[:4], SPEC))
+    torch.testing.assert_close(out[6:], padded([[1, 1]], 2).attend(0, q[6:], k[6:], v[6:], SPEC))
+
+
+def test_padded_attention_is_that_of_torch() -> None:
+    q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
+    out = padded([[1] * 5], 5).attend(0, q, k, v, SPEC)
+    heads = [x.transpose(0, 1) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.5).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_earlier_keys_and_values_are_seen_and_handed_on() -> None:
+    q, k, v = (normal(10, 2, 4, seed=seed) for seed in range(3))
+    whole = padded([[1] * 5, [0, 1, 1, 1, 1]], 5)
+    expected = whole.attend(0, q, k, v, SPEC)
+    first = torch.tensor([0, 1, 2, 5, 6, 7])
+    begun = padded([[1] * 3, [0, 1, 1]], 3)
+    begun.attend(0, q[first], k[first], v[first], SPEC)
+    rest = torch.tensor([3, 4, 8, 9])
+    continued = padded([[1] * 5, [0, 1, 1, 1, 1]], 2, past=begun.present)
+    out = continued.attend(0, q[rest], k[rest], v[rest], SPEC)
+    torch.testing.assert_close(out, expected[rest], rtol=0, atol=1e-6)
+    for ours, theirs in zip(continued.present[0], whole.present[0], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_masked_head_adds_nothing() -> None:
+    q, k, v = (normal(3, 2, 4, seed=seed) for seed in range(3))
+    plain = padded([[1] * 3], 3).attend(0, q, k, v, SPEC)
+    out = padded([[1] * 3], 3, head_mask=torch.tensor([[1.0, 0.0]])).attend(0, q, k, v, SPEC)
+    assert torch.equal(out[:, :4], plain[:, :4])
+    assert torch.equal(out[:, 4:], torch.zeros(3, 4))
+
+
+def test_attentions_and_hidden_states_are_kept_only_when_asked_for() -> None:
+    q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
+    quiet, keeping = padded([[1] * 3] * 2, 3), padded([[1] * 3] * 2, 3, keep_attentions=True, keep_hidden_states=True)
+    for ctx in (quiet, keeping):
+        ctx.attend(0, q, k, v, SPEC)
+        ctx.record(normal(6, 5, seed=4))
+    assert quiet.attentions == quiet.hidden_states == []
+    assert keeping.attentions[0].shape == (2, 2, 3, 3)
+    torch.testing.assert_close(keeping.attentions[0].sum(-1), torch.ones(2, 2, 3))
+    assert torch.equal(keeping.hidden_states[0], normal(6, 5, seed=4).view(2, 3, 5))
+
+
+def test_padding_does_not_count_for_the_length_that_chooses_angles() -> None:
+    assert padded([[1, 1, 1], [0, 0, 1]], 3).rope_lengths().tolist() == [3, 3, 3, 1, 1, 1]
+    assert padded([[1, 1, 1], [0, 1, 1]], 1).rope_lengths().tolist() == [3, 2]

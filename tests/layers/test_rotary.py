@@ -1,0 +1,312 @@
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from lorax_server.errors import ConfigError
+from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary, rope_parameters
+
+CPU = torch.device("cpu")
+HEAD_DIM, MAX_POSITIONS = 16, 64
+EIGHT = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0]
+
+
+@dataclass
+class At:
+    """Positions of tokens, and the length of each one's sequence."""
+
+    position_ids: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def max_position(self) -> int:
+        return int(self.position_ids.max()) + 1
+
+    def rope_lengths(self) -> torch.Tensor:
+        return self.lengths
+
+
+def at(positions: Sequence[int], length: int | Sequence[int] = MAX_POSITIONS) -> At:
+    lengths = [length] * len(positions) if isinstance(length, int) else list(length)
+    return At(torch.tensor(positions), torch.tensor(lengths))
+
+
+def llama_config(parameters: dict[str, Any], **fields: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=HEAD_DIM * 2,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_theta": 10000.0, **parameters},
+        **fields,
+    )
+
+
+def check_angles(found: CosSin, positions: Sequence[int], inv_freq: torch.Tensor, factor: float) -> None:
+    angles = torch.tensor(positions).float()[:, None] * inv_freq
+    torch.testing.assert_close(found[0], angles.cos() * factor, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[1], angles.sin() * factor, rtol=0, atol=1e-4)
+
+
+# --- the table
+
+
+def test_the_table_grows_and_its_old_rows_stay() -> None:
+    rotary = load_rotary(llama_config({"rope_type": "default"}), HEAD_DIM, CPU)
+    short = list(range(MAX_POSITIONS))
+    before = [part.clone() for part in rotary(at(short))]
+    for longer in (MAX_POSITIONS, 3 * MAX_POSITIONS, 10 * MAX_POSITIONS):
+        cos, sin = rotary(at([0, longer]))
+        inv_freq = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        check_angles((cos, sin), [0, longer], inv_freq, 1.0)
+    for old, new in zip(before, rotary(at(short)), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_positions_may_come_as_int32() -> None:
+    rotary = RotaryEmbedding(torch.tensor([1.0, 0.1]), 8, CPU)
+    cos, _ = rotary(At(torch.tensor([3, 0], dtype=torch.int32), torch.tensor([4, 4])))
+    assert cos[:, 0].tolist() == pytest.approx([math.cos(3), 1.0])
+
+
+# --- each scaling is that of transformers
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "llama3 that blends": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 8.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, a wide ramp": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 4.0,
+        "beta_slow": 0.25,
+    },
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+    "yarn with an attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 0.75,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
+    "yarn, its factor from the lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16},
+    "yarn that shrinks": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 16},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic, of another base": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 500.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": EIGHT,
+        "long_factor": EIGHT[::-1],
+        "original_max_position_embeddings": 16,
+    },
+    "longrope, its factor from the lengths": {
+        "rope_type": "longrope",
+        "short_factor": EIGHT,
+        "long_factor": EIGHT[::-1],
+        "original_max_position_embeddings": 16,
+    },
+    "longrope with an attention factor": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "attention_factor": 0.5,
+        "short_factor": EIGHT,
+        "long_factor": EIGHT[::-1],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("length", [8, 16, 17, 64, 65, 200])
+def test_a_scaling_is_that_of_transformers(scaling: str, length: int) -> None:
+    config = llama_config(SCALINGS[scaling])
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, CPU, seq_len=length)
+    positions = [0, 1, length // 2, length - 1]
+    check_angles(load_rotary(config, HEAD_DIM, CPU)(at(positions, length)), positions, inv_freq, factor)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_no_scaling_is_that_of_transformers(theta: float) -> None:
+    config = llama_config({"rope_type": "default", "rope_theta": theta})
+    theirs = LlamaRotaryEmbedding(config)
+    positions = [0, 1, 31, 63]
+    check_angles(load_rotary(config, HEAD_DIM, CPU)(at(positions)), positions, theirs.inv_freq, 1.0)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
+def test_part_of_a_head_turns_as_in_transformers(scaling: dict[str, Any], rotary_pct: float) -> None:
+    parameters = {"rope_theta": 5000.0, "partial_rotary_factor": rotary_pct, "rope_type": "default", **scaling}
+    config = GPTNeoXConfig(
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters=parameters
+    )
+    positions = [0, 1, 31, 63]
+    theirs = GPTNeoXRotaryEmbedding(config).inv_freq
+    assert len(theirs) == int(32 * rotary_pct) // 2
+    check_angles(load_rotary(config, 32, CPU)(at(positions)), positions, theirs, 1.0)
+
+
+# --- a sequence's angles are its own
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_angles_depend_on_no_neighbour(scaling: str) -> None:
+    rotary = load_rotary(llama_config(SCALINGS[scaling]), HEAD_DIM, CPU)
+    lengths = {10: [3, 9], 17: [3, 16], 64: [3, 63], 65: [3, 64], 300: [3, 299]}
+    alone = {length: rotary(at(positions, length)) for length, positions in lengths.items()}
+    positions = [position for of_one in lengths.values() for position in of_one]
+    cos, sin = rotary(at(positions, [length for length in lengths for _ in range(2)]))
+    for row, length in enumerate(lengths):
+        own = slice(2 * row, 2 * row + 2)
+        torch.testing.assert_close((cos[own], sin[own]), alone[length], rtol=0, atol=0)
+    # The last and the first differ, or the test would say nothing.
+    assert not torch.allclose(cos[0], cos[8], atol=1e-3)
+
+
+# --- however a config spells it
+
+
+def spelled(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(max_position_embeddings=MAX_POSITIONS, **fields)
+
+
+SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
+    "GPT-NeoX": (
+        spelled(rotary_pct=0.25, rotary_emb_base=5000.0),
+        spelled(rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}),
+    ),
+    "base": (
+        spelled(rope_theta=500.0, rope_scaling=None),
+        spelled(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    ),
+    "base that is not given": (spelled(), spelled(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    "partial": (
+        spelled(rope_theta=500.0, partial_rotary_factor=0.5),
+        spelled(rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    ),
+    "scaling by `type`": (
+        spelled(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 3.0}),
+        spelled(rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}),
+    ),
+    "scaling by `rope_type`": (
+        spelled(rope_theta=500.0, rope_scaling={"rope_type": "dynamic", "factor": 3.0}),
+        spelled(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}),
+    ),
+    "original length beside": (
+        spelled(
+            rope_scaling={"type": "longrope", "short_factor": EIGHT, "long_factor": EIGHT[::-1]},
+            original_max_position_embeddings=16,
+        ),
+        spelled(
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": EIGHT,
+                "long_factor": EIGHT[::-1],
+                "original_max_position_embeddings": 16,
+            }
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_old_spellings_mean_the_same(old: SimpleNamespace, new: SimpleNamespace) -> None:
+    positions = at([0, 1, 30, 63, 99], 100)
+    ours, theirs = load_rotary(old, HEAD_DIM, CPU)(positions), load_rotary(new, HEAD_DIM, CPU)(positions)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_the_new_spelling_wins_and_the_config_is_left_alone() -> None:
+    parameters = {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
+    config = spelled(rope_parameters=parameters, rope_theta=500.0, rope_scaling={"type": "dynamic"}, rotary_pct=0.5)
+    assert rope_parameters(config) == {**parameters, "partial_rotary_factor": 0.5}
+    assert parameters == {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
+
+
+# --- what cannot be honoured
+
+
+@pytest.mark.parametrize("kind", ["proportional", "axial", "nope", "su"])
+def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"rope_type = '{kind}' is not supported; known are default, linear"):
+        load_rotary(spelled(rope_scaling={"type": kind, "factor": 2.0}), HEAD_DIM, CPU)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lacking"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "dynamic"}, "factor"),
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
+        ({"rope_type": "longrope", "long_factor": EIGHT}, "short_factor"),
+        ({"rope_type": "longrope", "short_factor": EIGHT}, "long_factor"),
+    ],
+)
+def test_a_missing_parameter_is_named(parameters: dict[str, Any], lacking: str) -> None:
+    with pytest.raises(ConfigError, match=f"rope_parameters lacks '{lacking}' for rope_type"):
+        load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
+
+
+@pytest.mark.parametrize("key", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("count", [0, 7, 9])
+def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) -> None:
+    parameters: dict[str, Any] = {"rope_type": "longrope", "short_factor": EIGHT, "long_factor": EIGHT}
+    parameters[key] = [1.0] * count
+    with pytest.raises(ConfigError, match=rf"rope_parameters\.{key} has {count} values, not 8"):
+        load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
+
+
+@pytest.mark.xfail(raises=(TypeError, ValueError), reason="load_rotary turns a KeyError into a ConfigError, no more")
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"rope_type": "linear", "factor": None}, "factor"),
+        ({"rope_type": "linear", "factor": "two"}, "factor"),
+        ({"rope_type": "dynamic", "factor": "two"}, "factor"),
+        ({"rope_type": "default", "rope_theta": None}, "rope_theta"),
+        ({"rope_type": "default", "rope_theta": "many"}, "rope_theta"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "many"}, "original_max_position"),
+        ({"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT}, "short_factor"),
+        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "short_factor"),
+    ],
+)
+def test_a_parameter_that_is_not_a_number_is_named(parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)(at([0, 1]))

@@ -1,0 +1,447 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from lorax_server.config import ModelConfig
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
+from lorax_server.kernels import reference
+from lorax_server.kernels.packed import can_pack
+from lorax_server.layers.linear import Linear
+from lorax_server.models import get_model
+from lorax_server.models.registry import MODELS, build_model, find_class
+from tests.builders import CPU, memory_weights
+from tests.paged import PagedDriver
+
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+
+
+def llama_config(**fields: Any) -> LlamaConfig:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaConfig(**{**sizes, **fields})
+
+
+def gpt2_config(**fields: Any) -> GPT2Config:
+    return GPT2Config(**{"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **fields})
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    # Well away from 0, or a layer that is left out would hardly show.
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
+    model.eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return saved(LlamaForCausalLM(llama_config()), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return saved(GPT2LMHeadModel(gpt2_config()), tmp_path_factory.mktemp("models") / "gpt2")
+
+
+@pytest.fixture
+def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The Llama folder, with some fields of its `config.json` replaced."""
+
+    def edit(**fields: Any) -> Path:
+        folder = tmp_path / "edited"
+        shutil.copytree(llama, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        return folder
+
+    return edit
+
+
+def is_packed(model: torch.nn.Module) -> bool:
+    packed = {module.packed is not None for module in model.modules() if isinstance(module, Linear)}
+    assert len(packed) == 1
+    return packed.pop()
+
+
+# --- from a folder to logits
+
+
+@pytest.mark.parametrize("pack_weights", [False, pytest.param(True, marks=needs_onednn)])
+@pytest.mark.parametrize(("folder", "theirs"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])
+def test_a_folder_that_transformers_wrote_gives_its_logits(
+    folder: str, theirs: type[PreTrainedModel], pack_weights: bool, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(folder)
+    model = get_model(ModelConfig(path, pack_weights=pack_weights))
+    expected_model = theirs.from_pretrained(path, dtype=torch.float32).eval()
+    prompts = [[5, 17, 3, 60, 8, 2, 11], [1, 44], [9]]
+    driver = PagedDriver(model)
+    sequences = [driver.add() for _ in prompts]
+    first = driver.forward([(seq, prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
+    second = driver.forward([(seq, [7]) for seq in sequences])
+    for prompt, begun, continued in zip(prompts, first, second, strict=True):
+        with torch.no_grad():
+            expected = expected_model(torch.tensor([[*prompt, 7]])).logits[0]
+        torch.testing.assert_close(torch.cat([begun, continued]), expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_is_built_for_its_rank_with_the_given_ops(llama: Path) -> None:
+    model = get_model(ModelConfig(llama), FakeGroup(1, 2), reference)
+    assert model.ops is reference
+    assert model.kv_shape == (1, 8)
+    assert not model.training
+
+
+@pytest.mark.parametrize("model_type", sorted(MODELS))
+def test_every_registered_class_is_there(model_type: str) -> None:
+    assert callable(find_class(model_type))
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [(None, torch.float32), ("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
+)
+def test_the_dtype_is_what_is_asked_for_and_float32_on_a_cpu_otherwise(
+    llama: Path, tmp_path: Path, stored: torch.dtype, asked: str | None, dtype: torch.dtype
+) -> None:
+    folder = tmp_path / "stored"
+    LlamaForCausalLM.from_pretrained(llama).to(stored).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
+    model = get_model(ModelConfig(folder, dtype=asked))
+    assert model.model.embed_tokens.weight.dtype == dtype
+    assert model.model.norm.weight.dtype == dtype
+    assert model.allocate_kv_cache(1, 4)[0][0].dtype == dtype
+
+
+def test_fp8_kv_stores_keys_and_values_as_float8(llama: Path) -> None:
+    model = get_model(ModelConfig(llama, quantize="fp8-kv"))
+    driver = PagedDriver(model)
+    assert {cache.dtype for layer in driver.kv_cache for cache in layer} == {torch.float8_e4m3fn}
+    seq = driver.add()
+    logits = torch.cat([driver.forward([(seq, [5, 17, 3, 60])])[0], driver.forward([(seq, [7])])[0]])
+    exact = PagedDriver(get_model(ModelConfig(llama)))
+    expected = exact.forward([(exact.add(), [5, 17, 3, 60, 7])])[0]
+    error = (logits - expected).abs().max()
+    assert 0 < error < 0.1 * expected.abs().max()
+
+
+def test_the_scales_of_a_float8_cache_are_read_from_the_checkpoint(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "scaled"
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.5)
+    tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([0.25])
+    save_file(tensors, folder / "model.safetensors")
+    specs = [layer.self_attn.spec for layer in get_model(ModelConfig(folder, quantize="fp8-kv")).model.layers]
+    assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (0.5, 0.25)]
+    specs = [layer.self_attn.spec for layer in get_model(ModelConfig(folder)).model.layers]
+    assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (1.0, 1.0)]
+
+
+@pytest.mark.xfail(raises=(RuntimeError, ValueError), reason="kv_scales takes any tensor for one number")
+def test_a_scale_for_each_head_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "scaled"
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5, 0.25])
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match="k_scale"):
+        get_model(ModelConfig(folder, quantize="fp8-kv"))
+
+
+@needs_onednn
+def test_matrices_are_packed_when_asked_for_and_when_both_copies_fit(llama: Path) -> None:
+    assert is_packed(get_model(ModelConfig(llama, pack_weights=True)))
+    assert not is_packed(get_model(ModelConfig(llama, pack_weights=False)))
+    # Some kilobytes fit in any machine's memory.
+    assert is_packed(get_model(ModelConfig(llama)))
+    assert not is_packed(get_model(ModelConfig(llama, dtype="bfloat16")))
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.__getitem__)
+
+
+@needs_onednn
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_both_copies_must_fit_in_half_of_the_memory(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+) -> None:
+    folder = tmp_path / "stored"
+    LlamaForCausalLM.from_pretrained(llama).to(stored).save_pretrained(folder)
+    loaded = (folder / "model.safetensors").stat().st_size * 4 // stored.itemsize
+    set_memory(monkeypatch, 4 * loaded)
+    assert is_packed(get_model(ModelConfig(folder)))
+    set_memory(monkeypatch, 4 * loaded - 1)
+    assert not is_packed(get_model(ModelConfig(folder)))
+    assert is_packed(get_model(ModelConfig(folder, pack_weights=True)))
+
+
+@needs_onednn
+@pytest.mark.xfail(raises=AssertionError, reason="weight_bytes counts files that are not going to be read")
+def test_weights_that_are_there_in_both_formats_count_once(
+    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edited()
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    set_memory(monkeypatch, 4 * (folder / "model.safetensors").stat().st_size)
+    assert is_packed(get_model(ModelConfig(folder)))
+
+
+def test_packing_what_cannot_be_packed_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="pack_weights needs a CPU, float32"):
+        get_model(ModelConfig(llama, dtype="bfloat16", pack_weights=True))
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="the device is not checked before torch sees it")
+def test_an_unknown_device_is_refused_by_name(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="banana"):
+        get_model(ModelConfig(llama, device="banana"))
+
+
+# --- a config.json that cannot be used
+
+
+def test_an_unsupported_model_type_is_refused_with_those_that_are_not(edited: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'bert' is not supported; known are gpt2, .*qwen3"):
+        get_model(ModelConfig(edited(model_type="bert")))
+    with pytest.raises(UnsupportedModelError, match="'bert'"):
+        build_model(BertConfig(), memory_weights({}))
+
+
+@pytest.mark.xfail(raises=ConfigError, reason="transformers refuses it first, and that becomes a plain ConfigError")
+def test_a_model_type_that_no_one_knows_is_unsupported_too(edited: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="'from_the_future' is not supported; known are gpt2"):
+        get_model(ModelConfig(edited(model_type="from_the_future")))
+
+
+def test_a_model_type_that_no_one_knows_is_named(edited: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="from_the_future"):
+        get_model(ModelConfig(edited(model_type="from_the_future")))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"{nope",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"3",
+        b"null",
+        b"{}",
+        pytest.param(
+            b"[" * 100_000,
+            marks=pytest.mark.xfail(raises=RecursionError, reason="_read_config lets json's RecursionError through"),
+        ),
+    ],
+    ids=["missing", "empty", "not JSON", "not UTF-8", "list", "number", "null", "no model_type", "deeply nested"],
+)
+def test_a_config_that_cannot_be_read_is_named(edited: Callable[..., Path], content: bytes | None) -> None:
+    path = edited() / "config.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be used as a model's config") as caught:
+        get_model(ModelConfig(path.parent))
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_model(ModelConfig(tmp_path / "absent"))
+    assert str(tmp_path / "absent" / "config.json") in str(caught.value)
+
+
+def test_a_folder_without_weights_is_named(edited: Callable[..., Path]) -> None:
+    folder = edited()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="no weights") as caught:
+        get_model(ModelConfig(folder))
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="AutoConfig asks on the terminal unless trust_remote_code=False")
+def test_no_one_is_asked_whether_to_run_a_checkpoints_code(
+    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edited(model_type="custom", auto_map={"AutoConfig": "custom.CustomConfig"})
+    (folder / "custom.py").write_text("class CustomConfig: pass")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "n")
+    with pytest.raises(ConfigError):
+        get_model(ModelConfig(folder))
+    assert asked == []
+
+
+# --- fields of a config that cannot be honoured
+
+
+def test_numbers_that_transformers_accepts_and_we_cannot_use_are_named(edited: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads = 3"):
+        get_model(ModelConfig(edited(num_key_value_heads=3)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "nope"}, "config field hidden_act = 'nope'"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "config field rope_type = 'nope'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+            r"rope_parameters\.short_factor has 3 values, not 4",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 5}},
+            r"rope_parameters\.long_factor has 5 values, not 4",
+        ),
+    ],
+)
+def test_an_unsupported_field_is_named(edited: Callable[..., Path], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_model(ModelConfig(edited(**fields)))
+
+
+STRICT = "transformers' own validation raises huggingface_hub's StrictDataclassError, which _read_config lets through"
+
+
+@pytest.mark.xfail(raises=StrictDataclassError, reason=STRICT)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 3, "head_dim": None}, "attention heads"),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"head_dim": 7}, "head_dim"),
+    ],
+)
+def test_a_field_that_transformers_refuses_is_named(
+    edited: Callable[..., Path], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_model(ModelConfig(edited(**fields)))
+
+
+@pytest.mark.xfail(
+    raises=(ZeroDivisionError, RuntimeError, AttributeError), reason="taken from the config without a look"
+)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings"),
+        ({"dtype": "banana"}, "dtype"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_named(
+    edited: Callable[..., Path], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_model(ModelConfig(edited(**fields)))
+
+
+@pytest.mark.xfail(
+    raises=pytest.fail.Exception, reason="float8 tensors are cast without the scales their checkpoint brings"
+)
+def test_a_quantized_checkpoint_is_refused(edited: Callable[..., Path]) -> None:
+    folder = edited(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] / 0.01).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.tensor([[0.01]])
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="quantization_config"):
+        get_model(ModelConfig(folder))
+
+
+def with_fields(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
+    """A config that transformers' own checks would not let pass."""
+    for field, value in fields.items():
+        setattr(config, field, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (with_fields(llama_config(), num_attention_heads=3, head_dim=None), "hidden_size = 32 is not a multiple of 3"),
+        (with_fields(llama_config(), num_key_value_heads=3), "4 attention heads cannot share num_key_value_heads = 3"),
+        (with_fields(llama_config(), hidden_act="nope"), "hidden_act = 'nope'"),
+        (with_fields(llama_config(), rope_parameters={"rope_type": "linear"}), "rope_parameters lacks 'factor'"),
+        (with_fields(gpt2_config(), n_head=3), "hidden_size = 32 is not a multiple of 3"),
+        (with_fields(gpt2_config(), activation_function="nope"), "activation_function = 'nope'"),
+        (with_fields(gpt2_config(), add_cross_attention=True), "add_cross_attention = true is not supported"),
+    ],
+)
+def test_a_config_object_is_checked_too(config: PretrainedConfig, message: str) -> None:
+    model = GPT2LMHeadModel(gpt2_config()) if config.model_type == "gpt2" else LlamaForCausalLM(llama_config())
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, memory_weights(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "found", "wanted"),
+    [
+        ({"vocab_size": 70}, "model.embed_tokens.weight", (61, 32), (70, 32)),
+        ({"vocab_size": 50}, "model.embed_tokens.weight", (61, 32), (50, 32)),
+        ({"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight", (48, 32), (64, 32)),
+        ({"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight", (16, 32), (32, 32)),
+    ],
+)
+def test_a_config_that_does_not_fit_its_weights_is_named_with_both_shapes(
+    edited: Callable[..., Path], fields: dict[str, int], name: str, found: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    folder = edited(**fields)
+    with pytest.raises(WeightsError) as caught:
+        get_model(ModelConfig(folder))
+    path = folder / "model.safetensors"
+    assert str(caught.value) == f"{path}: tensor {name!r} has shape {found}, the config asks for {wanted}"
+
+
+def test_a_layer_that_is_missing_is_named(edited: Callable[..., Path]) -> None:
+    with pytest.raises(WeightsError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is missing"):
+        get_model(ModelConfig(edited(num_hidden_layers=3)))
+
+
+def test_a_group_that_the_model_cannot_be_divided_over_is_refused(llama: Path, gpt2: Path) -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads = 2 cannot be divided over 3"):
+        get_model(ModelConfig(llama), FakeGroup(0, 3))
+    with pytest.raises(ConfigError, match="num_attention_heads = 4 cannot be divided over 3"):
+        get_model(ModelConfig(gpt2), FakeGroup(0, 3))
