@@ -6,6 +6,8 @@ of several alternating runs, so that both sides see the same machine.
 
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -83,21 +85,28 @@ def best_of(runs: int, *sides: Callable[[], object]) -> list[float]:
     return best
 
 
-def fastest_attention(theirs: Any, ids: torch.Tensor) -> str:
-    """Which of transformers' attentions is faster here, by a prefill of one sequence."""
-    times = {}
-    for name in ("eager", "sdpa"):
-        theirs.set_attn_implementation(name)
-        theirs(ids[:1], logits_to_keep=1)
-        times[name] = best_of(3, lambda: theirs(ids[:1], logits_to_keep=1))[0]
-    return min(times, key=lambda name: times[name])
+class Transformers:
+    """Their model, each run with both of its attentions, so that the faster one can be taken."""
+
+    ATTENTIONS = ("sdpa", "eager")
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prefill(self, ids: torch.Tensor, attention: str) -> torch.Tensor:
+        self.model.set_attn_implementation(attention)
+        return self.model(ids, use_cache=True, logits_to_keep=1).logits[:, 0]  # type: ignore[no-any-return]
+
+    def decode(self, ids: torch.Tensor, attention: str, cache: DynamicCache) -> torch.Tensor:
+        self.model.set_attn_implementation(attention)
+        return self.model(ids, past_key_values=cache, use_cache=True).logits[:, 0]  # type: ignore[no-any-return]
 
 
 def measure(name: str, config: Any) -> list[Record]:
-    theirs = AutoModelForCausalLM.from_config(config).eval()
+    theirs = Transformers(AutoModelForCausalLM.from_config(config).eval())
     device = torch.device("cpu")
     weights = TensorWeights(
-        theirs.state_dict(),
+        theirs.model.state_dict(),
         device=device,
         dtype=torch.float32,
         process_group=FakeGroup(),
@@ -105,60 +114,54 @@ def measure(name: str, config: Any) -> list[Record]:
         pack=can_pack(device, torch.float32),
     )
     ours = build_model(config, weights)
-    ids = torch.randint(0, VOCAB, (32, 2048))
-    attention = fastest_attention(theirs, ids[:, :256])
-    theirs.set_attn_implementation(attention)
-    peer = f"transformers ({attention})"
-    records = [_prefill(name, ours, theirs, ids, peer)]
-    records += [_decode(name, ours, theirs, ids, peer, *case) for case in DECODE]
+    records = [measure_prefill(name, ours, theirs)]
+    records += [measure_decode(name, ours, theirs, *case) for case in DECODE]
     return records
 
 
-def _prefill(name: str, ours: Any, theirs: Any, ids: torch.Tensor, peer: str) -> Record:
+def measure_prefill(name: str, ours: Any, theirs: Transformers) -> Record:
     batch, length, runs, goal = PREFILL
-    ids = ids[:batch, :length]
+    ids = torch.randint(0, VOCAB, (batch, length))
     paged = Paged(ours, batch, length)
-    check = (paged.forward(ids, 0) - theirs(ids, logits_to_keep=1).logits[:, 0]).abs().max()
-    mine, other = best_of(runs, lambda: paged.forward(ids, 0), lambda: theirs(ids, use_cache=True, logits_to_keep=1))
-    return _record(f"{name} prefill {batch}x{length}", mine, other, peer, goal, float(check))
+    difference = paged.forward(ids, 0) - theirs.prefill(ids, "sdpa")
+    others = [partial(theirs.prefill, ids, attention) for attention in theirs.ATTENTIONS]
+    times = best_of(runs, lambda: paged.forward(ids, 0), *others)
+    return compare(f"{name} prefill {batch}x{length}", times, goal, difference)
 
 
-def _decode(
-    name: str, ours: Any, theirs: Any, ids: torch.Tensor, peer: str, batch: int, context: int, runs: int, goal: float
+def measure_decode(
+    name: str, ours: Any, theirs: Transformers, batch: int, context: int, runs: int, goal: float
 ) -> Record:
-    # The cache is filled with noise and one real prefix: what is in it does not change the time.
-    paged = Paged(ours, batch, context + runs + 2)
-    cache = DynamicCache(config=theirs.config)
+    """The caches are filled with the same noise: what is in them does not change the time."""
+    ids = torch.randint(0, VOCAB, (batch, 1))
+    paged = Paged(ours, batch, context + runs + 1)
+    caches = [DynamicCache(config=theirs.model.config) for _ in theirs.ATTENTIONS]
     heads, dim = ours.kv_shape
-    for layer, (keys, values) in enumerate(paged.kv_cache):
+    for layer, stored in enumerate(paged.kv_cache):
         past = torch.randn(2, batch, heads, context, dim) * 0.1
-        cache.update(past[0], past[1], layer)
-        for stored, noise in ((keys, past[0]), (values, past[1])):
-            padded = torch.nn.functional.pad(noise, (0, 0, 0, paged.tables.shape[1] * BLOCK_SIZE - context))
-            blocks = padded.unflatten(2, (-1, BLOCK_SIZE)).transpose(1, 2)
-            stored[paged.tables.long()] = blocks
-    position = [context, context]
-
-    def mine() -> torch.Tensor:
-        position[0] += 1
-        return paged.forward(ids[:batch, :1], position[0] - 1)
-
-    def other() -> torch.Tensor:
-        logits: torch.Tensor = theirs(ids[:batch, :1], past_key_values=cache, use_cache=True).logits
-        return logits[:, 0]
-
-    check = (mine() - other()).abs().max()
-    best = best_of(runs, mine, other)
-    return _record(f"{name} decode {batch}@{context}", *best, peer, goal, float(check))
+        for cache in caches:
+            cache.update(past[0], past[1], layer)
+        for side, noise in zip(stored, past, strict=True):
+            missing = paged.tables.shape[1] * BLOCK_SIZE - context
+            filled = torch.nn.functional.pad(noise, (0, 0, 0, missing))
+            side[paged.tables.long()] = filled.unflatten(2, (-1, BLOCK_SIZE)).transpose(1, 2)
+    position = count(context)
+    others = [partial(theirs.decode, ids, *pair) for pair in zip(theirs.ATTENTIONS, caches, strict=True)]
+    difference = paged.forward(ids, next(position)) - next(other() for other in others)
+    times = best_of(runs, lambda: paged.forward(ids, next(position)), *others)
+    return compare(f"{name} decode {batch}@{context}", times, goal, difference)
 
 
-def _record(name: str, mine: float, other: float, peer: str, goal: float, difference: float) -> Record:
+def compare(name: str, times: list[float], goal: float, difference: torch.Tensor) -> Record:
+    mine, *others = times
+    fastest = min(others)
+    peer = f"transformers ({Transformers.ATTENTIONS[others.index(fastest)]})"
     print(
-        f"{name}: {mine * 1e3:.1f} ms, {peer} {other * 1e3:.1f} ms, "
-        f"{other / mine:.2f}x, largest difference of logits {difference:.1e}",
+        f"{name}: {mine * 1e3:.1f} ms, {peer} {fastest * 1e3:.1f} ms, {fastest / mine:.2f}x, "
+        f"largest difference of logits {float(difference.abs().max()):.1e}",
         flush=True,
     )
-    return Record(name, other / mine, "x", peer, goal)
+    return Record(name, fastest / mine, "x", peer, goal)
 
 
 def main() -> None:

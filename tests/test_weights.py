@@ -128,6 +128,27 @@ def test_nothing_is_read_but_the_part_that_is_asked_for(tmp_path: Path) -> None:
     assert weights.read == [("matrix", (4, 6)), ("matrix", (8, 3)), ("vector", (3,)), ("vector", (3,))]
 
 
+def peak_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux can forget its peak memory")
+def test_a_part_of_a_large_tensor_takes_the_memory_of_the_part(tmp_path: Path) -> None:
+    rows = 2**18
+    header = json.dumps({"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        # A gigabyte of hole, which takes no room on the disk.
+        file.truncate(8 + len(header) + rows * 4096)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_memory()
+    weights = open_weights(tmp_path, **how(dtype=torch.bfloat16))
+    part = weights.get_sharded("x", 0, shard_evenly(FakeGroup(5, 4096), rows, "x"), (rows, 1024))
+    assert torch.equal(part, torch.zeros(64, 1024, dtype=torch.bfloat16))
+    assert peak_memory() - before < 2**26
+
+
 def test_a_whole_shard_is_read_at_once(tmp_path: Path) -> None:
     write_single(tmp_path, some_tensors())
     path = tmp_path / "model.safetensors"

@@ -1,0 +1,64 @@
+"""How a matrix should be stored on a CPU: `[out, in]`, `[in, out]`, or packed by oneDNN, by the number of rows.
+
+We keep `[out, in]` for single rows and the packed form for batches. A record is the speed of that choice relative to
+the best of the three; the goal is to be within a tenth of it everywhere.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from report import Record, parse_args, report
+
+from lorax_server.kernels.packed import pack, packed_linear
+
+SHAPES = [(768, 2304), (768, 768), (768, 6144), (3072, 768), (768, 32000), (2048, 2048)]
+ROWS = (1, 2, 4, 8, 32, 256)
+CACHE_BYTES = 100e6  # several copies of a matrix, so that none is found in the cache
+
+
+def seconds(run: Callable[[int], object], copies: int) -> float:
+    """The best of several short stretches, going through the copies in turn."""
+    best = float("inf")
+    for _ in range(5):
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() - start < 0.03:
+            run(done % copies)
+            done += 1
+        best = min(best, (time.perf_counter() - start) / done)
+    return best
+
+
+def measure(in_features: int, out_features: int) -> list[Record]:
+    copies = max(1, int(CACHE_BYTES / (4 * in_features * out_features)))
+    plain = [torch.randn(out_features, in_features) for _ in range(copies)]
+    turned = [matrix.t().contiguous() for matrix in plain]
+    packed = [pack(matrix) for matrix in plain]
+    records = []
+    for rows in ROWS:
+        x = torch.randn(rows, in_features)
+        times = {
+            "[out, in]": seconds(lambda i: F.linear(x, plain[i]), copies),  # noqa: B023 - called right here
+            "[in, out]": seconds(lambda i: x @ turned[i], copies),  # noqa: B023
+            "packed": seconds(lambda i: packed_linear(x, packed[i], None), copies),  # noqa: B023
+        }
+        operations = 2e-9 * rows * in_features * out_features
+        name = f"{in_features} -> {out_features}, {rows} rows"
+        figures = ", ".join(f"{storage} {operations / time:.1f}" for storage, time in times.items())
+        print(f"{name}: {figures} GFLOP/s", flush=True)
+        ours = times["[out, in]" if rows == 1 else "packed"]
+        records.append(Record(name, min(times.values()) / ours, "x", "best of three storages", 0.9))
+    return records
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    torch.manual_seed(0)
+    print(f"{torch.get_num_threads()} threads, float32, torch {torch.__version__}")
+    with torch.no_grad():
+        report([record for shape in SHAPES for record in measure(*shape)], args.json)
+
+
+if __name__ == "__main__":
+    main()
