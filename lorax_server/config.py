@@ -1,5 +1,6 @@
 """Settings, frozen once they are made. A default is written here and nowhere else."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,5 +29,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+        if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
+            raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise ConfigError(f"quantize {self.quantize!r} is not supported; use one of {', '.join(QUANTIZE)}")

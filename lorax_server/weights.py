@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,8 +80,11 @@ class Weights(ABC):
         if shape is not None and found != shape:
             raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {found}, the config asks for {shape}")
         tensor = self._read(name, index)
-        if not tensor.is_floating_point():
-            raise WeightsError(f"{self.where(name)}: tensor {name!r} is {tensor.dtype}, not a floating-point type")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            # A float8 tensor without its scales would load as other numbers.
+            raise WeightsError(
+                f"{self.where(name)}: tensor {name!r} is {tensor.dtype}; only float16 to 64 is supported"
+            )
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def _resolve(self, name: str) -> str:
@@ -150,9 +154,7 @@ class SafetensorsWeights(Weights):
 
 def open_weights(folder: Path, **how: Any) -> Weights:
     """The weights of a model's folder: safetensors, else PyTorch files (of which nothing but tensors is loaded)."""
-    found = next((folder / file for file in FILES if (folder / file).is_file()), None)
-    if found is None:
-        raise WeightsError(f"{folder}: no weights; looked for {', '.join(FILES)}")
+    found = _find_checkpoint(folder)
     if found.name.endswith(".index.json"):
         files = _read_index(found)
         if "safetensors" in found.name:
@@ -165,8 +167,17 @@ def open_weights(folder: Path, **how: Any) -> Weights:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of a model's weight files, whichever kind they are."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    """Size of the files that `open_weights` would read."""
+    found = _find_checkpoint(folder)
+    files = set(_read_index(found).values()) if found.suffix == ".json" else {found}
+    return sum(path.stat().st_size for path in files)
+
+
+def _find_checkpoint(folder: Path) -> Path:
+    for file in FILES:
+        if (folder / file).is_file():
+            return folder / file
+    raise WeightsError(f"{folder}: no weights; looked for {', '.join(FILES)}")
 
 
 def _spellings(name: str) -> tuple[str, ...]:
@@ -196,7 +207,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a weight index (a JSON object with a `weight_map`): {error}") from error
     for file in sorted(set(files.values())):
         if Path(file).name != file:
@@ -210,10 +221,15 @@ def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Files from before torch 1.6 are not archives and cannot be mapped.
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except Exception as error:  # whatever a damaged or hostile pickle provokes
             raise WeightsError(f"{path}: refused, it does not load as plain tensors: {error}") from error
-        if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        if not isinstance(loaded, dict) or not all(_is_plain(value) for value in loaded.values()):
             raise WeightsError(f"{path}: refused, it is not a plain dictionary of tensors")
         tensors |= loaded
     return tensors
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided

@@ -40,7 +40,7 @@ class Seqlen:
         self.max_q = max_q
         self.max_k = max_k
 
-    @cached_property
+    @property
     def cu_seqlen_k(self) -> torch.Tensor:
         lengths = self.input_lengths + self.cache_lengths
         return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

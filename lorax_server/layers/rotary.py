@@ -88,16 +88,21 @@ def load_rotary(config: Any, head_dim: int, device: torch.device) -> nn.Module:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
-    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     try:
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         return ROPE_TYPES[kind](parameters, config, dim, device)
     except KeyError as missing:
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
     """The rope settings of a config as one dictionary, wherever and however it spells them."""
-    found = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config field rope_parameters = {given!r} is not a dictionary")
+    found = {key: value for key, value in given.items() if value is not None}
     spellings = {
         "rope_theta": ("rope_theta", "rotary_emb_base"),
         "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
@@ -106,9 +111,12 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     for key, fields in spellings.items():
         for field in fields:
             value = getattr(config, field, None)
-            if value is not None and found.get(key) is None:
-                found[key] = value
+            if value is not None:
+                found.setdefault(key, value)
     found.setdefault("rope_theta", 10000.0)
+    for key in ("rope_theta", "factor", "original_max_position_embeddings"):
+        if key in found and not (isinstance(found[key], int | float) and found[key] > 0):
+            raise ConfigError(f"config field rope_parameters.{key} = {found[key]!r} is not a positive number")
     return found
 
 
@@ -139,7 +147,9 @@ def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     """Frequencies that turn often within the original length are kept, the slow ones interpolated."""
     original = _original_length(parameters, config)
-    factor = parameters["factor"] or config.max_position_embeddings / original
+    if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
+        raise KeyError("factor")
+    factor = parameters.get("factor") or config.max_position_embeddings / original
     fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
     base = parameters["rope_theta"]
 

@@ -1,5 +1,6 @@
 """From the type in a checkpoint's `config.json` to the class that runs it."""
 
+import json
 import os
 from importlib import import_module
 from typing import Any
@@ -24,6 +25,17 @@ MODELS = {
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
 }
+
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "ffn_dim",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 
 def get_model(settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None) -> PagedModel:
@@ -50,8 +62,8 @@ def build_model(config: Any, weights: Weights) -> PagedModel:
     return model.eval()
 
 
-def find_class(model_type: str) -> type[Any]:
-    if model_type not in MODELS:
+def find_class(model_type: Any) -> type[Any]:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
         )
@@ -61,12 +73,31 @@ def find_class(model_type: str) -> type[Any]:
 
 
 def _read_config(settings: ModelConfig) -> Any:
+    path = settings.path / "config.json"
     try:
-        config = AutoConfig.from_pretrained(settings.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{settings.path / 'config.json'}: cannot be used as a model's config: {error}") from error
+        model_type = json.loads(path.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be used as a model's config, a JSON object with a `model_type`: {error}"
+        ) from error
+    find_class(model_type)
+    try:
+        config = AutoConfig.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of a value it cannot take
+        raise ConfigError(f"{path}: cannot be used as a model's config: {error}") from error
+    _check_config(config)
     config.quantize = settings.quantize
     return config
+
+
+def _check_config(config: Any) -> None:
+    """What transformers lets through and no architecture can be built from."""
+    for field in COUNTS:
+        value = getattr(config, field, None)
+        if value is not None and not (isinstance(value, int) and value > 0):
+            raise ConfigError(f"config field {field} = {value!r} is not a positive number")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
 
 def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:

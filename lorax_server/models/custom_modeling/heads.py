@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import Shard, shard_units
-from lorax_server.errors import ConfigError, InputError
+from lorax_server.errors import ConfigError, InputError, WeightsError
 from lorax_server.layers.attention import Context, KVCache, PaddedContext, PagedContext, Seqlen
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
@@ -118,9 +118,16 @@ def kv_scales(weights: Weights, config: Any, prefix: str) -> tuple[float, float]
     """What stored keys and values are divided by; 1 where a checkpoint brings no scales."""
     if not kv_is_quantized(config):
         return 1.0, 1.0
-    names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
-    k_scale, v_scale = (float(weights.get_tensor(name)) if weights.has(name) else 1.0 for name in names)
-    return k_scale, v_scale
+    return _scale(weights, f"{prefix}.k_scale"), _scale(weights, f"{prefix}.v_scale")
+
+
+def _scale(weights: Weights, name: str) -> float:
+    if not weights.has(name):
+        return 1.0
+    tensor = weights.get_tensor(name)
+    if tensor.numel() != 1:
+        raise WeightsError(f"{weights.where(name)}: tensor {name!r} has shape {tuple(tensor.shape)}, not one number")
+    return float(tensor)
 
 
 def head_size(hidden_size: int, num_heads: int) -> int:

@@ -1,0 +1,19 @@
+"""The op table in plain torch: what every other kernel is tested against, and what runs on a CPU."""
+
+from lorax_server.kernels.reference.cache import write_kv
+from lorax_server.kernels.reference.decode import decode_attention
+from lorax_server.kernels.reference.elementwise import gated_activation, rms_norm, rotary
+from lorax_server.kernels.reference.lora import LONG_SEGMENT, lora_expand, lora_shrink
+from lorax_server.kernels.reference.prefill import prefill_attention
+
+__all__ = [
+    "LONG_SEGMENT",
+    "decode_attention",
+    "gated_activation",
+    "lora_expand",
+    "lora_shrink",
+    "prefill_attention",
+    "rms_norm",
+    "rotary",
+    "write_kv",
+]

@@ -1,0 +1,67 @@
+"""Keys and values in blocks: storing them, and the numbers they are stored as."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lorax_server.kernels.ops import AttentionSpec, PagedBatch
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    spec: AttentionSpec,
+) -> None:
+    writes = batch.once("writes", lambda: plan_writes(batch, k_cache.shape[2]))
+    for new, cache, scale in ((k, k_cache, spec.k_scale), (v, v_cache, spec.v_scale)):
+        # Attention hides what lies past a sequence's end by a weight of 0, and 0 times a NaN that the block's last
+        # owner left behind would be a NaN.
+        if len(writes.fresh):
+            cache[writes.fresh] = 0
+        kept = new if writes.tokens is None else new[writes.tokens]
+        # Not index_copy_, which float8 lacks on a CPU.
+        cache[writes.blocks, :, writes.offsets] = quantize(kept, cache.dtype, scale)
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Which tokens of a forward are stored, and where."""
+
+    tokens: torch.Tensor | None  # None for all
+    blocks: torch.Tensor  # [number stored]
+    offsets: torch.Tensor  # [number stored]
+    fresh: torch.Tensor  # the blocks among them that held nothing of their sequence before
+
+
+def plan_writes(batch: PagedBatch, block_size: int) -> Writes:
+    """A slot of -1 stores nothing."""
+    tokens, slots = batch.written, batch.slots
+    stored = slots >= 0
+    if not bool(stored.all()):
+        tokens = stored.nonzero()[:, 0] if tokens is None else tokens[stored]
+        slots = slots[stored]
+    blocks = slots // block_size
+    rows = torch.repeat_interleave(batch.input_lengths)
+    starts = batch.input_lengths.cumsum(0) - batch.input_lengths
+    cached = batch.cache_lengths[rows]
+    positions = cached + torch.arange(len(rows), device=rows.device) - starts[rows]
+    if tokens is not None:
+        cached, positions = cached[tokens], positions[tokens]
+    begun = positions // block_size * block_size
+    return Writes(tokens, blocks, slots % block_size, blocks[begun >= cached].unique())
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """As it is stored in a cache of `dtype`."""
+    if x.dtype == dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def dequantize(x: torch.Tensor, stored_as: torch.dtype, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Back from a cache of another type than the model's, or only widened."""
+    return (x.float() * scale).to(dtype) if stored_as.itemsize == 1 else x.to(dtype)

@@ -1,0 +1,108 @@
+"""Decode: one query per sequence, over the blocks of its sequence.
+
+Each block of a sequence is attended to on its own, in place where the batch owns most of a stretch of the cache; the
+results are then weighed by the softmax mass of their blocks. Nothing is padded to the longest sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lorax_server.kernels.ops import AttentionSpec, PagedBatch
+from lorax_server.kernels.reference.cache import dequantize
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    tiles = batch.once(("decode", spec.window), lambda: _plan_tiles(batch, block_size, spec.window, k_cache))
+    # The heads that share a key and value head are rows of one small product.
+    grouped = q.float().view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    queries = grouped.expand(len(tiles.rows), -1, -1, -1) if num_seqs == 1 else grouped.index_select(0, tiles.rows)
+    k = _tiles_of(k_cache, tiles, spec.k_scale)
+    v = _tiles_of(v_cache, tiles, spec.v_scale)
+    out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec.scale)
+    out, mass, rows = out.flatten(1, 2), mass.flatten(1, 2), tiles.rows
+    if tiles.owned is not None:
+        out, mass, rows = (x.index_select(0, tiles.owned) for x in (out, mass, rows))
+    return _merge_tiles(out, mass, rows, num_seqs).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The blocks to attend to: a stretch of the cache, or a list of its blocks."""
+
+    rows: torch.Tensor  # [num_tiles] the sequence a tile belongs to
+    mask: torch.Tensor  # [num_tiles, 1, 1, block_size] added to the scores
+    blocks: torch.Tensor
+    stretch: tuple[int, int] | None = None
+    owned: torch.Tensor | None = None  # which tiles of a stretch are this batch's; None for all
+
+
+def _plan_tiles(batch: PagedBatch, block_size: int, window: int | None, cache: torch.Tensor) -> _Tiles:
+    lengths = batch.input_lengths + batch.cache_lengths
+    first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+    start, stop = first // block_size, -(-lengths // block_size)
+    counts = stop - start
+    rows = torch.repeat_interleave(counts)
+    columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows] + start[rows]
+    blocks = batch.block_tables[rows, columns].long()
+    positions = columns[:, None] * block_size + torch.arange(block_size, device=rows.device)
+    hidden = (positions >= lengths[rows, None]) | (positions < first[rows, None])
+    mask = torch.zeros(positions.shape, device=rows.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    stretch = _stretch(blocks, cache)
+    if stretch is None:
+        return _Tiles(rows, mask[:, None, None], blocks)
+    low, high = stretch
+    rows_there, mask_there = rows.new_zeros(high - low), mask.new_zeros(high - low, block_size)
+    rows_there[blocks - low] = rows
+    mask_there[blocks - low] = mask
+    owned = None if len(blocks) == high - low else blocks - low
+    return _Tiles(rows_there, mask_there[:, None, None], blocks, stretch, owned)
+
+
+def _stretch(blocks: torch.Tensor, cache: torch.Tensor) -> tuple[int, int] | None:
+    """The stretch of the cache that holds these blocks, if at least half of it is theirs and none is shared."""
+    if cache.device.type != "cpu" or cache.dtype != torch.float32:
+        return None
+    low, high = int(blocks.min()), int(blocks.max()) + 1
+    if 2 * len(blocks) < high - low or len(blocks.unique()) < len(blocks):
+        return None
+    return low, high
+
+
+def _tiles_of(cache: torch.Tensor, tiles: _Tiles, scale: float) -> torch.Tensor:
+    if tiles.stretch is not None:
+        return cache[tiles.stretch[0] : tiles.stretch[1]]
+    return dequantize(cache.index_select(0, tiles.blocks), cache.dtype, torch.float32, scale)
+
+
+def _attend_with_mass(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[tiles, kv_heads, queries, head_dim]` and the log of its softmax mass, in float32."""
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+    scores = q @ k.transpose(-1, -2) * scale + mask
+    mass = scores.logsumexp(-1)
+    return (scores - mass[..., None]).exp() @ v, mass
+
+
+def _merge_tiles(out: torch.Tensor, mass: torch.Tensor, rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+    """Join the tiles of each sequence: `out` `[tiles, heads, head_dim]`, `mass` `[tiles, heads]`."""
+    if num_seqs == 1:
+        return (out * mass.softmax(0)[..., None]).sum(0, keepdim=True)
+    highest = mass.new_full((num_seqs, mass.shape[1]), torch.finfo(torch.float32).min)
+    highest.scatter_reduce_(0, rows[:, None].expand_as(mass), mass, "amax")
+    weights = (mass - highest.index_select(0, rows)).exp_()
+    total = torch.zeros_like(highest).index_add_(0, rows, weights)
+    joined = out.new_zeros(num_seqs, *out.shape[1:])
+    joined.index_add_(0, rows, out * weights[..., None])
+    return joined / total[..., None]
