@@ -37,6 +37,18 @@ def test_another_quantisation_is_refused_by_name(quantize: str) -> None:
     assert f"quantize {quantize!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
+def test_a_cpu_and_any_gpu_are_taken(device: str) -> None:
+    assert ModelConfig(Path("model"), device=device).device == device
+
+
+@pytest.mark.parametrize("device", ["banana", "", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:0\n", "mps"])
+def test_another_device_is_refused_by_name(device: str) -> None:
+    with pytest.raises(ConfigError, match="use cpu, cuda or cuda:<index>") as caught:
+        ModelConfig(Path("model"), device=device)
+    assert f"device {device!r}" in str(caught.value)
+
+
 def test_settings_are_frozen() -> None:
     settings = ModelConfig(Path("model"))
     with pytest.raises(FrozenInstanceError):

@@ -96,9 +96,9 @@ class Ops(Protocol):
         ...
 
     def rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual`, normalised; and that sum itself."""
+        """`x + residual`, normalised; and that sum itself. `eps` is one float32."""
         ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

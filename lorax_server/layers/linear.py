@@ -21,16 +21,18 @@ from lorax_server.kernels.packed import pack, packed_linear
 from lorax_server.weights import Weights
 
 
-class Linear(nn.Module):
-    """`x @ weight.T + bias`. The plain matrix serves single rows, a packed one, where there is one, serves batches."""
+class Linear:
+    """`x @ weight.T + bias`. The plain matrix serves single rows, a packed one, where there is one, serves batches.
+
+    Not a module of its own, because it is never seen but inside one, and calls of modules add up.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool) -> None:
-        super().__init__()
         self.weight = weight  # [out, in]
         self.bias = bias
         self.packed = pack(weight) if packed else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and x.shape[0] > 1:
             return packed_linear(x, self.packed, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -73,7 +75,7 @@ class TensorParallelColumnLinear(nn.Module):
         return cls(linear, names, in_features, outputs, weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
+        return self.linear(x)
 
 
 class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
@@ -90,7 +92,7 @@ class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
         )
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x)
+        out = self.linear(x)
         add_lora(out, x, self.targets, adapter_data, self.ops)
         return out
 
@@ -141,7 +143,7 @@ class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
         self.targets = (AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)),)
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x)
+        out = self.linear(x)
         add_lora(out, x, self.targets, adapter_data, self.ops)
         return self._sum(out)
 
@@ -191,7 +193,7 @@ class MultiAdapterHead(TensorParallelHead):
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits: torch.Tensor = self.linear(x)
+        logits = self.linear(x)
         add_lora(logits, x, self.targets, adapter_data, self.ops)
         return self._gather(logits), None
 

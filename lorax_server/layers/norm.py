@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
     def __init__(self, prefix: str, weights: Weights, size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,))
-        self.eps = eps
+        self.eps = torch.tensor(eps, device=weights.device)  # a number would be made a tensor in every call
         self.ops = weights.ops
 
     def forward(

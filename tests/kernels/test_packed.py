@@ -10,7 +10,9 @@ needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this
 
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 8), (2, 16, 5), (7, 33, 65), (64, 128, 96)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 8, 8), (2, 16, 5), (7, 33, 65), (64, 128, 96), (600, 16, 5)]
+)
 def test_a_packed_product_is_the_plain_one(rows: int, inputs: int, outputs: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)

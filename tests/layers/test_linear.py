@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
 from lorax_server.kernels.packed import can_pack
@@ -20,7 +21,8 @@ from lorax_server.layers.linear import (
     TensorParallelRowLinear,
     adapter_targets,
 )
-from tests.builders import CPU, Factors, adapter_batch, build_arena, memory_weights
+from tests.builders import CPU, adapter_batch, memory_weights
+from tests.lora import Factors, make_arena
 
 INPUTS, TOKENS = 12, [1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 1, 3]
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -30,17 +32,24 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def lora(inputs: int, outputs: int, rank: int, seed: int) -> Factors:
-    return normal(rank, inputs, seed=seed), normal(outputs, rank, seed=seed + 1), 0.5 + rank
+Adapters = list[tuple[Factors, float]]  # with the scale of each
 
 
-def with_lora(x: torch.Tensor, base: torch.Tensor, factors: Sequence[Factors | None]) -> torch.Tensor:
-    """The whole layer's output, with the adapter of each of `TOKENS` (the first of `factors` is adapter 1)."""
+def lora(inputs: int, outputs: int, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal(rank, inputs, seed=seed), normal(outputs, rank, seed=seed + 1)
+
+
+def adapted_batch(layer: nn.Module, adapters: Adapters) -> AdapterBatchData:
+    return adapter_batch(TOKENS, make_arena(adapter_targets(layer), adapters, CPU))
+
+
+def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: str) -> torch.Tensor:
+    """The whole layer's output, with the adapter of each of `TOKENS`."""
     out = base.clone()
-    for row, adapter in enumerate(TOKENS):
-        chosen = factors[adapter - 1] if adapter else None
-        if chosen is not None:
-            lora_a, lora_b, scale = chosen
+    for row, index in enumerate(TOKENS):
+        factors, scale = adapters[index - 1] if index else ({}, 0.0)
+        if target in factors:
+            lora_a, lora_b = factors[target]
             out[row] += lora_b @ (lora_a @ x[row]) * scale
     return out
 
@@ -158,10 +167,10 @@ def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
     sizes = {"q": 32, "k": 8, "v": 8}
     tensors = {f"{name}.weight": normal(size, INPUTS, seed=size) for name, size in sizes.items()}
     tensors |= {f"{name}.bias": normal(size, seed=size + 1) for name, size in sizes.items()}
-    adapters: list[dict[str, Factors]] = [
-        {"q": lora(INPUTS, 32, 3, 10), "v": lora(INPUTS, 8, 1, 12)},
-        {"q": lora(INPUTS, 32, 16, 14), "k": lora(INPUTS, 8, 2, 16), "v": lora(INPUTS, 8, 4, 18)},
-        {"k": lora(INPUTS, 8, 5, 20)},
+    adapters: Adapters = [
+        ({"q": lora(INPUTS, 32, 3, 10), "v": lora(INPUTS, 8, 1, 12)}, 3.5),
+        ({"q": lora(INPUTS, 32, 16, 14), "k": lora(INPUTS, 8, 2, 16), "v": lora(INPUTS, 8, 4, 18)}, 0.5),
+        ({"k": lora(INPUTS, 8, 5, 20)}, 2.0),
     ]
     x = normal(len(TOKENS), INPUTS, seed=3)
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
@@ -171,14 +180,13 @@ def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
         group = weights.process_group
         outputs = [shard_units(group, [(8, 4)], "heads"), shard_kv_heads(group, 2, 4), shard_kv_heads(group, 2, 4)]
         layer = TensorParallelMultiAdapterLinear.load(weights, list(sizes), INPUTS, outputs, bias=True)
-        arena = build_arena(adapter_targets(layer), adapters)
-        out = layer(x, adapter_batch(TOKENS, arena))
+        out = layer(x, adapted_batch(layer, adapters))
         for name, shard, part in zip(sizes, outputs, out.split([shard.size for shard in outputs], dim=1), strict=True):
             parts[name].append(part)
             shards[name].append(shard)
     for name in sizes:
         base = F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
-        expected = with_lora(x, base, [adapter.get(name) for adapter in adapters])
+        expected = with_lora(x, base, adapters, name)
         torch.testing.assert_close(place(parts[name], shards[name]), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -186,7 +194,7 @@ def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
 def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
     """GPT-2's c_attn: one matrix and one adapter target, cut in three places."""
     weight, added = normal(INPUTS, 36, seed=1), normal(36, seed=2)
-    adapters: list[dict[str, Factors]] = [{"c_attn": lora(INPUTS, 36, rank, 10 + rank)} for rank in (3, 16, 1)]
+    adapters: Adapters = [({"c_attn": lora(INPUTS, 36, rank, 10 + rank)}, 0.5 + rank) for rank in (3, 16, 1)]
     x = normal(len(TOKENS), INPUTS, seed=3)
     shards = [shard_units(FakeGroup(rank, ranks), [(4, 3)] * 3, "heads") for rank in range(ranks)]
     parts = []
@@ -195,8 +203,8 @@ def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
         layer = TensorParallelMultiAdapterLinear.load(
             weights, ["c_attn"], INPUTS, [shard], bias=True, fan_in_fan_out=True
         )
-        parts.append(layer(x, adapter_batch(TOKENS, build_arena(adapter_targets(layer), adapters))))
-    expected = with_lora(x, x @ weight + added, [adapter["c_attn"] for adapter in adapters])
+        parts.append(layer(x, adapted_batch(layer, adapters)))
+    expected = with_lora(x, x @ weight + added, adapters, "c_attn")
     torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -205,7 +213,11 @@ def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
 def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
     weight, added = normal(10, INPUTS, seed=1), normal(10, seed=2)
     tensors = {"proj.weight": weight.t().contiguous() if fan_in_fan_out else weight, "proj.bias": added}
-    adapters: list[dict[str, Factors]] = [{"proj": lora(INPUTS, 10, 3, 10)}, {"proj": lora(INPUTS, 10, 16, 12)}, {}]
+    adapters: Adapters = [
+        ({"proj": lora(INPUTS, 10, 3, 10)}, 3.5),
+        ({"proj": lora(INPUTS, 10, 16, 12)}, 0.5),
+        ({}, 1.0),
+    ]
     x = normal(len(TOKENS), INPUTS, seed=3)
     total = torch.zeros(len(TOKENS), 10)
     for rank in range(ranks):
@@ -214,9 +226,8 @@ def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
         layer = TensorParallelAdapterRowLinear.load(
             weights, "proj", shard, 10, bias=True, fan_in_fan_out=fan_in_fan_out
         )
-        arena = build_arena(adapter_targets(layer), adapters)
-        total += layer(shard.take(x, dim=1), adapter_batch(TOKENS, arena))
-    expected = with_lora(x, F.linear(x, weight, added), [adapter.get("proj") for adapter in adapters])
+        total += layer(shard.take(x, dim=1), adapted_batch(layer, adapters))
+    expected = with_lora(x, F.linear(x, weight, added), adapters, "proj")
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -224,10 +235,10 @@ def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
     weight = normal(vocab_size, INPUTS, seed=1)
-    adapters: list[dict[str, Factors]] = [
-        {"lm_head": lora(INPUTS, vocab_size, 3, 10)},
-        {},
-        {"lm_head": lora(INPUTS, vocab_size, 8, 12)},
+    adapters: Adapters = [
+        ({"lm_head": lora(INPUTS, vocab_size, 3, 10)}, 3.5),
+        ({}, 1.0),
+        ({"lm_head": lora(INPUTS, vocab_size, 8, 12)}, 0.5),
     ]
     x = normal(len(TOKENS), INPUTS, seed=3)
     shards = [shard_vocab(FakeGroup(rank, ranks), vocab_size) for rank in range(ranks)]
@@ -235,21 +246,20 @@ def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
     for rank, shard in enumerate(shards):
         weights = memory_weights({"wte.weight": weight}, rank=rank, ranks=ranks)
         head = MultiAdapterHead.load(weights, "wte", INPUTS, vocab_size, target_name="lm_head")
-        arena = build_arena(adapter_targets(head), adapters)
-        parts.append(head(x, adapter_batch(TOKENS, arena))[0][:, : shard.size])
-    expected = with_lora(x, x @ weight.t(), [adapter.get("lm_head") for adapter in adapters])
+        parts.append(head(x, adapted_batch(head, adapters))[0][:, : shard.size])
+    expected = with_lora(x, x @ weight.t(), adapters, "lm_head")
     torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
     weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
     layer = TensorParallelMultiAdapterLinear.load(weights, ["fc"], INPUTS, [whole(10)], bias=False)
-    arena = build_arena(adapter_targets(layer), [{"fc": lora(INPUTS, 10, 3, 10)}] * 3)
+    data = adapted_batch(layer, [({"fc": lora(INPUTS, 10, 3, 10)}, 3.5)] * 3)
     x = normal(len(TOKENS), INPUTS, seed=3)
-    plain, adapted = layer(x), layer(x, adapter_batch(TOKENS, arena))
+    plain, adapted = layer(x), layer(x, data)
     for row, adapter in enumerate(TOKENS):
         assert torch.equal(plain[row], adapted[row]) == (adapter == 0)
-    assert torch.equal(plain, layer(x, adapter_batch([0] * len(TOKENS), arena)))
+    assert torch.equal(plain, layer(x, adapter_batch([0] * len(TOKENS), data.arena)))
 
 
 def test_adapter_targets_finds_every_place_by_name() -> None:

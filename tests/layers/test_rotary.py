@@ -214,6 +214,14 @@ SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
         spelled(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     ),
     "base that is not given": (spelled(), spelled(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    "null": (
+        spelled(rope_parameters={"rope_type": None, "rope_theta": None, "factor": None, "partial_rotary_factor": None}),
+        spelled(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    ),
+    "null beside": (
+        spelled(rope_parameters=None, rope_theta=None, partial_rotary_factor=None, rotary_pct=None),
+        spelled(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    ),
     "partial": (
         spelled(rope_theta=500.0, partial_rotary_factor=0.5),
         spelled(rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
@@ -245,7 +253,7 @@ SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
 
 
 @pytest.mark.parametrize(("old", "new"), SPELLINGS.values(), ids=SPELLINGS.keys())
-def test_old_spellings_mean_the_same(old: SimpleNamespace, new: SimpleNamespace) -> None:
+def test_old_spellings_and_null_mean_the_same(old: SimpleNamespace, new: SimpleNamespace) -> None:
     positions = at([0, 1, 30, 63, 99], 100)
     ours, theirs = load_rotary(old, HEAD_DIM, CPU)(positions), load_rotary(new, HEAD_DIM, CPU)(positions)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -293,20 +301,28 @@ def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) 
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
 
 
-@pytest.mark.xfail(raises=(TypeError, ValueError), reason="load_rotary turns a KeyError into a ConfigError, no more")
 @pytest.mark.parametrize(
     ("parameters", "field"),
     [
-        ({"rope_type": "linear", "factor": None}, "factor"),
-        ({"rope_type": "linear", "factor": "two"}, "factor"),
-        ({"rope_type": "dynamic", "factor": "two"}, "factor"),
-        ({"rope_type": "default", "rope_theta": None}, "rope_theta"),
-        ({"rope_type": "default", "rope_theta": "many"}, "rope_theta"),
+        ({"rope_type": "linear", "factor": None}, "lacks 'factor'"),
+        ({"rope_type": "linear", "factor": "two"}, r"rope_parameters\.factor = 'two'"),
+        ({"rope_type": "linear", "factor": 0}, r"rope_parameters\.factor = 0 is not a positive number"),
+        ({"rope_type": "linear", "factor": -2.0}, r"rope_parameters\.factor = -2\.0 is not a positive number"),
+        ({"rope_type": "dynamic", "factor": "two"}, r"rope_parameters\.factor = 'two'"),
+        ({"rope_type": "dynamic", "factor": 0.0}, r"rope_parameters\.factor = 0\.0 is not a positive number"),
+        ({"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 16}, r"rope_parameters\.factor = 0"),
+        ({"rope_type": "default", "rope_theta": "many"}, r"rope_parameters\.rope_theta = 'many'"),
+        ({"rope_type": "default", "rope_theta": 0}, r"rope_parameters\.rope_theta = 0"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "many"}, "original_max_position"),
-        ({"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT}, "short_factor"),
-        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "short_factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "original_max_position"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}, "rope_parameters cannot be used"),
+        ({"rope_type": "default", "partial_rotary_factor": "half"}, "rope_parameters cannot be used"),
+        ({"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT}, "rope_parameters cannot be used"),
+        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "rope_parameters cannot be used"),
     ],
 )
-def test_a_parameter_that_is_not_a_number_is_named(parameters: dict[str, Any], field: str) -> None:
+def test_a_parameter_that_is_no_number_or_one_that_makes_no_sense_is_refused(
+    parameters: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigError, match=field):
-        load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)(at([0, 1]))
+        load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)

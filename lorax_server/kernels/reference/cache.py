@@ -22,8 +22,12 @@ def write_kv(
         if len(writes.fresh):
             cache[writes.fresh] = 0
         kept = new if writes.tokens is None else new[writes.tokens]
-        # Not index_copy_, which float8 lacks on a CPU.
-        cache[writes.blocks, :, writes.offsets] = quantize(kept, cache.dtype, scale)
+        stored = quantize(kept, cache.dtype, scale)
+        if cache.dtype.itemsize == 1:  # float8 lacks index_copy_ on a CPU
+            cache[writes.blocks, :, writes.offsets] = stored
+        else:
+            rows = batch.once("rows", lambda: _rows(writes, k_cache.shape))
+            cache.view(-1, cache.shape[3]).index_copy_(0, rows, stored.reshape(-1, cache.shape[3]))
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,16 @@ def plan_writes(batch: PagedBatch, block_size: int) -> Writes:
     if tokens is not None:
         cached, positions = cached[tokens], positions[tokens]
     begun = positions // block_size * block_size
-    return Writes(tokens, blocks, slots % block_size, blocks[begun >= cached].unique())
+    fresh = blocks[begun >= cached]
+    if len(fresh) > 1:
+        fresh = fresh.unique()
+    return Writes(tokens, blocks, slots % block_size, fresh)
+
+
+def _rows(writes: Writes, shape: torch.Size) -> torch.Tensor:
+    """Where each head of each stored token lies in a cache seen as rows of `head_dim`."""
+    heads = torch.arange(shape[1], device=writes.blocks.device)
+    return ((writes.blocks[:, None] * shape[1] + heads) * shape[2] + writes.offsets[:, None]).flatten()
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

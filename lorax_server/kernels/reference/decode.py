@@ -28,7 +28,7 @@ def decode_attention(
     k = _tiles_of(k_cache, tiles, spec.k_scale)
     v = _tiles_of(v_cache, tiles, spec.v_scale)
     out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec.scale)
-    out, mass, rows = out.flatten(1, 2), mass.flatten(1, 2), tiles.rows
+    out, mass, rows = out.reshape(-1, num_heads, head_dim), mass.reshape(-1, num_heads), tiles.rows
     if tiles.owned is not None:
         out, mass, rows = (x.index_select(0, tiles.owned) for x in (out, mass, rows))
     return _merge_tiles(out, mass, rows, num_seqs).to(q.dtype)

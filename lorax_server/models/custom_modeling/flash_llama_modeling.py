@@ -74,11 +74,10 @@ class FlashLlamaAttention(nn.Module):
         return qk
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: PagedContext) -> torch.Tensor:
-        heads = self.qkv_proj(x, ctx.adapter_data).unflatten(1, (-1, self.head_dim))
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        qk = self.normalize_heads(qk)
+        heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)
+        qk = self.normalize_heads(heads[:, : self.num_heads + self.num_kv_heads])
         self.ops.rotary(qk, *rope)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
         out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
         return out
 

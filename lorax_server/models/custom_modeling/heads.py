@@ -45,6 +45,7 @@ class PagedModel(nn.Module):
             for _ in range(self.num_layers)
         ]
 
+    @torch.inference_mode()
     def run(
         self,
         input_ids: torch.Tensor,

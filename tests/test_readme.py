@@ -1,0 +1,44 @@
+"""The README is true: its Python runs, its commands exist, its links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_python_runs(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "my-model")
+    found = blocks("python")
+    assert found
+    for block in found:
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "FlashLlamaForCausalLM on cpu" in done.stdout
+
+
+@pytest.mark.parametrize("command", [line for block in blocks("sh") for line in block.splitlines()])
+def test_commands_exist(command: str) -> None:
+    """Each is a target of the Makefile; running `make test` in a test of its own would not end."""
+    program, target = command.split("#")[0].split()
+    assert program == "make"
+    done = subprocess.run([program, "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https)(.*?)\)", README)
+    assert links
+    assert all((ROOT / link).is_file() for link in links)
