@@ -32,7 +32,7 @@ def test_python_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [line for block in blocks("sh") for line in block.splitlines()])
 def test_commands_exist(command: str) -> None:
     """Each is a target of the Makefile; running `make test` in a test of its own would not end."""
-    program, target = command.split("#")[0].split()
+    program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
     done = subprocess.run([program, "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -308,11 +308,11 @@ def test_numbers_that_transformers_accepts_and_we_cannot_use_are_named(edited: C
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, r"rope_parameters\.factor = 0"),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
-            r"rope_parameters\.short_factor has 3 values, not 4",
+            r"rope_parameters\.short_factor is not a list of 4 positive numbers",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 5}},
-            r"rope_parameters\.long_factor has 5 values, not 4",
+            r"rope_parameters\.long_factor is not a list of 4 positive numbers",
         ),
     ],
 )

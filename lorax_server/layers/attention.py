@@ -118,7 +118,7 @@ class PagedContext:
             out = self.ops.decode_attention(q, k_cache, v_cache, self.batch, spec)
         else:
             out = self.ops.prefill_attention(q, k, v, k_cache, v_cache, self.batch, spec)
-        return out.reshape(out.shape[0], -1)
+        return out.flatten(1)
 
     def record(self, hidden_states: torch.Tensor) -> None:
         """Nothing here asks for the states between the layers."""

@@ -13,6 +13,17 @@ from torch import nn
 
 from lorax_server.errors import ConfigError
 
+# The largest value of each setting that is not nonsense.
+LIMITS = {
+    "rope_theta": 1e30,
+    "partial_rotary_factor": 1.0,
+    "factor": 1e30,
+    "original_max_position_embeddings": 1e12,
+    "attention_factor": 1e30,
+}
+# How many rows a table has at first; more are made when a longer sequence arrives.
+FIRST_ROWS = 8192
+
 CosSin = tuple[torch.Tensor, torch.Tensor]  # each [num_tokens, rotary_dim / 2], float32
 
 
@@ -39,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.inv_freq = inv_freq.to(device)
         self.attention_factor = attention_factor
-        self.cos, self.sin = self._table(max_positions)
+        self.cos, self.sin = self._table(min(max_positions, FIRST_ROWS))
 
     def forward(self, positions: Positions) -> CosSin:
         if positions.max_position > len(self.cos):
@@ -86,14 +97,14 @@ def load_rotary(config: Any, head_dim: int, device: torch.device) -> nn.Module:
     """The rotary embedding a config asks for, in the old spelling or the new."""
     parameters = rope_parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
     try:
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         return ROPE_TYPES[kind](parameters, config, dim, device)
     except KeyError as missing:
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # of values no one could foresee
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
@@ -114,9 +125,11 @@ def rope_parameters(config: Any) -> dict[str, Any]:
             if value is not None:
                 found.setdefault(key, value)
     found.setdefault("rope_theta", 10000.0)
-    for key in ("rope_theta", "factor", "original_max_position_embeddings"):
-        if key in found and not (isinstance(found[key], int | float) and found[key] > 0):
-            raise ConfigError(f"config field rope_parameters.{key} = {found[key]!r} is not a positive number")
+    for key, most in LIMITS.items():
+        if key in found and not (isinstance(found[key], int | float) and 0 < found[key] <= most):
+            raise ConfigError(
+                f"config field rope_parameters.{key} = {found[key]!r} is not a positive number up to {most:g}"
+            )
     return found
 
 
@@ -185,8 +198,8 @@ def _longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torc
     inv_freq = _frequencies(parameters, dim)
     short, long = (torch.tensor(parameters[key], dtype=torch.float32) for key in ("short_factor", "long_factor"))
     for key, factors in (("short_factor", short), ("long_factor", long)):
-        if len(factors) != dim // 2:
-            raise ConfigError(f"config field rope_parameters.{key} has {len(factors)} values, not {dim // 2}")
+        if factors.shape != (dim // 2,) or not bool((factors > 0).all()):
+            raise ConfigError(f"config field rope_parameters.{key} is not a list of {dim // 2} positive numbers")
     return LongRotaryEmbedding(inv_freq / short, inv_freq / long, original, attention_factor, device)
 
 

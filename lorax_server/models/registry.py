@@ -27,15 +27,18 @@ MODELS = {
 }
 
 COUNTS = (
+    "head_dim",
     "hidden_size",
     "intermediate_size",
     "ffn_dim",
     "max_position_embeddings",
+    "n_inner",
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
     "vocab_size",
 )
+EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 
 
 def get_model(settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None) -> PagedModel:
@@ -96,6 +99,10 @@ def _check_config(config: Any) -> None:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):
             raise ConfigError(f"config field {field} = {value!r} is not a positive number")
+    for field in EPSILONS:
+        value = getattr(config, field, 0.0)
+        if not (isinstance(value, int | float) and 0 <= value < 1):
+            raise ConfigError(f"config field {field} = {value!r} is not a small positive number")
     if getattr(config, "quantization_config", None):
         raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
@@ -114,7 +121,7 @@ def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:
 def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     possible = can_pack(device, dtype)
     if settings.pack_weights is None:
-        stored = getattr(config, "dtype", None) or dtype
+        stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
         loaded = weight_bytes(settings.path) * dtype.itemsize / stored.itemsize
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return possible and 2 * loaded <= memory / 2

@@ -297,7 +297,7 @@ def test_a_missing_parameter_is_named(parameters: dict[str, Any], lacking: str) 
 def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) -> None:
     parameters: dict[str, Any] = {"rope_type": "longrope", "short_factor": EIGHT, "long_factor": EIGHT}
     parameters[key] = [1.0] * count
-    with pytest.raises(ConfigError, match=rf"rope_parameters\.{key} has {count} values, not 8"):
+    with pytest.raises(ConfigError, match=rf"rope_parameters\.{key} is not a list of 8 positive numbers"):
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
 
 
@@ -316,9 +316,14 @@ def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) 
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "many"}, "original_max_position"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "original_max_position"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}, "rope_parameters cannot be used"),
-        ({"rope_type": "default", "partial_rotary_factor": "half"}, "rope_parameters cannot be used"),
+        ({"rope_type": "default", "partial_rotary_factor": "half"}, r"partial_rotary_factor = 'half' is not"),
+        ({"rope_type": "default", "partial_rotary_factor": -1.0}, r"partial_rotary_factor = -1\.0 is not"),
+        ({"rope_type": "default", "partial_rotary_factor": 2.0}, r"partial_rotary_factor = 2\.0 is not"),
+        ({"rope_type": ["linear"], "factor": 2.0}, "rope_type = .* is not supported"),
+        ({"rope_type": "default", "rope_theta": 10**400}, "rope_theta = .* is not a positive number"),
+        ({"rope_type": "longrope", "short_factor": [0.0] * 8, "long_factor": EIGHT}, "short_factor is not a list"),
         ({"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT}, "rope_parameters cannot be used"),
-        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "rope_parameters cannot be used"),
+        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "short_factor is not a list"),
     ],
 )
 def test_a_parameter_that_is_no_number_or_one_that_makes_no_sense_is_refused(
