@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,11 +21,9 @@ class Record:
         return None if self.goal is None else self.value >= self.goal
 
 
-def parse_args(description: str, extend: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
+def parse_args(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    if extend is not None:
-        extend(parser)
     return parser.parse_args()
 
 

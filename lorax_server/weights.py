@@ -4,7 +4,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 from zipfile import is_zipfile
 
 import torch
@@ -16,31 +16,34 @@ from lorax_server.kernels import Ops
 
 # A checkpoint saved from the inner model lacks the first word of its names.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+# In the order transformers looks: saving over a sharded checkpoint leaves its index behind.
 FILES = (
-    "model.safetensors.index.json",
     "model.safetensors",
-    "pytorch_model.bin.index.json",
+    "model.safetensors.index.json",
     "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
+
+
+class Placement(TypedDict):
+    """Where and how a model's tensors are to live."""
+
+    device: torch.device
+    dtype: torch.dtype
+    process_group: ProcessGroup
+    ops: Ops
+    pack: NotRequired[bool]  # keep packed copies of matrices; False unless given
 
 
 class Weights(ABC):
     """What a module needs to build itself: its tensors, and where and how they are to live."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        process_group: ProcessGroup,
-        ops: Ops,
-        pack: bool = False,
-    ) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.process_group = process_group
-        self.ops = ops
-        self.pack = pack
+    def __init__(self, **placement: Unpack[Placement]) -> None:
+        self.device = placement["device"]
+        self.dtype = placement["dtype"]
+        self.process_group = placement["process_group"]
+        self.ops = placement["ops"]
+        self.pack = placement.get("pack", False)
 
     @abstractmethod
     def _find(self, name: str) -> bool:
@@ -65,6 +68,14 @@ class Weights(ABC):
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """A whole tensor, in this model's dtype and on its device."""
         return self._load(self._resolve(name), shape, ())
+
+    def get_number(self, name: str) -> float:
+        """A tensor of one element, as it is stored: a small scale would not survive a narrow dtype."""
+        name = self._resolve(name)
+        tensor = self._read(name, ())
+        if tensor.numel() != 1:
+            raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {tuple(tensor.shape)}, not one number")
+        return float(tensor)
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """This rank's part of a tensor along one dimension; `shape` is that of the whole tensor."""
@@ -97,8 +108,14 @@ class Weights(ABC):
 class TensorWeights(Weights):
     """Weights from tensors in memory."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, source: str = "tensors in memory", **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        source: str = "tensors in memory",
+        **placement: Unpack[Placement],
+    ) -> None:
+        super().__init__(**placement)
         self._tensors = tensors
         self._source = source
 
@@ -118,9 +135,9 @@ class TensorWeights(Weights):
 class SafetensorsWeights(Weights):
     """Weights from one or several safetensors files; only the bytes that are asked for are read."""
 
-    def __init__(self, files: Mapping[str, Path], default: Path, **how: Any) -> None:
+    def __init__(self, files: Mapping[str, Path], default: Path, **placement: Unpack[Placement]) -> None:
         """`files` says which file holds a tensor; `default` is named for a tensor that none holds."""
-        super().__init__(**how)
+        super().__init__(**placement)
         self._files = files
         self._default = default
         self._open = {path: _open_safetensors(path) for path in sorted(set(files.values()))}
@@ -152,18 +169,18 @@ class SafetensorsWeights(Weights):
             raise WeightsError(f"{self.where(name)}: tensor {name!r} cannot be read: {error}") from error
 
 
-def open_weights(folder: Path, **how: Any) -> Weights:
+def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     """The weights of a model's folder: safetensors, else PyTorch files (of which nothing but tensors is loaded)."""
     found = _find_checkpoint(folder)
     if found.name.endswith(".index.json"):
         files = _read_index(found)
         if "safetensors" in found.name:
-            return SafetensorsWeights(files, found, **how)
-        return TensorWeights(_load_pickles(sorted(set(files.values()))), source=str(found), **how)
+            return SafetensorsWeights(files, found, **placement)
+        return TensorWeights(_load_pickles(sorted(set(files.values()))), source=str(found), **placement)
     if found.suffix == ".safetensors":
         names = _open_safetensors(found).keys()
-        return SafetensorsWeights(dict.fromkeys(names, found), found, **how)
-    return TensorWeights(_load_pickles([found]), source=str(found), **how)
+        return SafetensorsWeights(dict.fromkeys(names, found), found, **placement)
+    return TensorWeights(_load_pickles([found]), source=str(found), **placement)
 
 
 def weight_bytes(folder: Path) -> int:

@@ -231,7 +231,7 @@ def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UnsupportedModelError, match=r"is not supported; known are gpt2, .*qwen3") as caught:
         get_model(ModelConfig(tmp_path))
-    assert f"model_type {model_type!r}" in str(caught.value)
+    assert f"model_type = {model_type!r}" in str(caught.value)
 
 
 def test_a_config_object_of_an_unsupported_type_is_refused() -> None:

@@ -21,5 +21,8 @@ def get_activation(name: str, field: str) -> Activation:
         return partial(F.gelu, approximate="tanh")
     if name not in ACT2CLS:
         raise ConfigError(f"config field {field} = {name!r} is not an activation we know")
-    activation: Activation = ACT2FN[name]
-    return activation
+    activation = ACT2FN[name]
+    if any(True for _ in activation.parameters()):
+        raise ConfigError(f"config field {field} = {name!r} is not supported: it has learned parameters")
+    function: Activation = activation
+    return function

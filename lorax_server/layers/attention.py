@@ -158,7 +158,7 @@ class PaddedContext:
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
         if self.head_mask is not None:
-            weights = weights * self.head_mask[layer_id][:, None, None]
+            weights = weights * self.head_mask[layer_id][:, None, None].to(weights.dtype)
         if self.keep_attentions:
             self.attentions.append(weights)
         return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new, -1)

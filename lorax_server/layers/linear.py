@@ -27,10 +27,10 @@ class Linear:
     Not a module of its own, because it is never seen but inside one, and calls of modules add up.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, with_packed: bool) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias
-        self.packed = pack(weight) if packed else None
+        self.packed = pack(weight) if with_packed else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and x.shape[0] > 1:
@@ -41,14 +41,10 @@ class Linear:
 class TensorParallelColumnLinear(nn.Module):
     """One or several matrices with the same input, side by side, of each some of the outputs."""
 
-    def __init__(
-        self, linear: Linear, names: Sequence[str], in_features: int, outputs: Sequence[Shard], weights: Weights
-    ) -> None:
+    def __init__(self, linear: Linear, targets: Sequence[AdapterTarget], weights: Weights) -> None:
         super().__init__()
         self.linear = linear
-        self.names = names
-        self.in_features = in_features
-        self.outputs = outputs
+        self.targets = tuple(targets)
         self.ops = weights.ops
 
     @classmethod
@@ -72,7 +68,12 @@ class TensorParallelColumnLinear(nn.Module):
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
         linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
-        return cls(linear, names, in_features, outputs, weights)
+        stops = accumulate(shard.size for shard in outputs)
+        targets = [
+            AdapterTarget(name, whole(in_features), shard, slice(stop - shard.size, stop))
+            for name, shard, stop in zip(names, outputs, stops, strict=True)
+        ]
+        return cls(linear, targets, weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
@@ -80,16 +81,6 @@ class TensorParallelColumnLinear(nn.Module):
 
 class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
     """A column linear, each of whose matrices is a target of adapters."""
-
-    def __init__(
-        self, linear: Linear, names: Sequence[str], in_features: int, outputs: Sequence[Shard], weights: Weights
-    ) -> None:
-        super().__init__(linear, names, in_features, outputs, weights)
-        stops = list(accumulate(shard.size for shard in outputs))
-        self.targets = tuple(
-            AdapterTarget(name, whole(in_features), shard, slice(stop - shard.size, stop))
-            for name, shard, stop in zip(names, outputs, stops, strict=True)
-        )
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
@@ -100,12 +91,10 @@ class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
 class TensorParallelRowLinear(nn.Module):
     """A matrix of which this rank holds some of the inputs; the bias is added by the first rank alone."""
 
-    def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
+    def __init__(self, linear: Linear, target: AdapterTarget, weights: Weights) -> None:
         super().__init__()
         self.linear = linear
-        self.name = name
-        self.inputs = inputs
-        self.out_features = out_features
+        self.targets = (target,)
         self.process_group = weights.process_group
         self.ops = weights.ops
 
@@ -126,7 +115,7 @@ class TensorParallelRowLinear(nn.Module):
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         linear = Linear(matrix.contiguous(), added if weights.process_group.rank() == 0 else None, weights.pack)
-        return cls(linear, name, inputs, out_features, weights)
+        return cls(linear, AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)), weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(self.linear(x))
@@ -138,10 +127,6 @@ class TensorParallelRowLinear(nn.Module):
 class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
     """A row linear that is a target of adapters."""
 
-    def __init__(self, linear: Linear, name: str, inputs: Shard, out_features: int, weights: Weights) -> None:
-        super().__init__(linear, name, inputs, out_features, weights)
-        self.targets = (AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)),)
-
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
         add_lora(out, x, self.targets, adapter_data, self.ops)
@@ -151,11 +136,13 @@ class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
 class TensorParallelHead(nn.Module):
     """The matrix onto the vocabulary, cut by vocabulary: each rank scores its part, and all get the whole."""
 
-    def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
+    def __init__(self, matrix: torch.Tensor, target_name: str, vocab_size: int, weights: Weights) -> None:
+        """`matrix` is this rank's part; `target_name` is what adapters call the head, whatever its tensor is called."""
         super().__init__()
-        self.linear = linear
-        self.target_name = target_name
-        self.in_features = in_features
+        shard = shard_vocab(weights.process_group, vocab_size)
+        padding = vocab_block(weights.process_group, vocab_size) - shard.size
+        self.linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
+        self.targets = (AdapterTarget(target_name, whole(matrix.shape[1]), shard, slice(0, shard.size)),)
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
         self.ops = weights.ops
@@ -164,13 +151,9 @@ class TensorParallelHead(nn.Module):
     def load(
         cls, weights: Weights, name: str, in_features: int, vocab_size: int, target_name: str | None = None
     ) -> Self:
-        """`target_name` is what adapters call the head where its tensor is called something else: a tied head."""
-        group = weights.process_group
-        shard = shard_vocab(group, vocab_size)
+        shard = shard_vocab(weights.process_group, vocab_size)
         matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
-        padding = vocab_block(group, vocab_size) - shard.size
-        linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
-        return cls(linear, target_name or name, in_features, vocab_size, weights)
+        return cls(matrix, target_name or name, vocab_size, weights)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits, and a place for the logits of speculated tokens."""
@@ -184,11 +167,6 @@ class TensorParallelHead(nn.Module):
 
 class MultiAdapterHead(TensorParallelHead):
     """A head that is a target of adapters."""
-
-    def __init__(self, linear: Linear, target_name: str, in_features: int, vocab_size: int, weights: Weights) -> None:
-        super().__init__(linear, target_name, in_features, vocab_size, weights)
-        shard = shard_vocab(weights.process_group, vocab_size)
-        self.targets = (AdapterTarget(target_name, whole(in_features), shard, slice(0, shard.size)),)
 
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
@@ -216,4 +194,6 @@ def add_lora(
 
 def adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
     """Every place of a model that an adapter can change, by its name in the checkpoint."""
-    return {target.name: target for module in model.modules() for target in getattr(module, "targets", ())}
+    adaptable = (TensorParallelMultiAdapterLinear, TensorParallelAdapterRowLinear, MultiAdapterHead)
+    layers = (module for module in model.modules() if isinstance(module, adaptable))
+    return {target.name: target for layer in layers for target in layer.targets}

@@ -93,9 +93,11 @@ class LongRotaryEmbedding(nn.Module):
         return _angles(positions.position_ids, chosen, self.attention_factor)
 
 
-def load_rotary(config: Any, head_dim: int, device: torch.device) -> nn.Module:
-    """The rotary embedding a config asks for, in the old spelling or the new."""
+def load_rotary(config: Any, head_dim: int, device: torch.device, *, partial: bool = False) -> nn.Module:
+    """The rotary embedding a config asks for, in the old spelling or the new; `partial` if part of a head may turn."""
     parameters = rope_parameters(config)
+    if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config field partial_rotary_factor is not supported by this architecture")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
@@ -113,7 +115,9 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config field rope_parameters = {given!r} is not a dictionary")
-    found = {key: value for key, value in given.items() if value is not None}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ConfigError("config field rope_parameters is not supported with settings by type of layer")
+    found = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     spellings = {
         "rope_theta": ("rope_theta", "rotary_emb_base"),
         "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
@@ -122,8 +126,8 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     for key, fields in spellings.items():
         for field in fields:
             value = getattr(config, field, None)
-            if value is not None:
-                found.setdefault(key, value)
+            if value is not None and found.setdefault(key, value) != value:
+                raise ConfigError(f"config field {field} = {value!r} contradicts {found[key]!r} in rope_parameters")
     found.setdefault("rope_theta", 10000.0)
     for key, most in LIMITS.items():
         if key in found and not (isinstance(found[key], int | float) and 0 < found[key] <= most):

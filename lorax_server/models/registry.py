@@ -13,7 +13,7 @@ from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.packed import can_pack
-from lorax_server.models.custom_modeling.heads import PagedModel
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.weights import Weights, open_weights, weight_bytes
 
 MODELS = {
@@ -36,12 +36,15 @@ COUNTS = (
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "sliding_window",
     "vocab_size",
 )
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 
 
-def get_model(settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None) -> PagedModel:
+def get_model(
+    settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None
+) -> PagedCausalLM:
     """Load this rank's part of a model. Without a group, all of it; without ops, the best there are for the device."""
     config = _read_config(settings)
     device = torch.device(settings.device)
@@ -57,18 +60,18 @@ def get_model(settings: ModelConfig, process_group: ProcessGroup | None = None, 
     return build_model(config, weights)
 
 
-def build_model(config: Any, weights: Weights) -> PagedModel:
+def build_model(config: Any, weights: Weights) -> PagedCausalLM:
     """The paged model of a config, whatever its weights come from."""
     model_class = find_class(config.model_type)
     with torch.no_grad():
-        model: PagedModel = model_class("", config, weights)
+        model: PagedCausalLM = model_class("", config, weights)
     return model.eval()
 
 
 def find_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
+            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
         )
     module, name = MODELS[model_type].split(".")
     found: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
@@ -88,6 +91,8 @@ def _read_config(settings: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a value it cannot take
         raise ConfigError(f"{path}: cannot be used as a model's config: {error}") from error
+    if config.model_type != model_type:
+        raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
     _check_config(config)
     config.quantize = settings.quantize
     return config

@@ -177,7 +177,7 @@ def test_part_of_a_head_turns_as_in_transformers(scaling: dict[str, Any], rotary
     positions = [0, 1, 31, 63]
     theirs = GPTNeoXRotaryEmbedding(config).inv_freq
     assert len(theirs) == int(32 * rotary_pct) // 2
-    check_angles(load_rotary(config, 32, CPU)(at(positions)), positions, theirs, 1.0)
+    check_angles(load_rotary(config, 32, CPU, partial=True)(at(positions)), positions, theirs, 1.0)
 
 
 # --- a sequence's angles are its own
@@ -255,18 +255,35 @@ SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
 @pytest.mark.parametrize(("old", "new"), SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_old_spellings_and_null_mean_the_same(old: SimpleNamespace, new: SimpleNamespace) -> None:
     positions = at([0, 1, 30, 63, 99], 100)
-    ours, theirs = load_rotary(old, HEAD_DIM, CPU)(positions), load_rotary(new, HEAD_DIM, CPU)(positions)
+    ours, theirs = (load_rotary(config, HEAD_DIM, CPU, partial=True)(positions) for config in (old, new))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_the_new_spelling_wins_and_the_config_is_left_alone() -> None:
     parameters = {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
-    config = spelled(rope_parameters=parameters, rope_theta=500.0, rope_scaling={"type": "dynamic"}, rotary_pct=0.5)
+    config = spelled(rope_parameters=parameters, rope_theta=77.0, rope_scaling={"type": "dynamic"}, rotary_pct=0.5)
     assert rope_parameters(config) == {**parameters, "partial_rotary_factor": 0.5}
     assert parameters == {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
 
 
 # --- what cannot be honoured
+
+
+def test_spellings_that_contradict_each_other_are_refused() -> None:
+    config = spelled(rope_parameters={"rope_type": "default", "rope_theta": 77.0}, rope_theta=500.0)
+    with pytest.raises(ConfigError, match=r"rope_theta = 500\.0 contradicts 77\.0 in rope_parameters"):
+        rope_parameters(config)
+
+
+@pytest.mark.parametrize("truncate", [False, None])
+def test_yarn_without_truncation(truncate: bool | None) -> None:
+    """transformers takes null for no."""
+    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    rotary = load_rotary(spelled(rope_parameters=parameters | {"truncate": truncate}), HEAD_DIM, CPU)
+    truncated = load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama_config(parameters | {"truncate": truncate}), CPU)
+    torch.testing.assert_close(rotary.inv_freq, theirs)
+    assert not torch.equal(rotary.inv_freq, truncated.inv_freq)
 
 
 @pytest.mark.parametrize("kind", ["proportional", "axial", "nope", "su"])

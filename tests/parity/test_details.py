@@ -1,28 +1,33 @@
 """Behaviour of single architectures beyond their logits."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import lorax_server.models.custom_modeling.flash_mistral_modeling as mistral
 import lorax_server.models.custom_modeling.flash_qwen2_modeling as qwen2
 import lorax_server.models.custom_modeling.flash_qwen3_modeling as qwen3
+from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.errors import InputError
+from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import select_ops
+from lorax_server.layers.linear import adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
     LlamaConfig,
 )
-from lorax_server.models.registry import build_model
+from lorax_server.models.registry import build_model, get_model
 from lorax_server.weights import TensorWeights
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
-from tests.parity.variants import GQA, VARIANTS, checkpoint, make_oracle, make_weights
+from tests.parity.variants import GQA, VARIANTS, checkpoint, make_oracle, make_weights, rope
 
 IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
 
@@ -71,8 +76,9 @@ def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
     prefill = driver.forward([(seq, IDS)], prefill_cache_indices=kept)[0]
     decode = [driver.forward([(seq, [token])])[0] for token in (17, 18, 19)]
     assert (torch.cat([prefill, *decode]) - expected).abs().max() < 1e-4
-    written = sum(int((keys[:, 0, :, 0] != 1e4).sum()) for keys, _ in driver.kv_cache)
-    assert written == 3 * (5 + 3)
+    for keys, _ in driver.kv_cache:
+        first = keys[:, 0, :, 0]
+        assert int(((first != 1e4) & (first != 0)).sum()) == 5 + 3  # a block is cleared when it is first written
 
 
 def test_slot_of_minus_one_writes_nothing(device: torch.device) -> None:
@@ -164,6 +170,91 @@ def test_packed_weights(name: str) -> None:
         got = [torch.cat([before, piece]) for before, piece in zip(got, pieces, strict=True)]
     for row, length in ((0, 12), (1, 4)):
         assert (got[row] - oracle_logits(oracle, [*IDS[:length], 17, 18], length, {})).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama-tied-head", "gpt2", "neox-tied-head", "opt-pre-norm"])
+def test_a_tied_config_with_a_head_of_its_own(name: str, tmp_path: Path, device: torch.device) -> None:
+    """A fine-tune can store a head under a config that still says tied: transformers uses it, and so do we."""
+    oracle = make_oracle(name)
+    assert oracle.config.tie_word_embeddings
+    oracle.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = torch.randn_like(oracle.get_input_embeddings().weight)
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = get_model(ModelConfig(tmp_path, dtype="float32", device=device.type))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device)
+    driver = PagedDriver(model)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([IDS], device=device)).logits[0]
+    assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
+
+
+def test_a_tied_pair_may_be_stored_as_the_head_alone(device: torch.device) -> None:
+    oracle, model = make("llama-tied-head", device)
+    tensors = checkpoint("llama-tied-head", oracle)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    other = build_model(VARIANTS["llama-tied-head"].config(), make_weights(tensors, device))
+    drivers = PagedDriver(model), PagedDriver(other)
+    first, second = (driver.forward([(driver.add(), IDS)])[0] for driver in drivers)
+    assert torch.equal(first, second)
+
+
+def test_a_tied_head_is_held_once(device: torch.device) -> None:
+    _, model = make("llama-tied-head", device)
+    assert model.lm_head.linear.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["neox-parallel", "neox-tied-head"])
+def test_neox_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> None:
+    """Saved checkpoints call the head `embed_out`; adapters, like transformers, call it `lm_head`."""
+    oracle = make_oracle(name).to(device)
+    oracle.save_pretrained(tmp_path)
+    model = get_model(ModelConfig(tmp_path, dtype="float32", device=device.type))
+    driver = PagedDriver(model)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([IDS], device=device)).logits[0]
+    assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
+    assert "lm_head" in adapter_targets(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mistral-window", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2-bias", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3-head-norm", {"mlp_bias": True}),
+    ],
+)
+def test_fields_of_other_architectures_change_nothing(name: str, fields: dict[str, Any], device: torch.device) -> None:
+    oracle, model = make(name, device)
+    config = VARIANTS[name].config()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    other = build_model(config, make_weights(checkpoint(name, oracle), device))
+    drivers = PagedDriver(model), PagedDriver(other)
+    first, second = (driver.forward([(driver.add(), IDS)])[0] for driver in drivers)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("gpt2", {"activation_function": "prelu"}, "activation_function = 'prelu' .* learned"),
+        ("llama-gqa", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+        ("llama-gqa", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "by type of layer"),
+        ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, "layer_types names 'chunked_attention'"),
+        ("qwen2-window", {"sliding_window": None}, "sliding_window = None"),
+        ("neox-parallel", {"rope_theta": 77.0}, "rope_theta = 77.0 contradicts 10000"),
+        ("neox-parallel", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 contradicts 0.25"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    cpu = torch.device("cpu")
+    config = VARIANTS[name].config()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, make_weights(checkpoint(name, make_oracle(name)), cpu))
 
 
 def test_llama_config_takes_the_old_spelling() -> None:

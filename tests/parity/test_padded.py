@@ -8,11 +8,14 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
+from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
+from lorax_server.kernels import select_ops
 from lorax_server.layers.linear import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
+from lorax_server.weights import TensorWeights
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
@@ -184,6 +187,24 @@ def test_neox_table_is_extended_by_a_longer_sequence(device: torch.device) -> No
     ids = torch.randint(3, 97, (1, 150), device=device)
     assert (model(input_ids=ids).logits - oracle(ids).logits).abs().max() < TOLERANCE
     assert len(model.gpt_neox.rotary.cos) >= 150
+
+
+@torch.no_grad()
+def test_positions_and_head_mask_are_stretched_over_the_batch(device: torch.device) -> None:
+    """One row of positions for all, and a float32 mask for a model in half precision."""
+    oracle, model = make_pair("neox-parallel", device)
+    ids = torch.randint(3, 97, (2, 6), device=device)
+    positions = torch.arange(3, 9, device=device)[None]
+    expected = oracle(ids, position_ids=positions).logits
+    assert (model(input_ids=ids, position_ids=positions).logits - expected).abs().max() < TOLERANCE
+    tensors = checkpoint("neox-parallel", oracle)
+    half = GPTNeoxForCausalLM(
+        VARIANTS["neox-parallel"].config(),
+        TensorWeights(tensors, device=device, dtype=torch.float16, process_group=FakeGroup(), ops=select_ops(device)),
+    )
+    masked = model(input_ids=ids, head_mask=torch.full((4,), 0.5, device=device)).logits
+    rough = half(input_ids=ids, head_mask=torch.full((4,), 0.5, device=device)).logits
+    assert (masked - rough.float()).abs().max() < 0.1
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server.errors import WeightsError
 from lorax_server.models.registry import build_model
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_greedy, oracle_logits
@@ -64,7 +65,11 @@ def test_prefill_and_decode(name: str, pair: Pair, agreement: dict[str, tuple[fl
 
 def test_fails_when_switched_off(name: str, pair: Pair, device: torch.device) -> None:
     ids = random_ids(PROMPT + 3)
-    model = build_model(VARIANTS[name].config_switched_off(), make_weights(pair.tensors, device))
+    config, tensors = VARIANTS[name].switched_off(pair.tensors)
+    try:
+        model = build_model(config, make_weights(tensors, device))
+    except WeightsError:
+        return  # refused: the checkpoint does not have what the config asks for
     driver = PagedDriver(model)
     seq = driver.add(prompt_length=PROMPT)
     feeds = [ids[:PROMPT], *([token] for token in ids[PROMPT:])]

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
@@ -12,24 +11,23 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
-from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
-from lorax_server.models.custom_modeling.heads import (
-    PagedModel,
+from lorax_server.models.custom_modeling.paged import (
+    PagedCausalLM,
     PagedOutput,
     check_positions,
     head_size,
     kv_scales,
+    load_embedding,
     load_head,
     local_heads,
 )
 from lorax_server.weights import Weights
 
 
-class FlashGPT2PreTrainedModel(PagedModel):
-    config_class = GPT2Config
-    base_model_prefix = "transformer"
+class FlashGPT2PreTrainedModel(PagedCausalLM):
+    """A name of the contract; nothing comes from transformers."""
 
 
 class FlashGPT2Attention(nn.Module):
@@ -108,7 +106,8 @@ class FlashGPT2Model(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
         size = config.hidden_size
-        self.wte = TensorParallelEmbedding(weights, f"{prefix}.wte", config.vocab_size, size)
+        head_name = f"{prefix.removesuffix('transformer')}lm_head"
+        self.wte = load_embedding(weights, config, f"{prefix}.wte", head_name, size)
         self.wpe = weights.get_tensor(f"{prefix}.wpe.weight", (config.n_positions, size))
         self.h = nn.ModuleList(
             GPT2Block(f"{prefix}.h.{layer_id}", config, weights, layer_id)
@@ -129,19 +128,12 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         num_heads = local_heads(weights, config.num_attention_heads).size
         size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, config.num_hidden_layers, num_heads, size)
+        super().__init__(config, weights, num_heads, size)
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashGPT2Model(f"{prefix}transformer", config, weights)
-        self.lm_head = load_head(
-            weights,
-            config,
-            f"{prefix}lm_head",
-            f"{prefix}transformer.wte",
-            config.hidden_size,
-            config.tie_word_embeddings,
-        )
+        self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.wte)
 
-    def forward(
+    def forward(  # type: ignore[override]  # the contract of GPT-2 has no cross_attention_states
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -156,8 +148,8 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
         lm_head_indices: torch.Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> PagedOutput:
-        ctx = PagedContext(
-            self.ops,
+        return super().forward(
+            input_ids,
             position_ids,
             cu_seqlen_prefill,
             kv_cache,
@@ -167,5 +159,6 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
             max_s,
             adapter_data,
             prefill_cache_indices,
+            lm_head_indices,
+            skip_lm_head=skip_lm_head,
         )
-        return self.run(input_ids, ctx, lm_head_indices, skip_lm_head)

@@ -1,7 +1,7 @@
 """Llama, and what the architectures with its dataflow share."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,11 +12,10 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
-from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
 from lorax_server.layers.rotary import CosSin, load_rotary
-from lorax_server.models.custom_modeling.heads import PagedCausalLM, head_size, kv_scales, load_head
+from lorax_server.models.custom_modeling.paged import PagedCausalLM, head_size, kv_scales, load_embedding, load_head
 from lorax_server.weights import Weights
 
 __all__ = [
@@ -34,8 +33,16 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or head_size(config.hidden_size, config.num_attention_heads)
 
 
+class Biases(NamedTuple):
+    """Which matrices of a layer have a bias."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
 class FlashLlamaAttention(nn.Module):
-    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, biases: Biases) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = head_dim(config)
@@ -51,22 +58,17 @@ class FlashLlamaAttention(nn.Module):
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             config.hidden_size,
             [heads, kv_heads, kv_heads],
-            bias=self.qkv_bias(config),
+            bias=biases.qkv,
         )
         self.o_proj = TensorParallelAdapterRowLinear.load(
-            weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=self.o_bias(config)
+            weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=biases.output
         )
         k_scale, v_scale = kv_scales(weights, config, prefix)
         self.spec = AttentionSpec(self.head_dim**-0.5, self.window(config, layer_id), k_scale, v_scale)
         self.ops = weights.ops
 
-    def qkv_bias(self, config: Any) -> bool:
-        return bool(getattr(config, "attention_bias", False))
-
-    def o_bias(self, config: Any) -> bool:
-        return bool(getattr(config, "attention_bias", False))
-
     def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
+        """How many tokens a layer looks back over, itself included; None for all."""
         return None
 
     def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
@@ -83,9 +85,8 @@ class FlashLlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, bias: bool) -> None:
         super().__init__()
-        bias = bool(getattr(config, "mlp_bias", False))
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
         self.gate_up_proj = TensorParallelMultiAdapterLinear.load(
             weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], config.hidden_size, [shard, shard], bias=bias
@@ -107,11 +108,16 @@ class FlashLlamaLayer(nn.Module):
 
     def __init__(self, layer_id: int, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(f"{prefix}.self_attn", config, weights, layer_id)
-        self.mlp = LlamaMLP(f"{prefix}.mlp", config, weights)
+        biases = self.biases(config)
+        self.self_attn = self.attention_class(f"{prefix}.self_attn", config, weights, layer_id, biases)
+        self.mlp = LlamaMLP(f"{prefix}.mlp", config, weights, biases.mlp)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(f"{prefix}.input_layernorm", weights, size, eps)
         self.post_attention_layernorm = LlamaRMSNorm(f"{prefix}.post_attention_layernorm", weights, size, eps)
+
+    def biases(self, config: Any) -> Biases:
+        attention, mlp = (bool(getattr(config, field, False)) for field in ("attention_bias", "mlp_bias"))
+        return Biases(attention, attention, mlp)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin, ctx: PagedContext
@@ -125,9 +131,8 @@ class FlashLlamaLayer(nn.Module):
 class FlashLlamaModel(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens = TensorParallelEmbedding(
-            weights, f"{prefix}.embed_tokens", config.vocab_size, config.hidden_size
-        )
+        head_name = f"{prefix.removesuffix('model')}lm_head"
+        self.embed_tokens = load_embedding(weights, config, f"{prefix}.embed_tokens", head_name, config.hidden_size)
         self.layers = nn.ModuleList(
             create_layer_fn(layer_id, prefix=f"{prefix}.layers.{layer_id}", config=config, weights=weights)
             for layer_id in range(config.num_hidden_layers)
@@ -152,14 +157,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
     ) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
         kv_heads = shard_kv_heads(weights.process_group, config.num_key_value_heads, 1)
-        super().__init__(config, weights, config.num_hidden_layers, kv_heads.size, head_dim(config))
+        super().__init__(config, weights, kv_heads.size, head_dim(config))
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashLlamaModel(f"{prefix}model", config, weights, create_layer_fn or self.layer_class)
-        self.lm_head = load_head(
-            weights,
-            config,
-            f"{prefix}lm_head",
-            f"{prefix}model.embed_tokens",
-            config.hidden_size,
-            config.tie_word_embeddings,
-        )
+        self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
@@ -17,6 +18,9 @@ class FlashMistralAttention(FlashLlamaAttention):
 
 class FlashMistralLayer(FlashLlamaLayer):
     attention_class = FlashMistralAttention
+
+    def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
+        return Biases()
 
 
 class FlashMistralForCausalLM(FlashLlamaForCausalLM):

@@ -6,6 +6,7 @@ import torch
 
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
@@ -15,8 +16,8 @@ from lorax_server.weights import Weights
 
 
 class FlashQwen3Attention(FlashLlamaAttention):
-    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int) -> None:
-        super().__init__(prefix, config, weights, layer_id)
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, biases: Biases) -> None:
+        super().__init__(prefix, config, weights, layer_id, biases)
         self.q_norm = RMSNorm(f"{prefix}.q_norm", weights, self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", weights, self.head_dim, config.rms_norm_eps)
 
@@ -30,6 +31,9 @@ class FlashQwen3Attention(FlashLlamaAttention):
 
 class FlashQwen3Layer(FlashLlamaLayer):
     attention_class = FlashQwen3Attention
+
+    def biases(self, config: Any) -> Biases:
+        return super().biases(config)._replace(mlp=False)
 
 
 class FlashQwen3ForCausalLM(FlashLlamaForCausalLM):

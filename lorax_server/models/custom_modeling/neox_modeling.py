@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPTNeoXConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
@@ -12,23 +11,17 @@ from lorax_server.distributed import shard_evenly, shard_units
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
-from lorax_server.layers.embedding import TensorParallelEmbedding
-from lorax_server.layers.linear import (
-    MultiAdapterHead,
-    TensorParallelAdapterRowLinear,
-    TensorParallelMultiAdapterLinear,
-)
+from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
 from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary
-from lorax_server.models.custom_modeling.heads import (
+from lorax_server.models.custom_modeling.padded import padded_forward
+from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     head_size,
     kv_scales,
+    load_embedding,
     load_head,
-    local_head_mask,
     local_heads,
-    padded_context,
-    padded_output,
 )
 from lorax_server.weights import Weights
 
@@ -45,8 +38,7 @@ __all__ = [
 
 
 class GPTNeoXPreTrainedModel(nn.Module):
-    config_class = GPTNeoXConfig
-    base_model_prefix = "gpt_neox"
+    """A name of the contract; nothing comes from transformers."""
 
 
 class GPTNeoXAttention(nn.Module):
@@ -117,13 +109,14 @@ class GPTNeoXModel(nn.Module):
     def __init__(self, config: Any, weights: Weights, prefix: str = "gpt_neox") -> None:
         super().__init__()
         size = config.hidden_size
-        self.embed_in = TensorParallelEmbedding(weights, f"{prefix}.embed_in", config.vocab_size, size)
+        self.head_name = _find_head(weights, prefix.removesuffix("gpt_neox"))
+        self.embed_in = load_embedding(weights, config, f"{prefix}.embed_in", self.head_name, size)
         self.layers = nn.ModuleList(
             GPTNeoXLayer(f"{prefix}.layers.{layer_id}", config, weights, layer_id)
             for layer_id in range(config.num_hidden_layers)
         )
         self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, config.layer_norm_eps)
-        self.rotary = load_rotary(config, head_size(size, config.num_attention_heads), weights.device)
+        self.rotary = load_rotary(config, head_size(size, config.num_attention_heads), weights.device, partial=True)
 
     def forward(
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
@@ -146,7 +139,7 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
         self.config = config
         self.heads = local_heads(weights, config.num_attention_heads)
         self.gpt_neox = GPTNeoXModel(config, weights)
-        self.embed_out = _load_neox_head(weights, config, "gpt_neox")
+        self.embed_out = load_head(weights, config, self.gpt_neox.head_name, self.gpt_neox.embed_in, "lm_head")
 
     def forward(
         self,
@@ -164,23 +157,23 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
         *,
         adapter_data: AdapterBatchData | None = None,
     ) -> tuple[Any, ...] | CausalLMOutputWithPast:
-        ctx = padded_context(
+        return padded_forward(
+            self.gpt_neox,
+            self.embed_out,
             self.config,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            local_head_mask(head_mask, self.heads, self.config.num_hidden_layers),
-            past_key_values,
-            output_attentions,
-            output_hidden_states,
-            adapter_data,
-        )
-        flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-        flat_ids = None if input_ids is None else input_ids.flatten()
-        hidden_states = self.gpt_neox(flat_ids, ctx, flat_embeds)
-        return padded_output(
-            self.config, self.embed_out(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict
+            self.heads,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            head_mask=head_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            adapter_data=adapter_data,
         )
 
 
@@ -190,17 +183,15 @@ class FlashGPTNeoXForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         num_heads = local_heads(weights, config.num_attention_heads).size
         size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, config.num_hidden_layers, num_heads, size)
-        name = f"{prefix}.gpt_neox" if prefix else "gpt_neox"
-        self.model = GPTNeoXModel(config, weights, name)
-        self.lm_head = _load_neox_head(weights, config, name)
+        super().__init__(config, weights, num_heads, size)
+        prefix = f"{prefix}." if prefix else ""
+        self.model = GPTNeoXModel(config, weights, f"{prefix}gpt_neox")
+        self.lm_head = load_head(
+            weights, config, self.model.head_name, self.model.embed_in, target_name=f"{prefix}lm_head"
+        )
 
 
-def _load_neox_head(weights: Weights, config: Any, prefix: str) -> MultiAdapterHead:
-    """Checkpoints call the head `embed_out`; those that newer versions of transformers write may say `lm_head`."""
-    outer = prefix.removesuffix("gpt_neox")
-    name = f"{outer}embed_out"
-    if not weights.has(f"{name}.weight") and weights.has(f"{outer}lm_head.weight"):
-        name = f"{outer}lm_head"
-    tied = bool(config.tie_word_embeddings)
-    return load_head(weights, config, name, f"{prefix}.embed_in", config.hidden_size, tied)
+def _find_head(weights: Weights, prefix: str) -> str:
+    """Checkpoints call the head `embed_out`; in transformers, and so in some checkpoints, it is `lm_head`."""
+    newer = f"{prefix}lm_head"
+    return newer if weights.has(f"{newer}.weight") else f"{prefix}embed_out"

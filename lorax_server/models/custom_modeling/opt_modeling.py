@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import OPTConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
@@ -13,23 +12,17 @@ from lorax_server.distributed import shard_evenly, shard_units, whole
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
-from lorax_server.layers.embedding import TensorParallelEmbedding
-from lorax_server.layers.linear import (
-    MultiAdapterHead,
-    TensorParallelAdapterRowLinear,
-    TensorParallelMultiAdapterLinear,
-)
+from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
-from lorax_server.models.custom_modeling.heads import (
+from lorax_server.models.custom_modeling.padded import num_past_tokens, padded_forward
+from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     check_positions,
     head_size,
     kv_scales,
+    load_embedding,
     load_head,
-    local_head_mask,
     local_heads,
-    padded_context,
-    padded_output,
 )
 from lorax_server.weights import Weights
 
@@ -37,8 +30,7 @@ POSITION_OFFSET = 2
 
 
 class OPTPreTrainedModel(nn.Module):
-    config_class = OPTConfig
-    base_model_prefix = "model"
+    """A name of the contract; nothing comes from transformers."""
 
 
 class OPTLearnedPositionalEmbedding(nn.Module):
@@ -112,7 +104,8 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: Any, weights: Weights, prefix: str = "model.decoder") -> None:
         super().__init__()
         size, outer = config.hidden_size, config.word_embed_proj_dim
-        self.embed_tokens = TensorParallelEmbedding(weights, f"{prefix}.embed_tokens", config.vocab_size, outer)
+        head_name = f"{prefix.removesuffix('model.decoder')}lm_head"
+        self.embed_tokens = load_embedding(weights, config, f"{prefix}.embed_tokens", head_name, outer)
         self.embed_positions = OPTLearnedPositionalEmbedding(
             weights, f"{prefix}.embed_positions", config.max_position_embeddings, size
         )
@@ -167,7 +160,7 @@ class OPTForCausalLM(OPTPreTrainedModel):
         self.config = config
         self.heads = local_heads(weights, config.num_attention_heads)
         self.model = OPTModel(config, weights)
-        self.lm_head = _load_opt_head(weights, config)
+        self.lm_head = load_head(weights, config, "lm_head", self.model.decoder.embed_tokens)
 
     def forward(
         self,
@@ -184,25 +177,26 @@ class OPTForCausalLM(OPTPreTrainedModel):
         *,
         adapter_data: AdapterBatchData | None = None,
     ) -> tuple[Any, ...] | CausalLMOutputWithPast:
-        num_cached = 0 if past_key_values is None else past_key_values[0][0].shape[2]
-        positions = None if attention_mask is None else positions_from_mask(attention_mask, num_cached)
-        ctx = padded_context(
+        positions = None
+        if attention_mask is not None:
+            positions = positions_from_mask(attention_mask, num_past_tokens(past_key_values))
+        return padded_forward(
+            lambda *inputs: self.model(*inputs).last_hidden_state,
+            self.lm_head,
             self.config,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            positions,
-            local_head_mask(head_mask, self.heads, self.config.num_hidden_layers),
-            past_key_values,
-            output_attentions,
-            output_hidden_states,
-            adapter_data,
-        )
-        flat_embeds = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-        flat_ids = None if input_ids is None else input_ids.flatten()
-        hidden_states = self.model(flat_ids, ctx, flat_embeds).last_hidden_state
-        return padded_output(
-            self.config, self.lm_head(hidden_states, adapter_data)[0], ctx, labels, use_cache, return_dict
+            self.heads,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            head_mask=head_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            adapter_data=adapter_data,
         )
 
 
@@ -212,16 +206,10 @@ class FlashOPTForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         num_heads = local_heads(weights, config.num_attention_heads).size
         size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, config.num_hidden_layers, num_heads, size)
+        super().__init__(config, weights, num_heads, size)
         prefix = f"{prefix}." if prefix else ""
         self.model = OPTDecoder(config, weights, f"{prefix}model.decoder")
-        self.lm_head = _load_opt_head(weights, config, prefix)
-
-
-def _load_opt_head(weights: Weights, config: Any, prefix: str = "") -> MultiAdapterHead:
-    tied = bool(config.tie_word_embeddings)
-    embedding = f"{prefix}model.decoder.embed_tokens"
-    return load_head(weights, config, f"{prefix}lm_head", embedding, config.word_embed_proj_dim, tied)
+        self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens)
 
 
 def _load_projection(

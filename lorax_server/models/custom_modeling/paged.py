@@ -1,0 +1,138 @@
+"""What every paged architecture shares: its forward, its cache, its head, and small facts of its config."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.distributed import Shard, shard_units
+from lorax_server.errors import ConfigError, InputError
+from lorax_server.layers.attention import Context, KVCache, PagedContext, Seqlen
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from lorax_server.layers.linear import MultiAdapterHead
+from lorax_server.weights import Weights
+
+PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class PagedCausalLM(nn.Module):
+    """A causal language model whose keys and values live in blocks."""
+
+    model: nn.Module  # (input_ids, ctx) -> hidden states
+    lm_head: MultiAdapterHead
+
+    def __init__(self, config: Any, weights: Weights, num_kv_heads: int, head_dim: int) -> None:
+        """`num_kv_heads` are those of this rank."""
+        super().__init__()
+        self.config = config
+        self.ops = weights.ops
+        self.device = weights.device
+        self.kv_shape = (num_kv_heads, head_dim)
+        self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
+        self.num_layers: int = config.num_hidden_layers
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Keys and values of every layer. Zeros, because attention reads past a sequence's end, at weight 0."""
+        num_kv_heads, head_dim = self.kv_shape
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        return [
+            (
+                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
+                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
+            )
+            for _ in range(self.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cu_seqlen_prefill: torch.Tensor | None,
+        kv_cache: KVCache,
+        block_tables: torch.Tensor,
+        slots: torch.Tensor,
+        seqlen: Seqlen,
+        max_s: int,
+        adapter_data: AdapterBatchData | None,
+        prefill_cache_indices: torch.Tensor | None = None,
+        lm_head_indices: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> PagedOutput:
+        """Logits of the tokens in `lm_head_indices` (None: of all), and those of speculated tokens, if any.
+
+        `cu_seqlen_prefill` is None when every sequence has exactly one token. With `skip_lm_head` the first output
+        is the hidden states instead.
+        """
+        ctx = PagedContext(
+            self.ops,
+            position_ids,
+            cu_seqlen_prefill,
+            kv_cache,
+            block_tables,
+            slots,
+            seqlen,
+            max_s,
+            adapter_data,
+            prefill_cache_indices,
+            cross_attention_states,
+        )
+        hidden_states: torch.Tensor = self.model(input_ids, ctx)
+        if lm_head_indices is not None:
+            hidden_states = hidden_states[lm_head_indices]
+            adapter_data = adapter_data and adapter_data.select(lm_head_indices)
+        if skip_lm_head:
+            return hidden_states, None
+        return self.lm_head(hidden_states, adapter_data)  # type: ignore[no-any-return]
+
+
+def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
+    """The token embedding; of a tied pair, a checkpoint may hold only the head."""
+    if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
+        name = head_name
+    return TensorParallelEmbedding(weights, name, config.vocab_size, size)
+
+
+def load_head(
+    weights: Weights, config: Any, name: str, embedding: TensorParallelEmbedding, target_name: str | None = None
+) -> MultiAdapterHead:
+    """The head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
+
+    A fine-tune may store a head of its own under a config that still says tied; transformers then uses it, and so do
+    we. `target_name` is what adapters call the head, if that is not its tensor's name.
+    """
+    size = embedding.weight.shape[1]
+    if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
+        return MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights)
+    return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name)
+
+
+def kv_is_quantized(config: Any) -> bool:
+    return getattr(config, "quantize", None) == "fp8-kv"
+
+
+def kv_scales(weights: Weights, config: Any, prefix: str) -> tuple[float, float]:
+    """What stored keys and values are divided by; 1 where a checkpoint brings no scales."""
+    if not kv_is_quantized(config):
+        return 1.0, 1.0
+    names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
+    k_scale, v_scale = (weights.get_number(name) if weights.has(name) else 1.0 for name in names)
+    return k_scale, v_scale
+
+
+def head_size(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads != 0:
+        raise ConfigError(f"config field hidden_size = {hidden_size} is not a multiple of {num_heads} attention heads")
+    return hidden_size // num_heads
+
+
+def local_heads(weights: Weights, num_heads: int) -> Shard:
+    return shard_units(weights.process_group, [(num_heads, 1)], "num_attention_heads")
+
+
+def check_positions(ctx: Context, limit: int) -> None:
+    """Learned positions end somewhere."""
+    if ctx.max_position > limit:
+        raise InputError(f"a sequence of {ctx.max_position} tokens is longer than the model's {limit} positions")
