@@ -103,6 +103,8 @@ def load_rotary(config: Any, head_dim: int, device: torch.device, *, partial: bo
         raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
     try:
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        if dim < 2 or dim % 2:
+            raise ConfigError(f"{dim} of head_dim = {head_dim} would be rotated, which is no even number")
         return ROPE_TYPES[kind](parameters, config, dim, device)
     except KeyError as missing:
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing

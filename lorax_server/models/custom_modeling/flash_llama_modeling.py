@@ -131,6 +131,7 @@ class FlashLlamaLayer(nn.Module):
 class FlashLlamaModel(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module]) -> None:
         super().__init__()
+        self.rotary = load_rotary(config, head_dim(config), weights.device)
         head_name = f"{prefix.removesuffix('model')}lm_head"
         self.embed_tokens = load_embedding(weights, config, f"{prefix}.embed_tokens", head_name, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -138,7 +139,6 @@ class FlashLlamaModel(nn.Module):
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = LlamaRMSNorm(f"{prefix}.norm", weights, config.hidden_size, config.rms_norm_eps)
-        self.rotary = load_rotary(config, head_dim(config), weights.device)
 
     def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
