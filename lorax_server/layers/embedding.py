@@ -9,7 +9,10 @@ from lorax_server.weights import Weights
 
 
 class TensorParallelEmbedding(nn.Module):
-    """Each rank looks up the tokens it holds; the others' rows are zero, and the ranks' rows are summed."""
+    """Each rank looks up the tokens it holds; the others' rows are zero, and the ranks' rows are summed.
+
+    Ids must be within the vocabulary: over several ranks one outside it is no one's, and would be a row of zeros.
+    """
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int) -> None:
         super().__init__()

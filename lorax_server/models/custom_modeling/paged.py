@@ -64,7 +64,7 @@ class PagedCausalLM(nn.Module):
         """Logits of the tokens in `lm_head_indices` (None: of all), and those of speculated tokens, if any.
 
         `cu_seqlen_prefill` is None when every sequence has exactly one token. With `skip_lm_head` the first output
-        is the hidden states instead.
+        is the hidden states instead. Outputs are inference tensors: nothing can be trained through them.
         """
         ctx = PagedContext(
             self.ops,
