@@ -1,12 +1,15 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lorax_server.distributed import (
     FakeGroup,
     ProcessGroup,
     Shard,
+    join_group,
     shard_evenly,
     shard_kv_heads,
     shard_units,
@@ -134,3 +137,16 @@ def test_a_fake_group_has_the_shapes_of_a_real_one() -> None:
     assert torch.equal(group.all_reduce(x), x)
     assert torch.equal(group.all_gather(x, dim=-1), torch.cat([x, x, x], dim=1))
     assert group.all_gather(x, dim=0).shape == (6, 3)
+
+
+@pytest.mark.gpu
+def test_nccl_group_of_one(tmp_path: Path) -> None:
+    """The real backend of a GPU, as far as one GPU goes."""
+    group = join_group(0, 1, f"file://{tmp_path / 'meeting'}", torch.device("cuda"))
+    try:
+        x = torch.arange(6.0, device="cuda").view(2, 3)
+        assert (group.rank(), group.size()) == (0, 1)
+        assert torch.equal(group.all_reduce(x.clone()), x)
+        assert torch.equal(group.all_gather(x, dim=1), x)
+    finally:
+        dist.destroy_process_group()
