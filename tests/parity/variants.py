@@ -106,9 +106,7 @@ VARIANTS = {
     "llama-fp8-kv": Variant(LlamaConfig, GQA | {"quantize": "fp8-kv"}, off={"quantize": None}),
     "mistral-window": Variant(MistralConfig, GQA | {"sliding_window": 6}, off={"sliding_window": None}),
     "mistral-no-window": Variant(MistralConfig, GQA | {"sliding_window": None}, off={"sliding_window": 6}),
-    "mistral-own-head-dim": Variant(
-        MistralConfig, GQA | {"head_dim": 16, "sliding_window": 6}, off={"sliding_window": 5}
-    ),
+    "mistral-own-head-dim": Variant(MistralConfig, GQA | {"head_dim": 16, "sliding_window": 6}, off={"head_dim": 8}),
     "qwen2-bias": Variant(Qwen2Config, GQA, spoil=(r"[qkv]_proj\.bias", 0.0)),
     "qwen2-window": Variant(
         Qwen2Config,
