@@ -14,7 +14,7 @@ from report import Record, parse_args, report
 from lorax_server.kernels.packed import pack, packed_linear
 
 SHAPES = [(768, 2304), (768, 768), (768, 6144), (3072, 768), (768, 32000), (2048, 2048)]
-ROWS = (1, 2, 4, 8, 32, 256)
+ROWS = (1, 2, 4, 8, 32, 256, 2048)
 CACHE_BYTES = 100e6  # several copies of a matrix, so that none is found in the cache
 
 

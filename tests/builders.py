@@ -3,14 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
+from lorax_server.kernels.packed import can_pack
 from lorax_server.weights import TensorWeights
 
 CPU = torch.device("cpu")
+
+# torch for macOS comes without oneDNN; matrices are then never packed.
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
 
 
 def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, pack: bool = False) -> dict[str, Any]:

@@ -22,14 +22,11 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import reference
-from lorax_server.kernels.packed import can_pack
 from lorax_server.layers.linear import Linear
 from lorax_server.models import get_model
 from lorax_server.models.registry import MODELS, build_model, find_class
-from tests.builders import CPU, memory_weights
+from tests.builders import memory_weights, needs_onednn
 from tests.paged import PagedDriver
-
-needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
 
 
 def llama_config(**fields: Any) -> LlamaConfig:

@@ -20,7 +20,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    # Many rows go through in stretches that stay in the cache: 5 % faster, the copy at the end included.
+    # Many rows go through in stretches that stay in the cache: 3 to 8 % faster, the copy at the end included.
     if len(x) > 2 * STRETCH:
         return torch.cat([_multiply(rows, packed, bias) for rows in x.split(STRETCH)])
     return _multiply(x, packed, bias)

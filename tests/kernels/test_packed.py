@@ -3,9 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.packed import can_pack, pack, packed_linear
-
-CPU = torch.device("cpu")
-needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+from tests.builders import CPU, needs_onednn
 
 
 @needs_onednn

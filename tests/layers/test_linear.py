@@ -10,7 +10,6 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
-from lorax_server.kernels.packed import can_pack
 from lorax_server.layers.linear import (
     Linear,
     MultiAdapterHead,
@@ -21,11 +20,10 @@ from lorax_server.layers.linear import (
     TensorParallelRowLinear,
     adapter_targets,
 )
-from tests.builders import CPU, adapter_batch, memory_weights
+from tests.builders import CPU, adapter_batch, memory_weights, needs_onednn
 from tests.lora import Factors, make_arena
 
 INPUTS, TOKENS = 12, [1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 1, 3]
-needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from lorax_server.models.custom_modeling.flash_llama_modeling import (
 )
 from lorax_server.models.registry import build_model, get_model
 from lorax_server.weights import TensorWeights
+from tests.builders import needs_onednn
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
 from tests.parity.variants import GQA, VARIANTS, checkpoint, make_oracle, make_weights, rope
@@ -156,6 +157,7 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
     assert (got[0] - got[1]).abs().mean() < 0.02
 
 
+@needs_onednn
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "qwen3-window"])
 def test_packed_weights(name: str) -> None:
     """The packed copies that serve batches on a CPU give the same numbers."""
