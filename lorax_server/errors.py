@@ -4,6 +4,10 @@ LoraxError                   500
 ├── ConfigError              500   a setting, or a field of a model's config, that cannot be honoured
 │   └── UnsupportedModelError      a model type the registry does not know
 ├── WeightsError             500   a checkpoint that is missing, damaged or does not fit its config
+├── AdapterError             424   an adapter that cannot be served; the message says which, what and why
+│   ├── AdapterNotFoundError 404   no adapter of this name
+│   ├── AdapterAccessError   403   the caller's token may not read it
+│   └── SourceError          503   where adapters come from cannot be reached or fails; trying again may help
 └── InputError               422   a request the model cannot take
 """
 
@@ -24,6 +28,30 @@ class UnsupportedModelError(ConfigError):
 
 class WeightsError(LoraxError):
     """A checkpoint that cannot be read, or whose tensors do not fit the model's config."""
+
+
+class AdapterError(LoraxError):
+    """An adapter that cannot be served."""
+
+    status = 424
+
+
+class AdapterNotFoundError(AdapterError):
+    """No source has an adapter of this name."""
+
+    status = 404
+
+
+class AdapterAccessError(AdapterError):
+    """The caller may not read this adapter."""
+
+    status = 403
+
+
+class SourceError(AdapterError):
+    """A source that cannot be reached, or that failed in the middle; trying again may help."""
+
+    status = 503
 
 
 class InputError(LoraxError):
