@@ -9,7 +9,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorax_server.adapters.batch import AdapterArena
-from lorax_server.adapters.target import AdapterTarget
+from lorax_server.adapters.host import prepare
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
+from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.worker.adapter_memory import AdapterMemory
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # target: A [rank, in], B [out, rank], as PEFT has them
 
@@ -22,33 +26,58 @@ def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -
             torch.randn(target.outputs.full, rank, generator=generator) * 0.3,
         )
         for name, target in targets.items()
+        if target.kind in (Kind.LINEAR, Kind.HEAD)
     }
+
+
+class GivenAdapter:
+    """An adapter from tensors in memory."""
+
+    def __init__(self, modules: Mapping[str, ModuleWeights], vocab_size: int, name: str = "given") -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self._modules = modules
+
+    @property
+    def modules(self) -> list[str]:
+        return list(self._modules)
+
+    def load(self, module: str) -> ModuleWeights:
+        return self._modules[module]
 
 
 def make_arena(
     targets: Mapping[str, AdapterTarget], adapters: Sequence[tuple[Factors, float]], device: torch.device
 ) -> AdapterArena:
-    """Adapter `i` of the list gets index `i + 1`. An odd gap between factors, so that nothing depends on alignment."""
-    names = list(targets)
-    table = torch.zeros(len(adapters) + 1, len(names), 3, dtype=torch.long)
-    scales = torch.zeros(len(adapters) + 1, len(names))
-    pieces, offset = [], 0
+    """Adapter `i` of the list gets index `i + 1`."""
+    given = [
+        GivenAdapter({name: ModuleWeights(a, b, scale) for name, (a, b) in factors.items()}, _vocab_size(targets))
+        for factors, scale in adapters
+    ]
+    return fill_arena(targets, given, device, FakeGroup())
 
-    def place(factor: torch.Tensor) -> int:
-        nonlocal offset
-        pieces.extend([factor.flatten(), torch.zeros(7)])
-        offset += factor.numel() + 7
-        return offset - factor.numel() - 7
 
-    for index, (factors, scale) in enumerate(adapters, start=1):
-        for name, (lora_a, lora_b) in factors.items():
-            local_a, local_b = targets[name].cut(lora_a, lora_b)
-            column = names.index(name)
-            table[index, column] = torch.tensor([place(local_a), place(local_b), len(lora_a)])
-            scales[index, column] = scale
-    buffer = torch.cat(pieces)
-    columns = {name: column for column, name in enumerate(names)}
-    return AdapterArena(buffer.to(device), table.to(device), scales.to(device), columns)
+def _vocab_size(targets: Mapping[str, AdapterTarget]) -> int:
+    return next((target.outputs.full for target in targets.values() if target.kind is Kind.HEAD), 0)
+
+
+def fill_arena(
+    targets: Mapping[str, AdapterTarget],
+    adapters: Sequence[AdapterWeights],
+    device: torch.device,
+    group: ProcessGroup,
+    dtype: torch.dtype = torch.float32,
+) -> AdapterArena:
+    """Adapter `i` of the list gets index `i + 1`; a unit is left free between two."""
+    hosts = [prepare(adapter, targets, dtype, group) for adapter in adapters]
+    memory = AdapterMemory(targets, dtype, device, 64 + sum(host.units + 1 for host in hosts))
+    place = 1
+    for index, host in enumerate(hosts, start=1):
+        memory.load(index, host, place)
+        place += host.units + 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return memory.arena
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
 """Which adapter each token of a batch uses, and where that adapter's weights lie."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from lorax_server.kernels import LoraSegments
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
 def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -31,12 +34,65 @@ class AdapterBatchMetadata:
 
 @dataclass(frozen=True)
 class AdapterArena:
-    """Every resident adapter in one flat buffer, each factor at its true rank. Row 0 of the tables is all zeros."""
+    """Every resident adapter in one flat buffer, each factor at its true rank. Row 0 of the tables is the base model.
+
+    Buffer and tables keep their addresses for as long as the model lives; adapters come and go inside them.
+    """
 
     buffer: torch.Tensor  # [num_elements] in the model's dtype
-    table: torch.Tensor  # [num_adapters, num_targets, 3]: first element of A, of B, and the rank (0: not adapted)
-    scales: torch.Tensor  # [num_adapters, num_targets]
-    target_index: Mapping[str, int]  # checkpoint name to column of the tables
+    table: torch.Tensor  # [num_adapters, num_targets, len(Field)]
+    scales: torch.Tensor  # [num_adapters, num_targets] float32
+    host_table: torch.Tensor  # `table` for the CPU to read, which would wait for a GPU
+    vocab_sizes: list[int]  # by adapter; that of the base model unless the adapter changes it
+    targets: Mapping[str, AdapterTarget]
+
+    @cached_property
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        return {name: LoraTarget(i, target.columns) for i, (name, target) in enumerate(self.targets.items())}
+
+    @cached_property
+    def widths(self) -> torch.Tensor:
+        """[num_targets, 2] inputs and outputs of this rank."""
+        sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
+        return torch.tensor(sizes, device=self.table.device).view(-1, 2)
+
+    def at(self, adapter: int, name: str) -> "AdapterAt":
+        """What one adapter has at one embedding or head."""
+        target, index = self.targets[name], self.lora_targets[name].index
+        fields: list[int] = self.host_table[adapter, index].tolist()
+        rank, count, new = fields[Field.RANK], fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS]
+        size = (target.outputs if target.kind is Kind.EMBEDDING else target.inputs).size
+        itemsize = self.buffer.itemsize
+        return AdapterAt(
+            self._take(fields[Field.A], target.inputs.size * rank),
+            self._take(fields[Field.B], rank * target.outputs.size).view(rank, target.outputs.size),
+            self.scales[adapter, index],
+            self._take(fields[Field.ROW_IDS], count * 4 // itemsize).view(torch.int32),
+            self._take(fields[Field.ROWS], count * size).view(count, size),
+            self._take(fields[Field.NEW_ROWS], new * size).view(new, size),
+        )
+
+    def _take(self, offset: int, count: int) -> torch.Tensor:
+        return self.buffer[offset : offset + count] if count else self.buffer[:0]
+
+
+class AdapterAt(NamedTuple):
+    """Views of the buffer; empty where there is nothing."""
+
+    lora_a: torch.Tensor  # flat: an embedding's is [in, rank], a head's [rank, in]
+    lora_b: torch.Tensor  # [rank, out]
+    scale: torch.Tensor
+    row_ids: torch.Tensor  # tokens of this rank's vocabulary that have a row of their own, ascending
+    rows: torch.Tensor  # [rows, size]
+    new_rows: torch.Tensor  # [new rows, size] tokens that come after the base model's vocabulary
+
+
+class _Has(NamedTuple):
+    """By target: whether any adapter of a batch has something of this kind."""
+
+    low_rank: list[bool]
+    vectors: list[bool]
+    rows: list[bool]
 
 
 @dataclass(frozen=True)
@@ -46,23 +102,40 @@ class AdapterBatchData:
     meta: AdapterBatchMetadata
     arena: AdapterArena
 
-    def segments(self, target: str) -> LoraSegments | None:
-        """The factors of this batch's tokens at a target; None where no token has any."""
-        column = self.arena.target_index.get(target)
-        if column is None or not any(self.meta.segment_indices):
-            return None
-        adapters = torch.tensor(self.meta.segment_indices, device=self.arena.table.device)
-        a_offsets, b_offsets, ranks = self.arena.table[adapters, column].unbind(-1)
-        if not bool(ranks.any()):
-            return None
-        return LoraSegments(
-            buffer=self.arena.buffer,
-            a_offsets=a_offsets,
-            b_offsets=b_offsets,
-            ranks=ranks,
-            scales=self.arena.scales[adapters, column],
-            bounds=self.meta.adapter_segments,
+    @cached_property
+    def lora(self) -> LoraBatch:
+        arena, meta = self.arena, self.meta
+        return LoraBatch(
+            arena.buffer, arena.table, arena.scales, arena.widths, meta.adapter_segments, meta.segment_indices
         )
+
+    @cached_property
+    def _has(self) -> _Has:
+        table = self.arena.host_table[sorted(set(self.meta.segment_indices))]
+        low_rank = table[..., Field.RANK] > 0
+        vectors = (table[..., Field.FACTOR] >= 0) | (table[..., Field.SHIFT] >= 0)
+        rows = (table[..., Field.NUM_ROWS] > 0) | (table[..., Field.NUM_NEW_ROWS] > 0)
+        return _Has(*(present.any(0).tolist() for present in (low_rank, vectors, rows)))
+
+    def find(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
+        """Where a layer's targets are in the tables."""
+        return [self.arena.lora_targets[target.name] for target in targets]
+
+    def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
+        return any(self._has.low_rank[target.index] for target in targets)
+
+    def has_vectors(self, targets: Sequence[LoraTarget]) -> bool:
+        return any(self._has.vectors[target.index] for target in targets)
+
+    def has_rows(self, targets: Sequence[LoraTarget]) -> bool:
+        return any(self._has.rows[target.index] for target in targets)
+
+    def runs(self, name: str) -> Iterator[tuple[slice, int, AdapterAt]]:
+        """The tokens of each run, their adapter, and what it has at an embedding or head."""
+        bounds = self.meta.adapter_segments
+        for adapter, start, stop in zip(self.meta.segment_indices, bounds, bounds[1:], strict=False):
+            if adapter != 0:
+                yield slice(start, stop), adapter, self.arena.at(adapter, name)
 
     def select(self, tokens: torch.Tensor) -> "AdapterBatchData":
         """The same for some of the tokens, as the head needs it."""

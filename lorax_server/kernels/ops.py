@@ -4,8 +4,9 @@ Keys and values live in blocks, `[num_blocks, num_kv_heads, block_size, head_dim
 lie next to each other for each head, so attention reads whole stretches. A slot is `block * block_size + offset`.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,8 +26,20 @@ class AttentionSpec:
     """Stored keys and values are divided by these; of use only in a float8 cache."""
 
 
+class Remembers:
+    """Has a place for what is worked out in the first layer and used again in the others."""
+
+    derived: dict[Hashable, Any]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self.derived:
+            self.derived[key] = make()
+        value: T = self.derived[key]
+        return value
+
+
 @dataclass(frozen=True)
-class PagedBatch:
+class PagedBatch(Remembers):
     """Where the tokens of one forward lie, the same for every layer."""
 
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
@@ -36,24 +49,44 @@ class PagedBatch:
     written: torch.Tensor | None = None  # indices of the tokens that `slots` speaks of; None for all
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What an implementation works out in the first layer and uses again in the others."""
-        if key not in self.derived:
-            self.derived[key] = make()
-        value: T = self.derived[key]
-        return value
+
+class Field(IntEnum):
+    """Columns of the adapters' table. The first seven are offsets into the buffer, -1 where an adapter has nothing."""
+
+    A = 0  # [rank, in]; of an embedding [in, rank], so that a token's part is one row
+    B = 1  # [rank, out]
+    FACTOR = 2  # [out] the output is multiplied by this
+    SHIFT = 3  # [out] and this is then added
+    ROW_IDS = 4  # [rows] int32, ascending: which of this rank's tokens have a row of their own
+    ROWS = 5  # [rows, size] those rows
+    NEW_ROWS = 6  # [new rows, size] rows of the tokens that come after the base model's vocabulary
+    RANK = 7
+    NUM_ROWS = 8
+    NUM_NEW_ROWS = 9
+
+
+NUM_OFFSETS = Field.RANK
 
 
 @dataclass(frozen=True)
-class LoraSegments:
-    """One target's factors for the tokens of a batch: `A` is `[rank, in]`, `B` is `[rank, out]`, in one flat buffer."""
+class LoraBatch(Remembers):
+    """The adapters of a batch of tokens: where the weights of all lie, and which tokens belong to which."""
 
     buffer: torch.Tensor  # [num_elements]
-    a_offsets: torch.Tensor  # [num_segments] first element of A
-    b_offsets: torch.Tensor  # [num_segments] first element of B
-    ranks: torch.Tensor  # [num_segments] 0 where the adapter has nothing here
-    scales: torch.Tensor  # [num_segments]
-    bounds: list[int]  # num_segments + 1 token positions: segment i is tokens bounds[i] to bounds[i + 1]
+    table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model and has nothing
+    scales: torch.Tensor  # [num_adapters, num_targets]
+    widths: torch.Tensor  # [num_targets, 2] inputs and outputs
+    bounds: list[int]  # segment i, a run of one adapter's tokens, is tokens bounds[i] to bounds[i + 1]
+    adapters: list[int]  # of each segment
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A row of the table's second dimension, and where its outputs lie among those of its layer."""
+
+    index: int
+    columns: slice
 
 
 class Ops(Protocol):
@@ -114,10 +147,10 @@ class Ops(Protocol):
         """`activation(gate) * up` of `[num_tokens, 2 * n]`."""
         ...
 
-    def lora_shrink(self, x: torch.Tensor, segments: LoraSegments) -> torch.Tensor:  # [num_tokens, max rank]
-        """Each token's input through its own adapter's A; zeros past the rank."""
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        """Add each token's scaled `x @ A.T @ B` of its own adapter to `out`, at targets that follow one another."""
         ...
 
-    def lora_expand(self, low_rank: torch.Tensor, segments: LoraSegments, out: torch.Tensor) -> None:
-        """Add each token's scaled result of its own adapter's B to `out` `[num_tokens, n]`."""
+    def scale_and_shift(self, out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        """Multiply each token's output by its adapter's factor and add its adapter's shift, where it has them."""
         ...

@@ -4,27 +4,52 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lorax_server.distributed import shard_vocab
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.distributed import shard_vocab, whole
+from lorax_server.layers.adapt import adapt_embedding
 from lorax_server.weights import Weights
 
 
 class TensorParallelEmbedding(nn.Module):
     """Each rank looks up the tokens it holds; the others' rows are zero, and the ranks' rows are summed.
 
-    Ids must be within the vocabulary: over several ranks one outside it is no one's, and would be a row of zeros.
+    Ids must be within the vocabulary, the base model's or that of the token's adapter: over several ranks one outside
+    it is no one's, and would be a row of zeros.
     """
 
-    def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int) -> None:
+    def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int, target_name: str | None = None) -> None:
+        """`target_name` is what adapters call it, if that is not its tensor's name."""
         super().__init__()
         self.process_group = weights.process_group
+        self.ops = weights.ops
         shard = shard_vocab(self.process_group, vocab_size)
         self.start, self.stop = shard.ranges[0]
         self.weight = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
+        self.targets = (
+            AdapterTarget(
+                target_name or name,
+                Kind.EMBEDDING,
+                shard,
+                whole(dim),
+                slice(0, dim),
+                self.weight,
+                None,
+                adds_bias=self.process_group.rank() == 0,
+            ),
+        )
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.process_group.size() == 1:
+    def forward(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        adapted = adapter_data is not None and self._is_adapted(adapter_data)
+        if self.process_group.size() == 1 and not adapted:
             return F.embedding(input_ids, self.weight)
         mine = (input_ids >= self.start) & (input_ids < self.stop)
         rows = self.weight.new_zeros(*input_ids.shape, self.weight.shape[1])
         rows[mine] = F.embedding(input_ids[mine] - self.start, self.weight)
-        return self.process_group.all_reduce(rows)
+        if adapter_data is not None and adapted:
+            adapt_embedding(rows, input_ids, self.targets[0], adapter_data, self.ops)
+        return rows if self.process_group.size() == 1 else self.process_group.all_reduce(rows)
+
+    def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
+        found = adapter_data.find(self.targets)
+        return adapter_data.has_low_rank(found) or adapter_data.has_rows(found)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.adapters.target import AdapterTarget
+from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
-from lorax_server.kernels import Ops
 from lorax_server.kernels.packed import pack, packed_linear
+from lorax_server.layers.adapt import adapt, replace_scores, resize_scores
 from lorax_server.weights import Weights
 
 
@@ -70,7 +70,7 @@ class TensorParallelColumnLinear(nn.Module):
         linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
         stops = accumulate(shard.size for shard in outputs)
         targets = [
-            AdapterTarget(name, whole(in_features), shard, slice(stop - shard.size, stop))
+            _linear_target(name, whole(in_features), shard, slice(stop - shard.size, stop), linear)
             for name, shard, stop in zip(names, outputs, stops, strict=True)
         ]
         return cls(linear, targets, weights)
@@ -84,7 +84,7 @@ class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
-        add_lora(out, x, self.targets, adapter_data, self.ops)
+        adapt(out, x, self.targets, adapter_data, self.ops)
         return out
 
 
@@ -115,7 +115,10 @@ class TensorParallelRowLinear(nn.Module):
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         linear = Linear(matrix.contiguous(), added if weights.process_group.rank() == 0 else None, weights.pack)
-        return cls(linear, AdapterTarget(name, inputs, whole(out_features), slice(0, out_features)), weights)
+        target = _linear_target(
+            name, inputs, whole(out_features), slice(0, out_features), linear, weights.process_group.rank() == 0
+        )
+        return cls(linear, target, weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(self.linear(x))
@@ -129,7 +132,7 @@ class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
-        add_lora(out, x, self.targets, adapter_data, self.ops)
+        adapt(out, x, self.targets, adapter_data, self.ops)
         return self._sum(out)
 
 
@@ -142,7 +145,8 @@ class TensorParallelHead(nn.Module):
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
         self.linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
-        self.targets = (AdapterTarget(target_name, whole(matrix.shape[1]), shard, slice(0, shard.size)),)
+        inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
+        self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, matrix, None),)
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
         self.ops = weights.ops
@@ -172,28 +176,17 @@ class MultiAdapterHead(TensorParallelHead):
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = self.linear(x)
-        add_lora(logits, x, self.targets, adapter_data, self.ops)
-        return self._gather(logits), None
+        if adapter_data is None:
+            return self._gather(logits), None
+        target = self.targets[0]
+        if adapter_data.has_rows(adapter_data.find(self.targets)):
+            replace_scores(logits, x, target, adapter_data)
+        adapt(logits, x, self.targets, adapter_data, self.ops)
+        return resize_scores(self._gather(logits), x, target, adapter_data), None
 
 
-def add_lora(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    targets: Sequence[AdapterTarget],
-    adapter_data: AdapterBatchData | None,
-    ops: Ops,
-) -> None:
-    """Add the deltas of this batch's adapters to the output of a layer, in place."""
-    if adapter_data is None:
-        return
-    for target in targets:
-        segments = adapter_data.segments(target.name)
-        if segments is not None and target.outputs.size:
-            ops.lora_expand(ops.lora_shrink(x, segments), segments, out[:, target.columns])
-
-
-def adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
-    """Every place of a model that an adapter can change, by its name in the checkpoint."""
-    adaptable = (TensorParallelMultiAdapterLinear, TensorParallelAdapterRowLinear, MultiAdapterHead)
-    layers = (module for module in model.modules() if isinstance(module, adaptable))
-    return {target.name: target for layer in layers for target in layer.targets}
+def _linear_target(
+    name: str, inputs: Shard, outputs: Shard, columns: slice, linear: Linear, adds_bias: bool = True
+) -> AdapterTarget:
+    bias = None if linear.bias is None else linear.bias[columns]
+    return AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, linear.weight[columns], bias, adds_bias)

@@ -4,22 +4,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.distributed import whole
+from lorax_server.layers.adapt import adapt
 from lorax_server.weights import Weights
 
 
 class RMSNorm(nn.Module):
     """Adds the residual, if there is one, and normalises the sum; returns both."""
 
-    def __init__(self, prefix: str, weights: Weights, size: int, eps: float = 1e-6) -> None:
+    def __init__(self, prefix: str, weights: Weights, size: int, eps: float = 1e-6, adaptable: bool = True) -> None:
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,))
         self.eps = torch.tensor(eps, device=weights.device)  # a number would be made a tensor in every call
         self.ops = weights.ops
+        self.targets = (_norm_target(prefix, size, self.weight, None),) if adaptable else ()
 
     def forward(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        adapter_data: AdapterBatchData | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.rms_norm(hidden_states, residual, self.weight, self.eps)
+        normed, total = self.ops.rms_norm(hidden_states, residual, self.weight, self.eps)
+        adapt(normed, None, self.targets, adapter_data, self.ops)
+        return normed, total
 
 
 class LayerNorm(nn.Module):
@@ -31,6 +41,14 @@ class LayerNorm(nn.Module):
         self.weight = weights.get_tensor(f"{prefix}.weight", self.size) if affine else None
         self.bias = weights.get_tensor(f"{prefix}.bias", self.size) if affine else None
         self.eps = eps
+        self.ops = weights.ops
+        self.targets = (_norm_target(prefix, size, self.weight, self.bias),)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(hidden_states, self.size, self.weight, self.bias, self.eps)
+    def forward(self, hidden_states: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
+        normed = F.layer_norm(hidden_states, self.size, self.weight, self.bias, self.eps)
+        adapt(normed, None, self.targets, adapter_data, self.ops)
+        return normed
+
+
+def _norm_target(name: str, size: int, weight: torch.Tensor | None, bias: torch.Tensor | None) -> AdapterTarget:
+    return AdapterTarget(name, Kind.NORM, whole(size), whole(size), slice(0, size), weight, bias)

@@ -17,7 +17,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import select_ops
-from lorax_server.layers.linear import adapter_targets
+from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     FlashLlamaForCausalLM,
     FlashLlamaLayer,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lorax_server.layers.linear import adapter_targets
+from lorax_server.adapters.target import Kind
+from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.registry import build_model
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
@@ -23,6 +24,7 @@ NAMES = [
     "opt-projection",
 ]
 RANKS = (1, 3, 16)
+HEAD_NORMS = ("q_norm", "k_norm")  # see each head, not a token: not for adapters
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,7 +34,8 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
     model = build_model(VARIANTS[name].config(), make_weights(tensors, device))
     targets = adapter_targets(model)
     adapters = [(random_factors(targets, rank, seed=rank), 2.0 / rank) for rank in RANKS]
-    adapters.append(({next(iter(targets)): adapters[0][0][next(iter(targets))]}, 0.5))  # one target alone
+    one = next(iter(adapters[0][0]))
+    adapters.append(({one: adapters[0][0][one]}, 0.5))  # one target alone
     arena = make_arena(targets, adapters, device)
     oracles = [oracle, *(merged(oracle, factors, scale) for factors, scale in adapters)]
 
@@ -60,7 +63,12 @@ def test_every_matrix_is_a_target(name: str) -> None:
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
     linears = {n for n, m in oracle.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
-    assert set(adapter_targets(model)) == linears
+    targets = adapter_targets(model)
+    assert {name for name, target in targets.items() if target.kind in (Kind.LINEAR, Kind.HEAD)} == linears
+    embeddings = [target.name for target in targets.values() if target.kind is Kind.EMBEDDING]
+    assert [oracle.get_submodule(name) for name in embeddings] == [oracle.get_input_embeddings()]
+    norms = {n for n, m in oracle.named_modules() if "norm" in type(m).__name__.lower() and not n.endswith(HEAD_NORMS)}
+    assert {target.name for target in targets.values() if target.kind is Kind.NORM} == norms
 
 
 def test_head_rows_keep_their_adapter(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
 from lorax_server.kernels import select_ops
-from lorax_server.layers.linear import adapter_targets
+from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model

@@ -8,7 +8,7 @@ import torch
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
-from lorax_server.layers.linear import adapter_targets
+from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model

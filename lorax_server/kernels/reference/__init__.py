@@ -3,17 +3,17 @@
 from lorax_server.kernels.reference.cache import write_kv
 from lorax_server.kernels.reference.decode import decode_attention
 from lorax_server.kernels.reference.elementwise import gated_activation, rms_norm, rotary
-from lorax_server.kernels.reference.lora import LONG_SEGMENT, lora_expand, lora_shrink
+from lorax_server.kernels.reference.lora import LONG_RUN, add_lora, scale_and_shift
 from lorax_server.kernels.reference.prefill import prefill_attention
 
 __all__ = [
-    "LONG_SEGMENT",
+    "LONG_RUN",
+    "add_lora",
     "decode_attention",
     "gated_activation",
-    "lora_expand",
-    "lora_shrink",
     "prefill_attention",
     "rms_norm",
     "rotary",
+    "scale_and_shift",
     "write_kv",
 ]

@@ -1,77 +1,176 @@
-"""LoRA: tokens of one adapter in a run are multiplied together, scattered ones row by row of their factors."""
+"""LoRA: a long run of one adapter's tokens is multiplied on its own, the short ones all at once.
 
+Whatever mix of adapters and ranks a batch has, its short runs cost two products per target. For that the rows of their
+factors are gathered in tiles of equal height: a tile holds some ranks of one run, and one that would reach past the
+rank repeats the last row at weight 0. What lies where is worked out for all targets together, once per batch.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from lorax_server.kernels.ops import LoraSegments
+from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
 # Runs of one adapter's tokens from this length on are worth a matrix product of their own.
-LONG_SEGMENT = 8
+LONG_RUN = 8
+# Height of a tile where ranks differ; where all are equal, a tile is a whole factor.
+TILE = 8
 
 
-def lora_shrink(x: torch.Tensor, segments: LoraSegments) -> torch.Tensor:
-    width = x.shape[1]
-    ranks, offsets = segments.ranks.tolist(), segments.a_offsets.tolist()
-    low_rank = x.new_zeros(x.shape[0], max(ranks, default=0))
-    for index, start, stop in _long_segments(segments):
-        factor = segments.buffer[offsets[index] :][: ranks[index] * width].view(ranks[index], width)
-        low_rank[start:stop, : ranks[index]] = x[start:stop] @ factor.t()
-    short = _short_rows(segments)
-    if short is not None:
-        rows = _rows_at(segments.buffer, segments.a_offsets[short.segments] + short.columns * width, width)
-        low_rank[short.tokens, short.columns] = (rows * x[short.tokens]).sum(-1)
-    return low_rank
+def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    runs = find_runs(batch)
+    for run in runs.long:
+        for target in targets:
+            _add_long(out[run.tokens, target.columns], x[run.tokens], batch.buffer, run, target.index)
+    tiles = runs.tiles
+    first, last = tiles.bounds[targets[0].index], tiles.bounds[targets[-1].index + 1]
+    if first == last:
+        return
+    inputs = x.index_select(0, tiles.tokens[first:last].flatten()).view(last - first, -1, x.shape[1])
+    low_rank = torch.bmm(_rows(batch.buffer, tiles.a_rows[first:last], x.shape[1]), inputs.transpose(1, 2))
+    low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype).transpose(1, 2)  # [tiles, tokens, ranks]
+    for target in targets:
+        start, stop = tiles.bounds[target.index], tiles.bounds[target.index + 1]
+        if start < stop:
+            local = out[:, target.columns]
+            factors = _rows(batch.buffer, tiles.b_rows[start:stop], local.shape[1])
+            deltas = torch.bmm(low_rank[start - first : stop - first], factors).flatten(0, 1)
+            if tiles.is_every_token[target.index]:
+                local += deltas
+            else:
+                local.index_add_(0, tiles.tokens[start:stop].flatten(), deltas)
 
 
-def lora_expand(low_rank: torch.Tensor, segments: LoraSegments, out: torch.Tensor) -> None:
-    width = out.shape[1]
-    ranks, offsets, scales = segments.ranks.tolist(), segments.b_offsets.tolist(), segments.scales.tolist()
-    for index, start, stop in _long_segments(segments):
-        factor = segments.buffer[offsets[index] :][: ranks[index] * width].view(ranks[index], width)
-        out[start:stop] += (low_rank[start:stop, : ranks[index]] @ factor) * scales[index]
-    short = _short_rows(segments)
-    if short is not None:
-        rows = _rows_at(segments.buffer, segments.b_offsets[short.segments] + short.columns * width, width)
-        weights = low_rank[short.tokens, short.columns] * segments.scales[short.segments].to(low_rank.dtype)
-        out.index_add_(0, short.tokens, rows * weights[:, None])
+def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    runs = find_runs(batch)
+    for target in targets:
+        local = out[:, target.columns]
+        width = local.shape[1]
+        for field, apply in ((Field.FACTOR, torch.Tensor.mul_), (Field.SHIFT, torch.Tensor.add_)):
+            for run in runs.long:
+                offset = run.table[target.index][field]
+                if offset >= 0:
+                    apply(local[run.tokens], batch.buffer[offset : offset + width])
+            if target.index in runs.vectors[field]:
+                tokens, offsets = runs.vectors[field][target.index]
+                vectors = _rows(batch.buffer, offsets, width)
+                local.index_copy_(0, tokens, apply(local.index_select(0, tokens), vectors))
 
 
 @dataclass(frozen=True)
-class _ShortRows:
-    """One entry for each rank of each token of the short segments."""
-
-    segments: torch.Tensor
-    tokens: torch.Tensor
-    columns: torch.Tensor  # which rank
+class LongRun:
+    tokens: slice
+    table: list[list[int]]  # the adapter's fields, by target
+    scales: list[float]
 
 
-def _long_segments(segments: LoraSegments) -> list[tuple[int, int, int]]:
-    bounds, ranks = segments.bounds, segments.ranks.tolist()
-    return [
-        (index, bounds[index], bounds[index + 1])
-        for index, rank in enumerate(ranks)
-        if rank and bounds[index + 1] - bounds[index] >= LONG_SEGMENT
-    ]
+@dataclass(frozen=True)
+class Tiles:
+    """The short runs' factors, all targets one after the other."""
+
+    bounds: list[int]  # target i has tiles bounds[i] to bounds[i + 1]
+    tokens: torch.Tensor  # [tiles, run length] the tokens of a tile's run; past its end, its first, at weight 0
+    a_rows: torch.Tensor  # [tiles, height] where rows of A begin
+    b_rows: torch.Tensor
+    weights: torch.Tensor  # [tiles, height, run length] scales and zeros
+    is_every_token: list[bool]  # by target: it has one tile for each token of the batch, in order
 
 
-def _short_rows(segments: LoraSegments) -> _ShortRows | None:
-    device = segments.ranks.device
-    bounds = torch.tensor(segments.bounds, device=device)
-    lengths = bounds.diff()
-    lengths = torch.where(lengths < LONG_SEGMENT, lengths, 0)
-    segment_of_token = torch.repeat_interleave(lengths)
-    tokens = torch.arange(len(segment_of_token), device=device) - (lengths.cumsum(0) - lengths)[segment_of_token]
-    tokens = tokens + bounds[segment_of_token]
-    counts = segments.ranks[segment_of_token]
-    entry = torch.repeat_interleave(counts)
-    if len(entry) == 0:
-        return None
-    columns = torch.arange(len(entry), device=device) - (counts.cumsum(0) - counts)[entry]
-    return _ShortRows(segment_of_token[entry], tokens[entry], columns)
+@dataclass(frozen=True)
+class Runs:
+    """A batch cut into runs that are multiplied on their own and runs that are gathered."""
+
+    batch: LoraBatch
+    long: list[LongRun]
+    starts: torch.Tensor  # [short runs] first token
+    lengths: torch.Tensor
+    adapters: torch.Tensor
+
+    @cached_property
+    def table(self) -> torch.Tensor:  # [targets, short runs, fields]
+        return self.batch.table[self.adapters].transpose(0, 1)
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        device, num_runs = self.starts.device, len(self.starts)
+        ranks = self.table[..., Field.RANK]
+        height = _only_value(ranks) or TILE
+        counts = (ranks + height - 1) // height
+        # An entry per tile: target and run it belongs to, as one number, and which tile of their factor it is.
+        owners = torch.repeat_interleave(counts.flatten())
+        number = torch.arange(len(owners), device=device) - (counts.flatten().cumsum(0) - counts.flatten())[owners]
+        target, run = owners // max(num_runs, 1), owners % max(num_runs, 1)
+        fields = self.table.flatten(0, 1)[owners]
+        row = number[:, None] * height + torch.arange(height, device=device)
+        is_row = row < fields[:, Field.RANK, None]
+        row = row.minimum(fields[:, Field.RANK, None] - 1)
+        position = torch.arange(int(self.lengths.max()) if num_runs else 0, device=device)
+        is_token = position < self.lengths[run, None]
+        scales = self.batch.scales[self.adapters].t().flatten()[owners]
+        widths = self.batch.widths[target]
+        covered = num_runs == self.batch.bounds[-1]
+        return Tiles(
+            bounds=[0, *counts.sum(1).cumsum(0).tolist()],
+            tokens=self.starts[run, None] + position * is_token,
+            a_rows=fields[:, Field.A, None] + row * widths[:, :1],
+            b_rows=fields[:, Field.B, None] + row * widths[:, 1:],
+            weights=is_row[:, :, None] * is_token[:, None, :] * scales[:, None, None],
+            is_every_token=[covered and every for every in (counts == 1).all(1).tolist()],
+        )
+
+    @cached_property
+    def vectors(self) -> dict[Field, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """By field and target: the tokens of short runs whose adapter has such a vector, and where it begins."""
+        run_of_token = torch.repeat_interleave(self.lengths)
+        firsts = (self.lengths.cumsum(0) - self.lengths)[run_of_token]
+        tokens = torch.arange(len(run_of_token), device=firsts.device) - firsts + self.starts[run_of_token]
+        found: dict[Field, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for field in (Field.FACTOR, Field.SHIFT):
+            offsets = self.table[..., field]
+            found[field] = {}
+            for target in (offsets >= 0).any(1).nonzero().flatten().tolist():
+                of_token = offsets[target, run_of_token]
+                has = of_token >= 0
+                found[field][target] = (tokens[has], of_token[has])
+        return found
 
 
-def _rows_at(buffer: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows of `width` elements that begin anywhere in a flat buffer."""
+def find_runs(batch: LoraBatch) -> Runs:
+    return batch.once("runs", lambda: _find_runs(batch))
+
+
+def _find_runs(batch: LoraBatch) -> Runs:
+    device = batch.table.device
+    long, short = [], []
+    for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
+        if adapter != 0 and stop - start >= LONG_RUN:
+            table, scales = batch.table[adapter].tolist(), batch.scales[adapter].tolist()
+            long.append(LongRun(slice(start, stop), table, scales))
+        elif adapter != 0:
+            short.append((start, stop - start, adapter))
+    starts, lengths, adapters = torch.tensor(short, dtype=torch.long, device=device).view(-1, 3).unbind(1)
+    return Runs(batch, long, starts, lengths, adapters)
+
+
+def _add_long(out: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor, run: LongRun, target: int) -> None:
+    fields = run.table[target]
+    rank, a, b = fields[Field.RANK], fields[Field.A], fields[Field.B]
+    if rank == 0:
+        return
+    lora_a = buffer[a : a + rank * x.shape[1]].view(rank, x.shape[1])
+    lora_b = buffer[b : b + rank * out.shape[1]].view(rank, out.shape[1])
+    out += ((x @ lora_a.t()) * run.scales[target]) @ lora_b
+
+
+def _only_value(ranks: torch.Tensor) -> int:
+    """The rank that all factors have, or 0 if they differ."""
+    found = ranks[ranks > 0].unique().tolist()
+    return found[0] if len(found) == 1 else 0
+
+
+def _rows(buffer: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
+    """`[..., width]`: the stretches of a flat buffer that begin at `starts`."""
     windows = buffer.as_strided((buffer.numel() - width + 1, width), (1, 1))
-    return windows.index_select(0, offsets)
+    return windows.index_select(0, starts.flatten()).view(*starts.shape, width)

@@ -97,8 +97,8 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(f"{prefix}.mlp", config, weights)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), ctx)
-        out: torch.Tensor = x + self.mlp(self.ln_2(x), ctx)
+        x = x + self.attn(self.ln_1(x, ctx.adapter_data), ctx)
+        out: torch.Tensor = x + self.mlp(self.ln_2(x, ctx.adapter_data), ctx)
         return out
 
 
@@ -117,10 +117,10 @@ class FlashGPT2Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         check_positions(ctx, len(self.wpe))
-        x: torch.Tensor = self.wte(input_ids) + self.wpe[ctx.position_ids]
+        x: torch.Tensor = self.wte(input_ids, ctx.adapter_data) + self.wpe[ctx.position_ids]
         for block in self.h:
             x = block(x, ctx)
-        x = self.ln_f(x)
+        x = self.ln_f(x, ctx.adapter_data)
         return x
 
 

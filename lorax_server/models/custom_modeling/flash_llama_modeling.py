@@ -122,9 +122,9 @@ class FlashLlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin, ctx: PagedContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.input_layernorm(x, residual, ctx.adapter_data)
         x = self.self_attn(x, rope, ctx)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual, ctx.adapter_data)
         return self.mlp(x, ctx), residual
 
 
@@ -141,11 +141,11 @@ class FlashLlamaModel(nn.Module):
         self.norm = LlamaRMSNorm(f"{prefix}.norm", weights, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+        x, residual = self.embed_tokens(input_ids, ctx.adapter_data), None
         rope = self.rotary(ctx)
         for layer in self.layers:
             x, residual = layer(x, residual, rope, ctx)
-        normed: torch.Tensor = self.norm(x, residual)[0]
+        normed: torch.Tensor = self.norm(x, residual, ctx.adapter_data)[0]
         return normed
 
 

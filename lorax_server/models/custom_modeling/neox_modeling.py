@@ -99,9 +99,9 @@ class GPTNeoXLayer(nn.Module):
         self.mlp = GPTNeoXMLP(f"{prefix}.mlp", config, weights)
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:
-        attended = x + self.attention(self.input_layernorm(x), rope, ctx)
+        attended = x + self.attention(self.input_layernorm(x, ctx.adapter_data), rope, ctx)
         fed = x if self.use_parallel_residual else attended
-        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(fed), ctx)
+        out: torch.Tensor = attended + self.mlp(self.post_attention_layernorm(fed, ctx.adapter_data), ctx)
         return out
 
 
@@ -121,12 +121,12 @@ class GPTNeoXModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x: torch.Tensor = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+        x: torch.Tensor = self.embed_in(input_ids, ctx.adapter_data) if inputs_embeds is None else inputs_embeds
         rope = self.rotary(ctx)
         for layer in self.layers:
             ctx.record(x)
             x = layer(x, rope, ctx)
-        x = self.final_layer_norm(x)
+        x = self.final_layer_norm(x, ctx.adapter_data)
         ctx.record(x)
         return x
 

@@ -88,10 +88,10 @@ class OPTDecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         if self.do_layer_norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), ctx)
-            return x + self.feed_forward(self.final_layer_norm(x), ctx)
-        x = self.self_attn_layer_norm(x + self.self_attn(x, ctx))
-        out: torch.Tensor = self.final_layer_norm(x + self.feed_forward(x, ctx))
+            x = x + self.self_attn(self.self_attn_layer_norm(x, ctx.adapter_data), ctx)
+            return x + self.feed_forward(self.final_layer_norm(x, ctx.adapter_data), ctx)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, ctx), ctx.adapter_data)
+        out: torch.Tensor = self.final_layer_norm(x + self.feed_forward(x, ctx), ctx.adapter_data)
         return out
 
     def feed_forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -126,7 +126,7 @@ class OPTDecoder(nn.Module):
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
         check_positions(ctx, self.embed_positions.num_positions)
-        x: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x: torch.Tensor = self.embed_tokens(input_ids, ctx.adapter_data) if inputs_embeds is None else inputs_embeds
         if self.project_in is not None:
             x = self.project_in(x, ctx.adapter_data)
         x = x + self.embed_positions.embed(ctx.position_ids)
@@ -134,7 +134,7 @@ class OPTDecoder(nn.Module):
             ctx.record(x)
             x = layer(x, ctx)
         if self.final_layer_norm is not None:
-            x = self.final_layer_norm(x)
+            x = self.final_layer_norm(x, ctx.adapter_data)
         if self.project_out is not None:
             x = self.project_out(x, ctx.adapter_data)
         ctx.record(x)

@@ -90,9 +90,10 @@ class PagedCausalLM(nn.Module):
 
 def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
     """The token embedding; of a tied pair, a checkpoint may hold only the head."""
+    stored = name
     if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
-        name = head_name
-    return TensorParallelEmbedding(weights, name, config.vocab_size, size)
+        stored = head_name
+    return TensorParallelEmbedding(weights, stored, config.vocab_size, size, target_name=name)
 
 
 def load_head(

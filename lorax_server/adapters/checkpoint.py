@@ -1,0 +1,166 @@
+"""`adapter_model.safetensors`: its header, and which tensor is what part of which module.
+
+The header is read here, not by a library, so that a file that is not what it says is refused before anything of it is
+allocated. Tensors are named as PEFT names them, today and in older versions: modules may lack the first word of their
+name or have a wrapper's in front, and the name of the adapter may stand in the middle.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from lorax_server.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# What transformers calls otherwise today.
+RENAMED_MODULES = {"embed_out": "lm_head"}
+
+
+class Part(Enum):
+    """What an adapter can have at a module."""
+
+    LORA_A = "lora_A"
+    LORA_B = "lora_B"
+    LORA_BIAS = "lora_B.bias"
+    MAGNITUDE = "lora_magnitude_vector"
+    TOKEN_ROWS = "trainable_tokens_delta"
+    WEIGHT = "weight"
+    BIAS = "bias"
+
+
+# Where `NAME` stands, early versions of PEFT left the name of the adapter in.
+PART_PATTERNS = (
+    (Part.LORA_A, r"\.lora_A(NAME)?\.weight|\.lora_embedding_A(NAME)?"),
+    (Part.LORA_B, r"\.lora_B(NAME)?\.weight|\.lora_embedding_B(NAME)?"),
+    (Part.LORA_BIAS, r"\.lora_B(NAME)?\.bias"),
+    (Part.MAGNITUDE, r"\.lora_magnitude_vector(NAME)?(\.weight)?"),
+    (Part.TOKEN_ROWS, r"(\.token_adapter)?\.trainable_tokens_delta(NAME)?"),
+    (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # only for training
+    (Part.WEIGHT, r"(\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
+    (Part.BIAS, r"(\.base_layer|\.modules_to_save(NAME)?)?\.bias"),
+)
+PATTERNS = tuple(
+    (part, regex.compile(rf"(?P<module>.+?)(?:{pattern.replace('NAME', '[.][^.]+')})"))
+    for part, pattern in PART_PATTERNS
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # in the file
+    stop: int
+
+
+def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
+    """The tensors of adapter `name`, after every claim of the header has been held against the file's size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length_bytes = file.read(8)
+            length = struct.unpack("<Q", length_bytes)[0] if len(length_bytes) == 8 else 0
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise AdapterError(
+                    f"adapter {name!r}: {path.name} is not a safetensors file (its header would have {length} of "
+                    f"{size} bytes); other formats are never opened"
+                )
+            header = json.loads(file.read(length), object_pairs_hook=_refuse_duplicates)
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"adapter {name!r}: {path.name} cannot be read as safetensors: {error}") from error
+    if not isinstance(header, dict):
+        raise AdapterError(f"adapter {name!r}: the header of {path.name} is not an object")
+    header.pop("__metadata__", None)
+    tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
+    _check_layout(name, tensors, 8 + length, size)
+    return tensors
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = [*shape, start, stop]
+        plain = isinstance(dtype, str) and all(type(number) is int and number >= 0 for number in numbers)
+    except (TypeError, KeyError, ValueError) as error:
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry: {error}") from error
+    if not plain or data_start + stop > size or start > stop:
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry")
+    if dtype not in DTYPE_BYTES:
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype}; only float16 to float64 is supported")
+    count = 1
+    for dim in shape:
+        count *= dim
+    if count * DTYPE_BYTES[dtype] != stop - start:
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} of shape {shape} does not have {stop - start} bytes")
+    return TensorInfo(dtype, shape, data_start + start, data_start + stop)
+
+
+def _check_layout(name: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    """Tensors lie one after the other: no byte belongs to two, none to no one."""
+    end = data_start
+    for key, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:
+            raise AdapterError(f"adapter {name!r}: tensor {key!r} overlaps another or leaves a gap in the file")
+        end = info.stop
+    if end != size:
+        raise AdapterError(f"adapter {name!r}: the file has {size - end} bytes that belong to no tensor")
+
+
+def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> dict[str, dict[Part, str]]:
+    """By module of the base model and part: the tensor's key. A key that means nothing is an error."""
+    known = set(modules)
+    assigned: dict[str, dict[Part, str]] = {}
+    for key in sorted(keys):
+        part, written = _split(key, name)
+        if part is None:
+            continue
+        module = _find_module(written, known)
+        if module is None:
+            raise AdapterError(
+                f"adapter {name!r}: tensor {key!r} is for a module that this base model does not have, or that "
+                "adapters cannot change"
+            )
+        parts = assigned.setdefault(module, {})
+        if part in parts:
+            raise AdapterError(f"adapter {name!r}: tensors {parts[part]!r} and {key!r} are the same thing")
+        parts[part] = key
+    return assigned
+
+
+def _split(key: str, name: str) -> tuple[Part | None, str]:
+    for part, pattern in PATTERNS:
+        found = pattern.fullmatch(key)
+        if found is not None:
+            return part, found["module"]
+    raise AdapterError(f"adapter {name!r}: tensor {key!r} is nothing we know, so it may change the result")
+
+
+def _find_module(written: str, known: set[str]) -> str | None:
+    """The module that a name in a file means: itself, with wrappers in front, or without its first words."""
+    words = written.split(".")
+    for start in range(len(words)):
+        rest = ".".join(words[start:])
+        rest = RENAMED_MODULES.get(rest, rest)
+        if rest in known:
+            return rest
+    wanted = written
+    for wrapper in ("base_model.model.", "base_model."):
+        wanted = wanted.removeprefix(wrapper)
+    longer = [module for module in known if module.endswith(f".{wanted}")]
+    return longer[0] if len(longer) == 1 else None

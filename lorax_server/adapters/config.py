@@ -1,0 +1,328 @@
+"""`adapter_config.json`: what PEFT wrote there, and what of it we can honour.
+
+A field is one of four: it says how to compute (`AdapterConfig` has it), it only mattered for training, it asks for
+something we do not serve and is refused by its name, or we have never heard of it. The last is refused too, unless its
+value means "off": what a new version of PEFT adds may well change the result.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+
+from lorax_server.errors import AdapterError
+
+# Of no consequence once training is over.
+TRAINING_FIELDS = {
+    *("auto_mapping", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
+    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "monteclora_config"),
+    *("peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
+}
+SERVED_FIELDS = {
+    *("alpha_pattern", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save", "r", "rank_pattern", "target_modules"),
+    *("trainable_token_indices", "use_bdlora", "use_dora", "use_rslora"),
+}
+REFUSED_FIELDS = {
+    "alora_invocation_tokens": "activated LoRA (aLoRA), which takes effect in the middle of a prompt",
+    "arrow_config": "Arrow, which routes every token through several adapters",
+    "enable_lora": "the fused matrices of the first PEFT versions",
+    "kasa_config": "KaSA, which takes singular values out of the base model's matrices",
+    "layer_replication": "a base model with repeated layers",
+    "megatron_config": "Megatron's parallel layers",
+    "target_parameters": "LoRA on bare parameters, such as fused experts",
+    "use_qalora": "QALoRA, which needs a GPTQ base model",
+}
+# These change the base model's matrices when training begins.
+BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
+KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
+MAX_RANK = 65536
+MAX_PATTERNS = 100_000
+# Patterns come from whoever uploaded the adapter; one that runs wild must not hold up a thread.
+PATTERN_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class BlockDiagonal:
+    """BD-LoRA: modules whose name contains one of these have a factor that is zero but for blocks on its diagonal."""
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    blocks: int
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """How an adapter is computed. Methods take the name of a module, as transformers has it."""
+
+    name: str
+    r: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_dora: bool = False
+    lora_bias: bool = False
+    block_diagonal: BlockDiagonal | None = None
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
+    ensure_weight_tying: bool = False
+    target_modules: tuple[str, ...] | str | None = None
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    base_model_name: str | None = None
+    base_model_class: str | None = None
+
+    def rank(self, module: str) -> int:
+        return self.rank_pattern.get(self._find_pattern(self.rank_pattern, module), self.r)
+
+    def scale(self, module: str) -> float:
+        alpha = self.alpha_pattern.get(self._find_pattern(self.alpha_pattern, module), self.alpha)
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def is_target(self, module: str) -> bool | None:
+        """Whether PEFT adapts this module; None where the config leaves it to PEFT's defaults for the model type."""
+        if self.target_modules is None or self.target_modules == "all-linear":
+            return None
+        if self._is_excluded(module):
+            return False
+        if isinstance(self.target_modules, str):
+            return self._match(rf"(?:{self.target_modules})\Z", module) is not None
+        if module in self.target_modules:
+            return True
+        return _ends_with(module, self.target_modules) and self._is_layer(module)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that, with the tensors, say which numbers come out."""
+        blocks, tokens = self.block_diagonal, self.token_indices
+        return {
+            "r": self.r,
+            "alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": list(self.rank_pattern.items()),  # the first that fits counts, so their order matters
+            "alpha_pattern": list(self.alpha_pattern.items()),
+            "use_dora": self.use_dora,
+            "lora_bias": self.lora_bias,
+            "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
+            "modules_to_save": sorted(self.modules_to_save),
+            "token_indices": dict(tokens) if isinstance(tokens, Mapping) else tokens,
+            "ensure_weight_tying": self.ensure_weight_tying,
+        }
+
+    def _is_excluded(self, module: str) -> bool:
+        if any(self._match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save):
+            return True
+        if isinstance(self.exclude_modules, str):
+            return self._match(rf"(?:{self.exclude_modules})\Z", module) is not None
+        return module in self.exclude_modules or _ends_with(module, self.exclude_modules)
+
+    def _is_layer(self, module: str) -> bool:
+        if self.layers_to_transform is None:
+            return True
+        patterns = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<index>\d+)\."]:
+            found = self._match(pattern, module)
+            if found is not None:
+                return int(found["index"]) in self.layers_to_transform
+        return False
+
+    def _find_pattern(self, patterns: Mapping[str, Any], module: str) -> str:
+        return next((key for key in patterns if self._match(rf"(.*\.)?({key})$", module)), module)
+
+    def _match(self, pattern: str, text: str) -> Any:
+        try:
+            return regex.match(pattern, text, timeout=PATTERN_TIMEOUT_S)
+        except (regex.error, TimeoutError) as error:
+            raise AdapterError(f"adapter {self.name!r}: pattern {pattern!r} cannot be used: {error}") from error
+
+
+def _ends_with(module: str, names: tuple[str, ...]) -> bool:
+    return any(module.endswith(f".{name}") for name in names)
+
+
+def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
+    """The config of adapter `name`, from the parsed JSON; refuses what we cannot honour."""
+    read = _Reader(raw, name)
+    read.check_kind()
+    read.check_init()
+    read.check_fields()
+    rank = read.whole_number("r", 1, MAX_RANK)
+    return AdapterConfig(
+        name=name,
+        r=rank,
+        alpha=read.number("lora_alpha", 8),
+        use_rslora=read.flag("use_rslora"),
+        rank_pattern=read.pattern("rank_pattern", whole=True),
+        alpha_pattern=read.pattern("alpha_pattern", whole=False),
+        use_dora=read.flag("use_dora"),
+        lora_bias=read.flag("lora_bias"),
+        block_diagonal=read.block_diagonal(),
+        modules_to_save=read.names("modules_to_save"),
+        token_indices=read.token_indices(),
+        ensure_weight_tying=read.flag("ensure_weight_tying"),
+        target_modules=read.names_or_pattern("target_modules"),
+        exclude_modules=read.names_or_pattern("exclude_modules") or (),
+        layers_to_transform=read.layers(),
+        layers_pattern=read.names("layers_pattern"),
+        base_model_name=read.text("base_model_name_or_path"),
+        base_model_class=read.base_model_class(),
+    )
+
+
+class _Reader:
+    """Fields of the JSON, each checked for its type; an error names the adapter and the field."""
+
+    def __init__(self, raw: Mapping[str, Any], name: str) -> None:
+        self.raw = raw
+        self.name = name
+
+    def refuse(self, key: str, reason: str) -> AdapterError:
+        return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
+
+    def check_kind(self) -> None:
+        kind = self.raw.get("peft_type")
+        if kind != "LORA":
+            raise self.refuse("peft_type", "is not supported; only LORA is")
+        if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
+            raise self.refuse("task_type", "is not supported; only CAUSAL_LM is")
+
+    def check_init(self) -> None:
+        init = str(self.raw.get("init_lora_weights", True)).lower()
+        if init.startswith(BASE_CHANGING_INITS):
+            raise self.refuse(
+                "init_lora_weights",
+                "means that the adapter fits a changed base model, not the one it names; convert it: save it once "
+                "more with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            )
+        if init not in KNOWN_INITS:
+            raise self.refuse("init_lora_weights", "is not known, so it cannot be ruled out that it changes the base")
+
+    def check_fields(self) -> None:
+        for key, value in self.raw.items():
+            if _is_off(value) or key in SERVED_FIELDS | TRAINING_FIELDS:
+                continue
+            if key in REFUSED_FIELDS:
+                raise self.refuse(key, f"is not supported: {REFUSED_FIELDS[key]}")
+            raise self.refuse(key, "is not a field we know, so it may change the result; set it to null if it does not")
+        if self.raw.get("bias", "none") not in ("none", "all", "lora_only"):
+            raise self.refuse("bias", "is not one of none, all and lora_only")
+
+    def flag(self, key: str) -> bool:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, "is not true or false")
+        return bool(value)
+
+    def number(self, key: str, default: float) -> float:
+        return self._number(key, self.raw.get(key, default))
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.refuse(key, "is not a number")
+        return float(value)
+
+    def whole_number(self, key: str, low: int, high: int) -> int:
+        return self._whole_number(key, self.raw.get(key), low, high)
+
+    def _whole_number(self, key: str, value: Any, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refuse(key, f"is not a whole number from {low} to {high}")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.refuse(key, "is not a string")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.raw.get(key) or []
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(key, "is not a list of names")
+        return tuple(value)
+
+    def names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
+        value = self.raw.get(key)
+        if isinstance(value, str):
+            return "all-linear" if value.lower() == "all-linear" else value
+        return None if value is None else self.names(key)
+
+    def pattern(self, key: str, whole: bool) -> dict[str, Any]:
+        value = self.raw.get(key) or {}
+        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+            raise self.refuse(key, "is not an object of patterns and numbers")
+        if whole:
+            return {pattern: self._whole_number(key, number, 1, MAX_RANK) for pattern, number in value.items()}
+        return {pattern: self._number(key, number) for pattern, number in value.items()}
+
+    def layers(self) -> tuple[int, ...] | None:
+        value = self.raw.get("layers_to_transform")
+        value = [value] if isinstance(value, int) else value or None
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise self.refuse("layers_to_transform", "is not a list of layers")
+        return tuple(value)
+
+    def token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        value = self.raw.get("trainable_token_indices") or []
+        if isinstance(value, dict):
+            return {module: self._tokens(tokens) for module, tokens in value.items()}
+        return self._tokens(value)
+
+    def _tokens(self, value: Any) -> tuple[int, ...]:
+        is_list = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+        if not is_list or len(set(value)) != len(value):
+            raise self.refuse("trainable_token_indices", "is not a list of different token ids")
+        return tuple(value)
+
+    def block_diagonal(self) -> BlockDiagonal | None:
+        value = self.raw.get("use_bdlora")
+        if not value:
+            return None
+        known = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
+        if not isinstance(value, dict) or not set(value) <= known:
+            raise self.refuse("use_bdlora", f"is not an object of {', '.join(sorted(known))}")
+        inner = _Reader(value, self.name)
+        return BlockDiagonal(
+            inner.names("target_modules_bd_a"),
+            inner.names("target_modules_bd_b"),
+            inner.whole_number("nblocks", 1, MAX_RANK),
+        )
+
+    def base_model_class(self) -> str | None:
+        mapping = self.raw.get("auto_mapping")
+        found = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        return found if isinstance(found, str) else None
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_base_model(config: AdapterConfig, model_type: str, model_class: str, found_type: str | None) -> None:
+    """Refuse an adapter of another architecture before its weights are fetched.
+
+    `found_type` is the `model_type` of the base model that the adapter names, None where it cannot be known; then the
+    shapes of its tensors decide.
+    """
+    if found_type is not None and found_type != model_type:
+        raise AdapterError(
+            f"adapter {config.name!r} was trained on {config.base_model_name!r}, which is of type {found_type!r}; "
+            f"this server's base model is of type {model_type!r}"
+        )
+    if config.base_model_class not in (None, model_class):
+        raise AdapterError(
+            f"adapter {config.name!r} was trained on a {config.base_model_class}; this server's base model is a "
+            f"{model_class}"
+        )

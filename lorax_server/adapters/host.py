@@ -1,0 +1,266 @@
+"""An adapter made ready for one rank: cut, in the model's dtype, in the device's layout, so that loading it is a copy.
+
+Everything PEFT can train comes down to four things at a module: low-rank factors, a factor and a shift of its output,
+and rows for some tokens. DoRA is a factor (its magnitude over the norm of the adapted matrix, which is fixed once both
+are known), a bias is a shift, a norm's weight is a factor, a full head or embedding is the rows that differ from the
+base model's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
+from lorax_server.distributed import ProcessGroup, Shard
+from lorax_server.errors import AdapterError
+from lorax_server.kernels import NUM_OFFSETS, Field
+
+UNIT_BYTES = 256
+# Rows of a matrix that are in float32 at a time when its norms are taken.
+NORM_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """One rank's part of an adapter. Offsets are relative to its first element."""
+
+    buffer: torch.Tensor  # [num_elements], a whole number of units
+    table: torch.Tensor  # [num_targets, len(Field)]
+    scales: torch.Tensor  # [num_targets]
+    vocab_size: int
+
+    @property
+    def units(self) -> int:
+        return self.buffer.nbytes // UNIT_BYTES
+
+
+def empty_table(num_targets: int) -> torch.Tensor:
+    """The fields of an adapter that has nothing, as the base model."""
+    table = torch.zeros(num_targets, len(Field), dtype=torch.long)
+    table[:, :NUM_OFFSETS] = -1
+    return table
+
+
+def prepare(
+    adapter: AdapterWeights,
+    targets: Mapping[str, AdapterTarget],
+    dtype: torch.dtype,
+    group: ProcessGroup,
+    pin: bool = False,
+) -> HostAdapter:
+    """All ranks must prepare an adapter together: the norms of DoRA are summed over `group`."""
+    table, scales = empty_table(len(targets)), torch.zeros(len(targets))
+    modules = set(adapter.modules)
+    layout = _Layout(UNIT_BYTES // dtype.itemsize)
+    for index, target in enumerate(targets.values()):
+        if target.name not in modules:
+            continue
+        module = _Module(adapter.name, target, adapter.load(target.name), dtype, group)
+        scales[index] = module.weights.scale
+        for field, number in module.counts().items():
+            table[index, field] = number
+        for field, piece in module.pieces().items():
+            table[index, field] = layout.add(piece)
+    return HostAdapter(layout.fill(dtype, pin), table, scales, adapter.vocab_size)
+
+
+class _Layout:
+    """Pieces one after the other, each from the beginning of a unit."""
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.pieces: list[tuple[int, torch.Tensor]] = []
+        self.end = 0
+
+    def add(self, piece: torch.Tensor) -> int:
+        if piece.numel() == 0:
+            return -1
+        offset = self.end
+        self.pieces.append((offset, piece))
+        self.end += -(-piece.numel() // self.unit) * self.unit
+        return offset
+
+    def fill(self, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        buffer = torch.zeros(self.end, dtype=dtype, pin_memory=pin)
+        while self.pieces:  # each is let go once it is copied
+            offset, piece = self.pieces.pop()
+            buffer[offset : offset + piece.numel()] = piece.flatten()
+        return buffer
+
+
+class _Module:
+    """One adapter at one module, on one rank. Computed in float32, cast at the end."""
+
+    def __init__(
+        self, name: str, target: AdapterTarget, weights: ModuleWeights, dtype: torch.dtype, group: ProcessGroup
+    ) -> None:
+        self.name = name
+        self.target = target
+        self.weights = weights
+        self.dtype = dtype
+        self.group = group
+        size = target.outputs.full if target.kind is Kind.EMBEDDING else target.inputs.full
+        self.row_ids = torch.empty(0, dtype=torch.long)
+        self.rows = self.new_rows = torch.empty(0, size)
+        if target.kind in (Kind.EMBEDDING, Kind.HEAD):
+            self._find_rows()
+        self.lora_a, self.lora_b = self._cut_factors()
+        self.factor = self._find_factor()
+        self.shift = self._find_shift()
+        self._complete_new_rows()
+
+    def counts(self) -> dict[Field, int]:
+        rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
+        return {Field.RANK: rank, Field.NUM_ROWS: len(self.rows), Field.NUM_NEW_ROWS: len(self.new_rows)}
+
+    def pieces(self) -> dict[Field, torch.Tensor]:
+        parts = {
+            Field.A: self.lora_a,
+            Field.B: self.lora_b,
+            Field.FACTOR: self.factor,
+            Field.SHIFT: self.shift,
+            Field.ROWS: self.rows,
+            Field.NEW_ROWS: self.new_rows,
+        }
+        found = {field: self._cast(part) for field, part in parts.items() if part is not None}
+        # Numbers of another type, carried as they are; of two float16 one int32.
+        return found | {Field.ROW_IDS: self.row_ids.int().view(self.dtype)}
+
+    def _cast(self, part: torch.Tensor) -> torch.Tensor:
+        cast = part.to("cpu", self.dtype)
+        if not bool(cast.isfinite().all()):
+            raise self._refuse(f"has numbers that {self.dtype} cannot hold")
+        return cast
+
+    def _refuse(self, reason: str) -> AdapterError:
+        return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")
+
+    @property
+    def _base(self) -> torch.Tensor:
+        assert self.target.weight is not None
+        return self.target.weight
+
+    @property
+    def _vocabulary(self) -> Shard:
+        return self.target.inputs if self.target.kind is Kind.EMBEDDING else self.target.outputs
+
+    def _find_rows(self) -> None:
+        """The rows that differ from the base model's, and those of tokens it does not have."""
+        (start, stop), vocab_size = self._vocabulary.ranges[0], self._vocabulary.full
+        weight, token_rows = self.weights.weight, self.weights.token_rows
+        if weight is not None:
+            local = weight[start:stop]
+            base = self._base[: len(local)].cpu()
+            self.row_ids = (local.to(self.dtype) != base).any(1).nonzero().flatten()
+            self.rows, self.new_rows = local[self.row_ids], weight[vocab_size:]
+        if token_rows is not None:
+            ids = torch.tensor(self.weights.token_ids, dtype=torch.long)
+            grown = max(int(ids.max()) + 1 - vocab_size - len(self.new_rows), 0) if len(ids) else 0
+            self.new_rows = F.pad(self.new_rows, (0, 0, 0, grown))
+            self.new_rows[ids[ids >= vocab_size] - vocab_size] = token_rows[ids >= vocab_size]
+            mine = (ids >= start) & (ids < stop)
+            kept = ~torch.isin(self.row_ids, ids[mine] - start)
+            row_ids = torch.cat([self.row_ids[kept], ids[mine] - start])
+            rows = torch.cat([self.rows[kept], token_rows[mine]])
+            order = row_ids.argsort()
+            self.row_ids, self.rows = row_ids[order], rows[order]
+
+    def _cut_factors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        lora_a, lora_b = self.weights.lora_a, self.weights.lora_b
+        if lora_a is None or lora_b is None:
+            return None, None
+        if self.target.kind is Kind.EMBEDDING:
+            lora_a = _resized(lora_a.t(), self._vocabulary.full).t()
+        elif self.target.kind is Kind.HEAD:
+            lora_b = _resized(lora_b, self._vocabulary.full)
+        return self.target.cut(lora_a, lora_b)
+
+    def _find_factor(self) -> torch.Tensor | None:
+        target, magnitude = self.target, self.weights.magnitude
+        if target.kind is Kind.NORM and self.weights.weight is not None:
+            return self._ratio(self.weights.weight, self._base.float().cpu(), "weight of the base model's norm")
+        if magnitude is None:
+            return None
+        if target.kind is Kind.HEAD:
+            magnitude = _resized(magnitude, target.outputs.full)
+        squares = self._squares()
+        if not target.inputs.is_whole:
+            squares = self.group.all_reduce(squares)
+        return self._ratio(target.outputs.take(magnitude, dim=0), squares.sqrt().cpu(), "norm of the adapted matrix")
+
+    def _ratio(self, above: torch.Tensor, below: torch.Tensor, what: str) -> torch.Tensor:
+        if bool((below == 0).any()):
+            raise self._refuse(f"cannot be served: the {what} has zeros")
+        return above / below
+
+    def _squares(self) -> torch.Tensor:
+        """Of each output: the sum of squares over this rank's inputs of the adapted matrix."""
+        assert self.lora_a is not None
+        assert self.lora_b is not None
+        base, scale = self._base, self.weights.scale
+        lora_a, lora_b = self.lora_a.to(base.device), self.lora_b.to(base.device)
+        is_embedding = self.target.kind is Kind.EMBEDDING
+        squares = []
+        for start in range(0, len(base), NORM_ROWS):
+            rows = slice(start, start + NORM_ROWS)
+            matrix = self._replaced_rows(rows)
+            matrix += scale * (lora_a[rows] @ lora_b if is_embedding else lora_b.t()[rows] @ lora_a)
+            squares.append(matrix.square().sum(0 if is_embedding else 1))
+        if not is_embedding:
+            return torch.cat(squares)
+        if self.target.adds_bias:
+            squares.append(self._adapted_new_rows().square().sum(0).to(base.device))
+        return torch.stack(squares).sum(0)
+
+    def _replaced_rows(self, rows: slice) -> torch.Tensor:
+        """Some rows of the base model's matrix, in float32, with those this adapter has in their place."""
+        matrix = self._base[rows].float()
+        if matrix.data_ptr() == self._base[rows].data_ptr():
+            matrix = matrix.clone()
+        mine = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
+        if bool(mine.any()):
+            matrix[self.row_ids[mine].to(matrix.device) - rows.start] = self.rows[mine].to(matrix.device)
+        return matrix
+
+    def _adapted_new_rows(self) -> torch.Tensor:
+        lora_a, lora_b, count = self.weights.lora_a, self.weights.lora_b, len(self.new_rows)
+        if lora_a is None or lora_b is None or count == 0:
+            return self.new_rows
+        if self.target.kind is Kind.EMBEDDING:
+            return self.new_rows + self.weights.scale * (lora_a[:, -count:].t() @ lora_b.t())
+        return self.new_rows + self.weights.scale * (lora_b[-count:] @ lora_a)
+
+    def _complete_new_rows(self) -> None:
+        """No row of the base model is under them, so that factors and magnitude can be part of them."""
+        rows, magnitude = self._adapted_new_rows(), self.weights.magnitude
+        if magnitude is not None and len(rows):
+            if self.target.kind is Kind.EMBEDDING:
+                assert self.factor is not None
+                rows = rows * self.factor
+            else:
+                rows = rows * self._ratio(magnitude[-len(rows) :], rows.norm(dim=1), "norm of an added row")[:, None]
+        self.new_rows = rows
+
+    def _find_shift(self) -> torch.Tensor | None:
+        """What turns the base model's output, multiplied by the factor, into the adapter's."""
+        target, weights = self.target, self.weights
+        if not target.adds_bias:
+            return None
+        old = None if target.bias is None else target.bias.float().cpu()
+        shift = None
+        if old is not None and (weights.bias is not None or self.factor is not None):
+            new = old if weights.bias is None else target.outputs.take(weights.bias, dim=0)
+            shift = new - old * (1 if self.factor is None else self.factor)
+        if weights.lora_bias is not None:
+            added = target.outputs.take(weights.lora_bias, dim=0) * weights.scale
+            shift = added if shift is None else shift + added
+        return shift
+
+
+def _resized(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows cut off, or rows of zeros added, to fit the base model's vocabulary."""
+    missing = size - len(x)
+    return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing > 0 else x[:size]

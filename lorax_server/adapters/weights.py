@@ -1,0 +1,225 @@
+"""An adapter's tensors, checked against the base model, one module at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from lorax_server.adapters.checkpoint import WEIGHTS_FILE, Part, assign_tensors, read_header
+from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.identity import identify
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.errors import AdapterError
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """What an adapter has at one module: whole, on the CPU, in float32."""
+
+    lora_a: torch.Tensor | None = None  # [rank, in]
+    lora_b: torch.Tensor | None = None  # [out, rank]
+    scale: float = 0.0
+    magnitude: torch.Tensor | None = None  # [out] of DoRA
+    lora_bias: torch.Tensor | None = None  # [out] scaled as the factors are
+    bias: torch.Tensor | None = None  # [out] in place of the base model's
+    weight: torch.Tensor | None = None  # in place of the base model's
+    token_ids: tuple[int, ...] = ()
+    token_rows: torch.Tensor | None = None  # [token ids, size] in place of those rows
+
+
+class AdapterWeights(Protocol):
+    """An adapter, or what several were merged into."""
+
+    name: str
+    vocab_size: int
+
+    @property
+    def modules(self) -> list[str]: ...
+
+    def load(self, module: str) -> ModuleWeights: ...
+
+
+class StoredAdapter:
+    """An adapter in a file. Opening it checks names and shapes; tensors are read when a module is loaded."""
+
+    def __init__(self, folder: Path, config: AdapterConfig, targets: Mapping[str, AdapterTarget]) -> None:
+        self.name = config.name
+        self.config = config
+        self.path = folder / WEIGHTS_FILE
+        self.tensors = read_header(self.path, self.name)
+        self._parts = assign_tensors(self.tensors, targets, self.name)
+        self._check_modules(targets)
+        self._share_tied_rows(targets)
+        self.vocab_size = self._find_vocab_size(targets)
+        for module, parts in self._parts.items():
+            self._check_parts(targets[module], parts)
+
+    @property
+    def modules(self) -> list[str]:
+        return list(self._parts)
+
+    def identify(self) -> str:
+        return identify(self.config, self.path, self.tensors)
+
+    def load(self, module: str) -> ModuleWeights:
+        parts = self._parts[module]
+        with safe_open(self.path, framework="pt") as file:
+            found = {part: self._read(file, key) for part, key in parts.items()}
+        lora_a, lora_b = found.get(Part.LORA_A), found.get(Part.LORA_B)
+        if lora_a is not None and lora_b is not None:
+            lora_a, lora_b = self._whole_factors(module, lora_a, lora_b)
+        return ModuleWeights(
+            lora_a=lora_a,
+            lora_b=lora_b,
+            scale=self.config.scale(module) if lora_a is not None else 0.0,
+            magnitude=found.get(Part.MAGNITUDE),
+            lora_bias=found.get(Part.LORA_BIAS),
+            bias=found.get(Part.BIAS),
+            weight=found.get(Part.WEIGHT),
+            token_ids=self._token_ids(module) if Part.TOKEN_ROWS in parts else (),
+            token_rows=found.get(Part.TOKEN_ROWS),
+        )
+
+    def _read(self, file: Any, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = file.get_tensor(key).float()
+        if not bool(tensor.isfinite().all()):
+            raise self._refuse(key, "has numbers that are not finite")
+        return tensor
+
+    def _whole_factors(
+        self, module: str, lora_a: torch.Tensor, lora_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """BD-LoRA stores only the blocks on the diagonal."""
+        blocks = self.config.block_diagonal
+        if blocks is not None and any(name in module for name in blocks.a):
+            lora_a = torch.block_diag(*lora_a.chunk(blocks.blocks))
+        elif blocks is not None and any(name in module for name in blocks.b):
+            lora_b = torch.block_diag(*lora_b.chunk(blocks.blocks))
+        return lora_a, lora_b
+
+    def _refuse(self, key: str, reason: str) -> AdapterError:
+        return AdapterError(f"adapter {self.name!r}: tensor {key!r} {reason}")
+
+    def _check_modules(self, targets: Mapping[str, AdapterTarget]) -> None:
+        """What the config targets must be in the file, and nothing else."""
+        for module, target in targets.items():
+            parts = self._parts.get(module, {})
+            wanted = self._is_target(target)
+            if wanted and Part.LORA_A not in parts and Part.LORA_B not in parts:
+                raise AdapterError(
+                    f"adapter {self.name!r}: module {module!r} is targeted but has no tensors in the file"
+                )
+            if wanted is False and (Part.LORA_A in parts or Part.LORA_B in parts):
+                raise AdapterError(
+                    f"adapter {self.name!r}: the file has factors for module {module!r}, which the config's "
+                    "target_modules, exclude_modules or layers_to_transform leave out"
+                )
+
+    def _is_target(self, target: AdapterTarget) -> bool | None:
+        if target.kind is Kind.NORM:
+            return False
+        if self.config.target_modules == "all-linear":
+            return target.kind is Kind.LINEAR
+        return self.config.is_target(target.name)
+
+    def _share_tied_rows(self, targets: Mapping[str, AdapterTarget]) -> None:
+        """One matrix serves as embedding and head of a tied model: what replaces its rows does so in both.
+
+        Not so `modules_to_save`, of which PEFT makes a copy for the one module.
+        """
+        embedding, head = _vocabulary_targets(targets)
+        if not _are_tied(embedding, head):
+            return
+        of_embedding, of_head = self._parts.get(embedding.name, {}), self._parts.get(head.name, {})
+        for giver, parts, taker in ((embedding, of_embedding, head), (head, of_head, embedding)):
+            saved = any(giver.name.endswith(name) for name in self.config.modules_to_save)
+            if Part.WEIGHT in parts and not saved:
+                self._parts.setdefault(taker.name, {}).setdefault(Part.WEIGHT, parts[Part.WEIGHT])
+        if Part.TOKEN_ROWS in of_embedding:
+            self._parts.setdefault(head.name, {}).setdefault(Part.TOKEN_ROWS, of_embedding[Part.TOKEN_ROWS])
+
+    def _find_vocab_size(self, targets: Mapping[str, AdapterTarget]) -> int:
+        """That of the base model, unless the adapter brings a head of another size."""
+        embedding, head = _vocabulary_targets(targets)
+        base = head.outputs.full
+        sizes = {target.name: self._vocab_size_at(target, base) for target in (embedding, head)}
+        if max(sizes.values()) > base and len(set(sizes.values())) != 1:
+            raise AdapterError(
+                f"adapter {self.name!r} adds tokens, but not to both embedding and head: it has "
+                + " and ".join(f"{size} rows at {name!r}" for name, size in sizes.items())
+            )
+        return sizes[head.name]
+
+    def _vocab_size_at(self, target: AdapterTarget, base: int) -> int:
+        parts = self._parts.get(target.name, {})
+        stored = self.tensors[parts[Part.WEIGHT]].shape[0] if Part.WEIGHT in parts else base
+        if Part.TOKEN_ROWS not in parts:
+            return stored
+        tokens = self._token_ids(target.name)
+        size = max(stored, 1 + max(tokens, default=0))
+        if not set(range(stored, size)) <= set(tokens):
+            raise self._refuse(parts[Part.TOKEN_ROWS], f"leaves out some of the tokens {stored} to {size - 1}")
+        return size
+
+    def _token_ids(self, module: str) -> tuple[int, ...]:
+        indices = self.config.token_indices
+        if not isinstance(indices, Mapping):
+            return indices
+        named = [ids for name, ids in indices.items() if module == name or module.endswith(f".{name}")]
+        # The head of a tied model follows the embedding, which is then the only one that is named.
+        return named[0] if named else next(iter(indices.values()))
+
+    def _check_parts(self, target: AdapterTarget, parts: Mapping[Part, str]) -> None:
+        if (Part.LORA_A in parts) != (Part.LORA_B in parts):
+            present = parts[Part.LORA_A if Part.LORA_A in parts else Part.LORA_B]
+            raise self._refuse(present, "has no counterpart: of lora_A and lora_B one is missing")
+        for wanted, part in ((self.config.use_dora, Part.MAGNITUDE), (self.config.lora_bias, Part.LORA_BIAS)):
+            if part in parts and not wanted:
+                raise self._refuse(parts[part], f"is there, though the config does not ask for {part.value}")
+            if wanted and Part.LORA_A in parts and part not in parts:
+                raise self._refuse(parts[Part.LORA_A], f"has no {part.value}, which the config asks for")
+        if Part.WEIGHT in parts and target.kind is Kind.LINEAR:
+            raise self._refuse(parts[Part.WEIGHT], "replaces a whole linear layer, which is not supported")
+        if Part.BIAS in parts and target.bias is None and target.adds_bias:
+            raise self._refuse(parts[Part.BIAS], "is a bias for a module that has none")
+        for part, key in parts.items():
+            shape, expected = self.tensors[key].shape, self._expected_shape(target, part)
+            if shape != expected:
+                raise self._refuse(key, f"has shape {shape}, but should have {expected} for this base model and config")
+
+    def _expected_shape(self, target: AdapterTarget, part: Part) -> tuple[int, ...]:
+        inputs, outputs = target.inputs.full, target.outputs.full
+        if target.kind is Kind.EMBEDDING:
+            inputs = self._vocab_size_at(target, inputs)
+        elif target.kind is Kind.HEAD:
+            outputs = self._vocab_size_at(target, outputs)
+        size = outputs if target.kind is Kind.EMBEDDING else inputs
+        rank, blocks = self.config.rank(target.name), self.config.block_diagonal
+        a_blocks = b_blocks = 1
+        if blocks is not None and any(name in target.name for name in blocks.a):
+            a_blocks = blocks.blocks
+        elif blocks is not None and any(name in target.name for name in blocks.b):
+            b_blocks = blocks.blocks
+        if part is Part.WEIGHT:
+            if target.kind is Kind.NORM:
+                return (outputs,)
+            return (inputs if target.kind is Kind.EMBEDDING else outputs, size)
+        return {
+            Part.LORA_A: (rank, inputs // a_blocks),
+            Part.LORA_B: (outputs, rank // b_blocks),
+            Part.TOKEN_ROWS: (len(self._token_ids(target.name)), size),
+        }.get(part, (outputs,))
+
+
+def _vocabulary_targets(targets: Mapping[str, AdapterTarget]) -> tuple[AdapterTarget, AdapterTarget]:
+    by_kind = {target.kind: target for target in targets.values()}
+    return by_kind[Kind.EMBEDDING], by_kind[Kind.HEAD]
+
+
+def _are_tied(embedding: AdapterTarget, head: AdapterTarget) -> bool:
+    assert embedding.weight is not None
+    assert head.weight is not None
+    return embedding.weight.data_ptr() == head.weight.data_ptr() and embedding.weight.numel() > 0
