@@ -29,7 +29,21 @@ def agreement(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
     return request.config.stash.setdefault(AGREEMENT, {})
 
 
+ADAPTER_SCORES = pytest.StashKey[dict[str, tuple[str, float]]]()
+
+
+@pytest.fixture(scope="session")
+def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float]]:
+    """By adapter: its kind, and the largest difference of logits to PEFT. Printed at the end."""
+    return request.config.stash.setdefault(ADAPTER_SCORES, {})
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    scores = config.stash.get(ADAPTER_SCORES, {})
+    if scores:
+        terminalreporter.section("largest difference of logits to PEFT, float32")
+        for name, (kind, difference) in scores.items():
+            terminalreporter.write_line(f"{name:30} {difference:.1e}   {kind}")
     found = config.stash.get(AGREEMENT, {})
     if not found:
         return

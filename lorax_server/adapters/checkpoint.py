@@ -45,7 +45,7 @@ PART_PATTERNS = (
     (Part.MAGNITUDE, r"\.lora_magnitude_vector(NAME)?(\.weight)?"),
     (Part.TOKEN_ROWS, r"(\.token_adapter)?\.trainable_tokens_delta(NAME)?"),
     (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # only for training
-    (Part.WEIGHT, r"(\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
+    (Part.WEIGHT, r"((\.token_adapter)?\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
     (Part.BIAS, r"(\.base_layer|\.modules_to_save(NAME)?)?\.bias"),
 )
 PATTERNS = tuple(
@@ -137,6 +137,8 @@ def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> di
                 "adapters cannot change"
             )
         parts = assigned.setdefault(module, {})
+        if part in parts and ".modules_to_save." in parts[part]:
+            del parts[part]  # PEFT writes the rows of a resized vocabulary a second time, and reads the other
         if part in parts:
             raise AdapterError(f"adapter {name!r}: tensors {parts[part]!r} and {key!r} are the same thing")
         parts[part] = key

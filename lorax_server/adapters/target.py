@@ -15,7 +15,7 @@ class Kind(Enum):
     NORM = "norm"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AdapterTarget:
     """A module of the base model, known by its name in transformers, and the part of it that this rank holds.
 

@@ -107,7 +107,7 @@ class StoredAdapter:
         """What the config targets must be in the file, and nothing else."""
         for module, target in targets.items():
             parts = self._parts.get(module, {})
-            wanted = self._is_target(target)
+            wanted = self._is_target(target, targets)
             if wanted and Part.LORA_A not in parts and Part.LORA_B not in parts:
                 raise AdapterError(
                     f"adapter {self.name!r}: module {module!r} is targeted but has no tensors in the file"
@@ -118,11 +118,15 @@ class StoredAdapter:
                     "target_modules, exclude_modules or layers_to_transform leave out"
                 )
 
-    def _is_target(self, target: AdapterTarget) -> bool | None:
+    def _is_target(self, target: AdapterTarget, targets: Mapping[str, AdapterTarget]) -> bool | None:
         if target.kind is Kind.NORM:
             return False
         if self.config.target_modules == "all-linear":
             return target.kind is Kind.LINEAR
+        embedding, head = _vocabulary_targets(targets)
+        if self.config.ensure_weight_tying and target in (embedding, head) and _are_tied(embedding, head):
+            # PEFT adapts both as soon as one is targeted.
+            return any(self.config.is_target(module.name) for module in (embedding, head))
         return self.config.is_target(target.name)
 
     def _share_tied_rows(self, targets: Mapping[str, AdapterTarget]) -> None:

@@ -73,7 +73,7 @@ def resize_scores(
     used = [sizes[adapter] for adapter in adapter_data.meta.segment_indices]
     if all(size == vocab_size for size in used):
         return logits
-    logits = F.pad(logits, (0, max(0, *used) - vocab_size), value=-torch.inf)
+    logits = F.pad(logits, (0, max(vocab_size, *used) - vocab_size), value=-torch.inf)
     for tokens, adapter, found in adapter_data.runs(target.name):
         if len(found.new_rows):
             logits[tokens, vocab_size : vocab_size + len(found.new_rows)] = x[tokens] @ found.new_rows.t()

@@ -1,0 +1,322 @@
+"""The adapters we are compared with PEFT on, by name: a base model, a config, and how PEFT comes to write it."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import (
+    EvaConfig,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, MontecloraConfig, VeloraConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.utils.loftq_utils import _low_rank_decomposition
+
+from tests.parity.variants import VOCAB, make_oracle
+
+ATTENTION = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt2": ["c_attn", "attn.c_proj"],
+    "neox": ["query_key_value", "attention.dense"],
+    "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
+}
+ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3"), ATTENTION["llama"])
+EMBEDDING = {"gpt2": "wte", "neox": "embed_in", "opt": "embed_tokens"}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    base: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    vocab: int = VOCAB
+    make: Callable[[Any, "Case", Path], None] | None = None
+    """How PEFT writes it, where that is more than training and saving."""
+
+    @property
+    def config(self) -> LoraConfig:
+        family = self.base.split("-")[0]
+        settings = {"r": 8, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
+        return LoraConfig(**settings | {"fan_in_fan_out": family == "gpt2"} | self.settings)
+
+    def base_model(self) -> Any:
+        """The base model as PEFT needs it, with as many tokens as the adapter was trained with."""
+        model = make_oracle(self.base)
+        if self.vocab != VOCAB:
+            torch.manual_seed(5)
+            model.resize_token_embeddings(self.vocab, mean_resizing=False)
+        return model
+
+    def write(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT explains what it is doing
+            (self.make or train_and_save)(self.base_model(), self, folder)
+
+    def oracle(self, folder: Path) -> Any:
+        """The adapter as PEFT loads it, on a fresh base model."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return PeftModel.from_pretrained(self.base_model(), folder).eval().get_base_model()
+
+
+def train_and_save(model: Any, case: Case, folder: Path) -> None:
+    peft_model = get_peft_model(model, case.config)
+    randomize(peft_model)
+    # Trained rows must be kept even where PEFT, offline, cannot see that the vocabulary has changed.
+    peft_model.save_pretrained(folder, save_embedding_layers=True if case.vocab != VOCAB else "auto")
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """As if trained: every parameter of the adapter is random and none is zero."""
+    torch.manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
+        elif "lora_" in name:
+            parameter.normal_(0, 0.3 if min(parameter.shape) < 32 else 0.05)
+        elif parameter.requires_grad or "modules_to_save" in name or "trainable_tokens" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        elif name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight")) and len(parameter) != VOCAB:
+            parameter[min(VOCAB, len(parameter)) :].normal_(0, 0.3)
+
+
+def save_converted(model: Any, case: Case, folder: Path) -> None:
+    """PiSSA and its like change the base model; PEFT turns what they learn into an adapter of the unchanged one."""
+    config = case.config
+    if config.init_lora_weights == "corda":
+        run = lambda: model(torch.arange(3, 90)[None])  # noqa: E731
+        preprocess_corda(model, config, run_model=run, hooked_model=None)
+    peft_model = get_peft_model(model, config)
+    peft_model.peft_config["default"].init_lora_weights = True
+    peft_model.save_pretrained(folder / "initial")
+    add_noise(peft_model)
+    peft_model.save_pretrained(folder, path_initial_model_for_weight_conversion=str(folder / "initial"))
+
+
+def save_loftq(model: Any, case: Case, folder: Path) -> None:
+    """LoftQ quantizes with bitsandbytes on a GPU, for which coarse rounding stands in; the rest is PEFT's."""
+
+    def quantize(weight: torch.Tensor, num_bits: int, reduced_rank: int, num_iter: int) -> tuple[torch.Tensor, ...]:
+        step = weight.abs().max() / 2 ** (num_bits - 1)
+        rounded = (weight / step).round() * step
+        factors = _low_rank_decomposition(weight - rounded, reduced_rank=reduced_rank)
+        return rounded, factors["R"], factors["L"]
+
+    with mock.patch("peft.tuners.lora.layer.loftq_init", quantize):
+        save_converted(model, case, folder)
+
+
+@torch.no_grad()
+def add_noise(model: Any) -> None:
+    torch.manual_seed(8)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def save_eva(model: Any, case: Case, folder: Path) -> None:
+    """EVA gives every module a rank of its own."""
+    peft_model = get_peft_model(model, case.config)
+    batches = [{"input_ids": torch.randint(3, VOCAB, (4, 16))} for _ in range(4)]
+    initialize_lora_eva_weights(peft_model, batches, show_progress_bar=False)
+    randomize(peft_model)
+    peft_model.save_pretrained(folder)
+
+
+def on(family: str, *names: str) -> dict[str, Any]:
+    return {"target_modules": list(names) or ATTENTION[family]}
+
+
+LAYER_1_V = r".*\.1\..*(v_proj|c_attn|query_key_value)"
+CASES = {
+    # What differs in kind, on Llama.
+    "plain": Case("LoRA", "llama-gqa"),
+    "rslora": Case("rsLoRA", "llama-gqa", {"use_rslora": True, "lora_alpha": 3}),
+    "rank-pattern": Case(
+        "rank_pattern", "llama-gqa", {"rank_pattern": {"q_proj": 3, r"layers\.1\.self_attn\.v_proj": 20}}
+    ),
+    "alpha-pattern": Case(
+        "alpha_pattern", "llama-gqa", {"alpha_pattern": {"^model.layers.0.self_attn.k_proj": 50, "v_proj": 1}}
+    ),
+    "both-patterns-rslora": Case(
+        "rank_pattern, alpha_pattern and rsLoRA together",
+        "llama-gqa",
+        {"rank_pattern": {"[qk]_proj": 5}, "alpha_pattern": {"layers.2.*q_proj": 1}, "use_rslora": True, "lora_alpha": 3},
+    ),
+    "layers-to-transform": Case("layers_to_transform", "llama-gqa", {"layers_to_transform": [0, 2]}),
+    "layers-pattern": Case("layers_pattern", "llama-gqa", {"layers_to_transform": 1, "layers_pattern": "layers"}),
+    "all-linear": Case("target_modules = all-linear", "llama-gqa", {"target_modules": "all-linear"}),
+    "regex": Case("target_modules as a regex", "llama-gqa", {"target_modules": r".*layers\.[02]\..*(gate|up)_proj"}),
+    "exclude": Case("exclude_modules", "llama-gqa", {"exclude_modules": r".*layers\.1\..*"}),
+    "one-module": Case("one module of one layer", "llama-gqa", {"target_modules": LAYER_1_V}),
+    "lm-head": Case("LoRA on the head", "llama-gqa", on("llama", "q_proj", "lm_head")),
+    "embedding": Case("LoRA on the embedding", "llama-gqa", on("llama", "v_proj", "embed_tokens")),
+    "embedding-and-head": Case("LoRA on embedding and head", "llama-gqa", on("llama", "embed_tokens", "lm_head")),
+    "tied-head-only": Case("LoRA on the head of a tied model", "llama-tied-head", on("llama", "lm_head", "q_proj")),
+    "tied-embedding-only": Case(
+        "LoRA on the embedding of a tied model", "llama-tied-head", on("llama", "embed_tokens")
+    ),
+    "weight-tying": Case(
+        "ensure_weight_tying", "llama-tied-head", on("llama", "embed_tokens", "v_proj") | {"ensure_weight_tying": True}
+    ),
+    "saved-head": Case("modules_to_save: head", "llama-gqa", {"modules_to_save": ["lm_head"]}),
+    "saved-embedding": Case("modules_to_save: embedding", "llama-gqa", {"modules_to_save": ["embed_tokens"]}),
+    "saved-both": Case("modules_to_save: both", "llama-gqa", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "saved-tied-head": Case(
+        "modules_to_save: head of a tied model", "llama-tied-head", {"modules_to_save": ["lm_head"]}
+    ),
+    "saved-tied-embedding": Case(
+        "modules_to_save: embedding of a tied model", "llama-tied-head", {"modules_to_save": ["embed_tokens"]}
+    ),
+    "saved-weight-tying": Case(
+        "modules_to_save with ensure_weight_tying",
+        "llama-tied-head",
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "saved-norms": Case("modules_to_save: norms", "llama-gqa", {"modules_to_save": ["input_layernorm", "model.norm"]}),
+    "tokens": Case("trainable_token_indices", "llama-gqa", {"trainable_token_indices": [5, 90, 17]}),
+    "tokens-of-both": Case(
+        "trainable_token_indices by module",
+        "llama-gqa",
+        {"trainable_token_indices": {"embed_tokens": [5, 17], "lm_head": [6, 90, 5]}},
+    ),
+    "tokens-tied": Case(
+        "trainable_token_indices of a tied model", "llama-tied-head", {"trainable_token_indices": [8, 3]}
+    ),
+    "added-tokens": Case("added tokens", "llama-gqa", vocab=VOCAB + 5),
+    "added-tokens-tied": Case("added tokens of a tied model", "llama-tied-head", vocab=VOCAB + 3),
+    "added-tokens-lora": Case(
+        "added tokens with LoRA on embedding and head",
+        "llama-gqa",
+        on("llama", "embed_tokens", "lm_head", "q_proj"),
+        vocab=VOCAB + 4,
+    ),
+    "added-tokens-dora": Case(
+        "added tokens with DoRA on embedding and head",
+        "llama-gqa",
+        on("llama", "embed_tokens", "lm_head") | {"use_dora": True},
+        vocab=VOCAB + 4,
+    ),
+    "added-tokens-saved": Case(
+        "added tokens with modules_to_save",
+        "llama-gqa",
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        vocab=VOCAB + 2,
+    ),
+    "added-tokens-trained": Case(
+        "added tokens with trainable_token_indices",
+        "llama-tied-head",
+        {"trainable_token_indices": [VOCAB, VOCAB + 1, 4]},
+        vocab=VOCAB + 2,
+    ),
+    "fewer-tokens": Case("a smaller vocabulary", "llama-gqa", vocab=VOCAB - 6),
+    "fewer-tokens-lora": Case(
+        "a smaller vocabulary with LoRA on embedding and head",
+        "llama-gqa",
+        on("llama", "embed_tokens", "lm_head"),
+        vocab=VOCAB - 6,
+    ),
+    "lora-bias": Case("lora_bias", "llama-attention-bias", {"lora_bias": True}),
+    "lora-bias-without-base-bias": Case("lora_bias where the base has no bias", "llama-gqa", {"lora_bias": True}),
+    "bias-all": Case("bias = all", "llama-attention-bias", {"bias": "all"}),
+    "bias-lora-only": Case("bias = lora_only", "llama-attention-bias", on("llama", "q_proj") | {"bias": "lora_only"}),
+    "dora": Case("DoRA", "llama-gqa", {"use_dora": True}),
+    "dora-biased-base": Case("DoRA on biased layers", "llama-attention-bias", {"use_dora": True}),
+    "dora-bias-all": Case("DoRA with bias = all", "llama-attention-bias", {"use_dora": True, "bias": "all"}),
+    "dora-rslora-patterns": Case(
+        "DoRA with rsLoRA and rank_pattern",
+        "llama-gqa",
+        {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 2}, "target_modules": "all-linear"},
+    ),
+    "dora-embedding": Case("DoRA on the embedding", "llama-gqa", on("llama", "embed_tokens") | {"use_dora": True}),
+    "dora-head": Case("DoRA on the head", "llama-gqa", on("llama", "lm_head", "up_proj") | {"use_dora": True}),
+    "gaussian": Case("init gaussian", "llama-gqa", {"init_lora_weights": "gaussian"}),
+    "orthogonal": Case("init orthogonal", "llama-gqa", {"init_lora_weights": "orthogonal"}),
+    "random-init": Case("init random", "llama-gqa", {"init_lora_weights": False}),
+    "mica": Case("init MiCA", "llama-gqa", {"init_lora_weights": "mica"}),
+    "eva": Case(
+        "init EVA with a rank for each module",
+        "llama-gqa",
+        {"init_lora_weights": "eva", "eva_config": EvaConfig(rho=2.0)},
+        make=save_eva,
+    ),
+    "pissa-converted": Case("PiSSA, converted", "llama-gqa", {"init_lora_weights": "pissa"}, make=save_converted),
+    "pissa-fast-converted": Case(
+        "PiSSA by fast SVD, converted", "llama-gqa", {"init_lora_weights": "pissa_niter_4"}, make=save_converted
+    ),
+    "olora-converted": Case("OLoRA, converted", "llama-gqa", {"init_lora_weights": "olora"}, make=save_converted),
+    "corda-converted": Case(
+        "CorDA, converted",
+        "llama-gqa",
+        {"init_lora_weights": "corda", "corda_config": CordaConfig(corda_method="ipm")},
+        make=save_converted,
+    ),
+    "loftq-converted": Case(
+        "LoftQ, converted",
+        "llama-gqa",
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+        make=save_loftq,
+    ),
+    "velora": Case("VeLoRA", "llama-gqa", {"velora_config": VeloraConfig(num_groups=4)}),
+    "monteclora": Case("MonteCLoRA", "llama-gqa", {"monteclora_config": MontecloraConfig(num_samples=4)}),
+    "bd-lora": Case(
+        "BD-LoRA",
+        "llama-mha",
+        {
+            "use_bdlora": BdLoraConfig(
+                target_modules_bd_a=["o_proj"], target_modules_bd_b=["q_proj", "k_proj", "v_proj"], nblocks=2
+            )
+        },
+    ),
+    "everything": Case(
+        "many at once",
+        "llama-attention-bias",
+        {
+            "target_modules": "all-linear",
+            "use_dora": True,
+            "use_rslora": True,
+            "rank_pattern": {r"layers\.2\.mlp\.down_proj": 31},
+            "alpha_pattern": {"o_proj": 2},
+            "bias": "all",
+            "modules_to_save": ["lm_head", "embed_tokens", "model.norm"],
+        },
+        vocab=VOCAB + 3,
+    ),
+    # Ranks that divide nothing, and large ones.
+    **{f"rank-{rank}": Case("LoRA", "llama-gqa", {"r": rank, "lora_alpha": 3}) for rank in (1, 7, 33, 128, 512)},
+}
+# The other architectures, each with what its matrices make different.
+for family, base, saved in (
+    ("mistral", "mistral-window", "lm_head"),
+    ("qwen2", "qwen2-bias", "lm_head"),
+    ("qwen3", "qwen3-head-norm", "lm_head"),
+    ("gpt2", "gpt2", "lm_head"),
+    ("neox", "neox-parallel", "lm_head"),
+    ("opt", "opt-pre-norm", "lm_head"),
+):
+    embedding = EMBEDDING.get(family, "embed_tokens")
+    CASES |= {
+        f"{family}-all-linear": Case("LoRA", base, {"target_modules": "all-linear"}),
+        f"{family}-dora": Case("DoRA", base, {"target_modules": "all-linear", "use_dora": True}),
+        f"{family}-bias-all": Case("bias = all", base, {"bias": "all"}),
+        f"{family}-one-module": Case("one module of one layer", base, {"target_modules": LAYER_1_V}),
+        f"{family}-embedding-and-head": Case(
+            "LoRA on embedding and head", base, {"target_modules": [embedding, "lm_head"], "use_rslora": True}
+        ),
+        f"{family}-saved": Case("modules_to_save: both", base, {"modules_to_save": [saved, embedding]}),
+        f"{family}-tokens": Case("trainable_token_indices", base, {"trainable_token_indices": [9, 4]}),
+        f"{family}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
+    }
+CASES["opt-projection"] = Case(
+    "LoRA on projections around the layers", "opt-projection", {"target_modules": "all-linear"}
+)
+CASES["gpt2-untied-saved"] = Case("modules_to_save: head", "gpt2-untied-head", {"modules_to_save": ["lm_head"]})
+CASES["neox-saved-norms"] = Case("modules_to_save: norms", "neox-parallel", {"modules_to_save": ["final_layer_norm"]})

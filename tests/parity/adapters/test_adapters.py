@@ -1,0 +1,47 @@
+"""Every kind of adapter, alone, against PEFT."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.paged import PagedDriver
+from tests.parity.adapters.cases import CASES
+from tests.parity.adapters.served import load_adapters, make_model
+from tests.parity.oracle import oracle_greedy, oracle_logits
+from tests.parity.variants import VOCAB
+
+PROMPT_LENGTH, STEPS = 11, 8
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_and_text_are_those_of_peft(
+    name: str, tmp_path: Path, device: torch.device, adapter_scores: dict[str, tuple[str, float]]
+) -> None:
+    case = CASES[name]
+    case.write(tmp_path)
+    oracle = case.oracle(tmp_path).to(device)
+    model = make_model(case.base, device)
+    arena = load_adapters(model, [tmp_path], device)
+    ids = torch.randint(3, min(VOCAB, case.vocab), (PROMPT_LENGTH + STEPS,)).tolist()
+    ids[2] = ids[PROMPT_LENGTH + 2] = case.vocab - 1  # the last of the added tokens, where there are any
+
+    expected = oracle_logits(oracle, ids, PROMPT_LENGTH, {})
+    driver = PagedDriver(model)
+    seq = driver.add(1, PROMPT_LENGTH)
+    feeds = [ids[:PROMPT_LENGTH], *([token] for token in ids[PROMPT_LENGTH:])]
+    logits = torch.cat([driver.forward([(seq, feed)], arena)[0] for feed in feeds])
+
+    assert expected.shape[1] == case.vocab
+    assert logits.shape[1] == max(case.vocab, VOCAB)
+    assert (logits[:, case.vocab :] == -torch.inf).all()
+    difference = float((logits[:, : case.vocab] - expected).abs().max())
+    adapter_scores[name] = (case.kind, difference)
+    assert difference < TOLERANCE
+    text = oracle_greedy(oracle, ids[:PROMPT_LENGTH], 12, {})
+    assert driver.greedy(ids[:PROMPT_LENGTH], 12, arena, adapter=1)[: len(text)] == text
+
+    # The adapter does something, so that the comparison means something.
+    base = driver.forward([(driver.add(0), ids[:2])], arena)[0][:, :VOCAB]
+    assert (base[:, : case.vocab] - expected[:2, :VOCAB]).abs().max() > 0.01
