@@ -14,6 +14,9 @@ from lorax_server.adapters.identity import identify
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError
 
+# Besides factors, the weight that PEFT writes beside factors of an embedding or head, which is the base model's.
+MERGEABLE_PARTS = (Part.LORA_A, Part.LORA_B, Part.WEIGHT)
+
 
 @dataclass(frozen=True)
 class ModuleWeights:
@@ -41,6 +44,10 @@ class AdapterWeights(Protocol):
 
     def load(self, module: str) -> ModuleWeights: ...
 
+    def find_extra(self) -> str | None:
+        """Something it has that is not a pair of factors, in words; such adapters cannot be merged."""
+        ...
+
 
 class StoredAdapter:
     """An adapter in a file. Opening it checks names and shapes; tensors are read when a module is loaded."""
@@ -63,6 +70,12 @@ class StoredAdapter:
 
     def identify(self) -> str:
         return identify(self.config, self.path, self.tensors)
+
+    def find_extra(self) -> str | None:
+        if self.config.modules_to_save:
+            return f"modules_to_save = {list(self.config.modules_to_save)}"
+        keys = (key for parts in self._parts.values() for part, key in parts.items() if part not in MERGEABLE_PARTS)
+        return next((f"such as {key!r}" for key in keys), None)
 
     def load(self, module: str) -> ModuleWeights:
         parts = self._parts[module]

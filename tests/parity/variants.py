@@ -197,12 +197,12 @@ LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope"
 
 
 @torch.no_grad()
-def make_oracle(name: str) -> Any:
+def make_oracle(name: str, spread: float = 0.3) -> Any:
     """The variant in transformers, every parameter random: no bias is zero and no norm is one, as they start out."""
     torch.manual_seed(sum(name.encode()))
     model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.3)
+        parameter.normal_(0, spread)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):
             parameter.add_(1)  # a norm's weight
     return model

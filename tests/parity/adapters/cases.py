@@ -37,18 +37,20 @@ class Case:
     base: str
     settings: dict[str, Any] = field(default_factory=dict)
     vocab: int = VOCAB
+    spread: float = 0.3
+    """Of the base model's weights."""
     make: Callable[[Any, "Case", Path], None] | None = None
     """How PEFT writes it, where that is more than training and saving."""
 
     @property
     def config(self) -> LoraConfig:
-        family = self.base.split("-")[0]
+        family = self.base.split("-", maxsplit=1)[0]
         settings = {"r": 8, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
         return LoraConfig(**settings | {"fan_in_fan_out": family == "gpt2"} | self.settings)
 
     def base_model(self) -> Any:
         """The base model as PEFT needs it, with as many tokens as the adapter was trained with."""
-        model = make_oracle(self.base)
+        model = make_oracle(self.base, self.spread)
         if self.vocab != VOCAB:
             torch.manual_seed(5)
             model.resize_token_embeddings(self.vocab, mean_resizing=False)
@@ -91,6 +93,8 @@ def randomize(model: Any) -> None:
 def save_converted(model: Any, case: Case, folder: Path) -> None:
     """PiSSA and its like change the base model; PEFT turns what they learn into an adapter of the unchanged one."""
     config = case.config
+    if config.loftq_config:
+        config.init_lora_weights = "loftq"  # set from the start, PEFT would ask for scipy, which it does not use
     if config.init_lora_weights == "corda":
         run = lambda: model(torch.arange(3, 90)[None])  # noqa: E731
         preprocess_corda(model, config, run_model=run, hooked_model=None)
@@ -149,7 +153,12 @@ CASES = {
     "both-patterns-rslora": Case(
         "rank_pattern, alpha_pattern and rsLoRA together",
         "llama-gqa",
-        {"rank_pattern": {"[qk]_proj": 5}, "alpha_pattern": {"layers.2.*q_proj": 1}, "use_rslora": True, "lora_alpha": 3},
+        {
+            "rank_pattern": {"[qk]_proj": 5},
+            "alpha_pattern": {"layers.2.*q_proj": 1},
+            "use_rslora": True,
+            "lora_alpha": 3,
+        },
     ),
     "layers-to-transform": Case("layers_to_transform", "llama-gqa", {"layers_to_transform": [0, 2]}),
     "layers-pattern": Case("layers_pattern", "llama-gqa", {"layers_to_transform": 1, "layers_pattern": "layers"}),
@@ -262,7 +271,7 @@ CASES = {
     "loftq-converted": Case(
         "LoftQ, converted",
         "llama-gqa",
-        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+        {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
         make=save_loftq,
     ),
     "velora": Case("VeLoRA", "llama-gqa", {"velora_config": VeloraConfig(num_groups=4)}),

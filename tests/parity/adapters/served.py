@@ -19,8 +19,10 @@ from tests.lora import fill_arena
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 
-def make_model(base: str, device: torch.device, group: ProcessGroup | None = None) -> PagedCausalLM:
-    tensors = checkpoint(base, make_oracle(base))
+def make_model(
+    base: str, device: torch.device, group: ProcessGroup | None = None, spread: float = 0.3
+) -> PagedCausalLM:
+    tensors = checkpoint(base, make_oracle(base, spread))
     return build_model(VARIANTS[base].config(), make_weights(tensors, device, group))
 
 
