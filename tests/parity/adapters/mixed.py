@@ -10,11 +10,14 @@ NORM = {"gpt2": "ln_1", "neox": "input_layernorm", "opt": "self_attn_layer_norm"
 
 
 # Of the base model's weights: small, because a batch is compared to five digits, and rounding grows layer by layer.
-SPREAD = 0.15
+SPREAD = 0.12
 
 
 def mixed_cases(base: str) -> list[Case]:
-    return [replace(case, spread=SPREAD) for case in _cases(base)]
+    return [
+        replace(case, spread=SPREAD, settings=case.settings | {"lora_alpha": case.settings.get("r", 8) * 0.4})
+        for case in _cases(base)
+    ]
 
 
 def _cases(base: str) -> list[Case]:
@@ -23,8 +26,8 @@ def _cases(base: str) -> list[Case]:
     norm, both = NORM.get(family, "input_layernorm"), {"target_modules": [embedding, "lm_head"]}
     return [
         Case("LoRA", base),
-        Case("rsLoRA", base, {"use_rslora": True, "lora_alpha": 3}),
-        Case("rank_pattern", base, {"rank_pattern": {attention[0]: 3}, "lora_alpha": 4}),
+        Case("rsLoRA", base, {"use_rslora": True}),
+        Case("rank_pattern", base, {"rank_pattern": {attention[0]: 3}}),
         Case("alpha_pattern", base, {"alpha_pattern": {attention[-1]: 1}}),
         Case("layers_to_transform", base, {"layers_to_transform": [0, 2]}),
         Case("all-linear", base, {"target_modules": "all-linear", "r": 16}),
@@ -42,8 +45,8 @@ def _cases(base: str) -> list[Case]:
         Case("DoRA", base, {"target_modules": "all-linear", "use_dora": True}),
         Case("bias", base, {"bias": "all"}),
         Case("LoRA bias", base, {"lora_bias": True}),
-        Case("rank 1", base, {"r": 1, "lora_alpha": 1}),
-        Case("rank 33", base, {"r": 33, "lora_alpha": 3}),
+        Case("rank 1", base, {"r": 1}),
+        Case("rank 33", base, {"r": 33}),
     ]
 
 
