@@ -5,7 +5,6 @@ allocated. Tensors are named as PEFT names them, today and in older versions: mo
 name or have a wrapper's in front, and the name of the adapter may stand in the middle.
 """
 
-import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import regex
 
+from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
@@ -74,22 +74,13 @@ def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
                     f"adapter {name!r}: {path.name} is not a safetensors file (its header would have {length} of "
                     f"{size} bytes); other formats are never opened"
                 )
-            header = json.loads(file.read(length), object_pairs_hook=_refuse_duplicates)
-    except (OSError, ValueError, RecursionError) as error:
+            header = parse_json(file.read(length))
+    except (OSError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: {path.name} cannot be read as safetensors: {error}") from error
-    if not isinstance(header, dict):
-        raise AdapterError(f"adapter {name!r}: the header of {path.name} is not an object")
     header.pop("__metadata__", None)
     tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
 
 
 def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:

@@ -1,0 +1,1 @@
+"""The places adapters come from, a file for each."""

@@ -1,0 +1,228 @@
+"""Adapters from a HuggingFace hub, kept in the layout of huggingface_hub's cache.
+
+The cache's layout and the rules for names are huggingface_hub's. The requests are our own: its functions send one
+to huggingface.co for telemetry, wait for minutes when a server hangs, share cookies between callers, and throw an
+interrupted download away (version 2.4).
+"""
+
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but imported lazily
+
+from lorax_server.adapters.checkpoint import CONFIG_FILE
+from lorax_server.adapters.source import KNOWN_FILES, AdapterFiles, read_model_type
+from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
+
+REVISION = re.compile(r"(?!.*(\.\.|//))[A-Za-z0-9][\w./-]*", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class HubSource:
+    """Repositories of a hub. A name is `owner/name` or `owner/name@revision`.
+
+    The request's token is used, else the configured one, else none; never one that lies around on the machine.
+    Offline, no request is made and whatever is in the cache may be used by everyone.
+    """
+
+    kind = "hub"
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        endpoint: str | None = None,
+        token: str | None = None,
+        offline: bool = False,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._cache_dir = cache_dir
+        self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self._token = token
+        self._offline = offline
+        self._timeout_s = timeout_s
+        self._tls = httpx2.create_ssl_context()
+
+    def authorize(self, name: str, token: str | None) -> None:
+        """Opens a file, for anybody may see the list of files of a gated repository."""
+        repo, revision = _parse(name)
+        if self._offline:
+            return
+        url = self._file_url(repo, revision, CONFIG_FILE)
+        with self._client(token) as client, _asking(name), client.stream("GET", url) as response:
+            # Without this file it is no adapter, which is for `find` to tell.
+            if (response.status_code, response.headers.get("x-error-code")) != (404, "EntryNotFound"):
+                _check_status(response, name)
+
+    def find(self, name: str, token: str | None) -> AdapterFiles:
+        repo, revision = _parse(name)
+        if self._offline:
+            return self._find_cached(name)
+        files = _read_info(repo, self._info(name, token))
+        if not COMMIT.fullmatch(revision):
+            self._remember(repo, revision, files.version)
+        return files
+
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+        folder = self._repo_folder(files.name) / "snapshots" / files.version
+        with self._client(token) as client:
+            for file in wanted:
+                if not is_complete(folder / file, files.sizes[file]):
+                    blob = self._download(files, file, client)
+                    _link(folder / file, blob, files.name)
+        return folder
+
+    def base_model_type(self, name: str, token: str | None) -> str | None:
+        """Asks for the description first: of a gated model everybody may read that, but not its files."""
+        try:
+            config = None if self._offline else self._info(name, token).get("config")
+        except AdapterError:
+            return None
+        described = config.get("model_type") if isinstance(config, dict) else None
+        return described if isinstance(described, str) else read_model_type(self, name, token)
+
+    def _info(self, name: str, token: str | None) -> Mapping[str, Any]:
+        repo, revision = _parse(name)
+        url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
+        with self._client(token) as client, _asking(name):
+            response = client.get(url, params={"blobs": "true"})
+            _check_status(response, name)
+        try:
+            info = response.json()
+        except ValueError as error:
+            raise _not_a_hub(name) from error
+        if not isinstance(info, dict):
+            raise _not_a_hub(name)
+        return info
+
+    def _find_cached(self, name: str) -> AdapterFiles:
+        repo, revision = _parse(name)
+        found = {file: try_to_load_from_cache(repo, file, self._cache_dir, revision) for file in KNOWN_FILES}
+        paths = {file: Path(path) for file, path in found.items() if isinstance(path, str)}
+        if not paths:
+            raise AdapterNotFoundError(f"adapter {name!r}: it is not in the cache, and the server is offline")
+        commit = next(iter(paths.values())).parent.name
+        return AdapterFiles(self.kind, repo, commit, {file: path.stat().st_size for file, path in paths.items()})
+
+    def _remember(self, repo: str, revision: str, commit: str) -> None:
+        """Note what a branch points at, for when we are offline. Serving does not depend on it."""
+        path = self._repo_folder(repo) / "refs" / revision
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(commit)
+
+    def _download(self, files: AdapterFiles, file: str, client: httpx2.Client) -> Path:
+        size, digest = files.sizes[file], files.tags[file]
+        blob = self._repo_folder(files.name) / "blobs" / digest
+        url = self._file_url(files.name, files.version, file)
+        open_at = partial(_open, client, url, files.name)
+        is_right = partial(_is_right, size=size, digest=digest)
+        download(Download(f"adapter {files.name!r}: {file}", blob, size, is_right, open_at, self._timeout_s))
+        return blob
+
+    def _client(self, token: str | None) -> httpx2.Client:
+        # No client is shared: cookies of one caller must not speak for another.
+        headers = {"user-agent": "lorax_server", "accept-encoding": "identity"}
+        if bearer := token or self._token:
+            headers["authorization"] = f"Bearer {bearer}"
+        return httpx2.Client(headers=headers, timeout=self._timeout_s, follow_redirects=True, verify=self._tls)
+
+    def _file_url(self, repo: str, revision: str, file: str) -> str:
+        return f"{self._endpoint}/{repo}/resolve/{quote(revision, safe='')}/{file}"
+
+    def _repo_folder(self, repo: str) -> Path:
+        return self._cache_dir / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+def _parse(name: str) -> tuple[str, str]:
+    repo, at, revision = name.partition("@")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        repo = ""
+    if not repo or (at and not REVISION.fullmatch(revision)):
+        raise AdapterNotFoundError(f"adapter {name!r}: a hub's names look like owner/name or owner/name@revision")
+    return repo, revision or constants.DEFAULT_REVISION
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        reason = type(error).__name__
+        raise SourceError(f"adapter {name!r}: the hub cannot be reached ({reason}); try again later") from error
+
+
+def _check_status(response: httpx2.Response, name: str) -> None:
+    status = response.status_code
+    if status in (401, 403):
+        raise AdapterAccessError(
+            f"adapter {name!r}: the hub refuses it ({status}); it may be private, gated or not exist. Check the name, "
+            "or give a token that may read it"
+        )
+    if status == 404:
+        raise AdapterNotFoundError(
+            f"adapter {name!r}: the hub has no such repository, revision or file; check the name"
+        )
+    if not response.is_success:
+        raise SourceError(f"adapter {name!r}: the hub answers with status {status}; try again later")
+
+
+def _not_a_hub(name: str) -> SourceError:
+    return SourceError(f"adapter {name!r}: what answers is not a hub; check the server's hub endpoint")
+
+
+def _read_info(repo: str, info: Mapping[str, Any]) -> AdapterFiles:
+    """What a hub says of a repository, checked: commit and digests become parts of paths."""
+    sizes: dict[str, int] = {}
+    digests: dict[str, str] = {}
+    try:
+        for sibling in info["siblings"]:
+            file, large = sibling["rfilename"], sibling.get("lfs")
+            if file in KNOWN_FILES:
+                sizes[file] = int((large or sibling)["size"])
+                digests[file] = large["sha256"] if large else sibling["blobId"]
+        is_right = COMMIT.fullmatch(info["sha"]) and all(map(DIGEST.fullmatch, digests.values()))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _not_a_hub(repo) from error
+    if not is_right or any(size < 0 for size in sizes.values()):
+        raise _not_a_hub(repo)
+    return AdapterFiles(HubSource.kind, repo, info["sha"], sizes, digests)
+
+
+@contextmanager
+def _open(client: httpx2.Client, url: str, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+    headers = {"range": f"bytes={offset}-"} if offset else {}
+    with _asking(name), client.stream("GET", url, headers=headers) as response:
+        _check_status(response, name)
+        # A server need not know ranges; then all of the file comes again.
+        yield offset if response.status_code == 206 else 0, response.iter_raw()
+
+
+def _is_right(path: Path, size: int, digest: str) -> bool:
+    """Large files are named by their sha256, the others by what git calls them."""
+    start = partial(hashlib.sha1, b"blob %d\0" % size, usedforsecurity=False)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.sha256 if len(digest) == 64 else start).hexdigest() == digest
+
+
+def _link(path: Path, blob: Path, name: str) -> None:
+    with storing(f"adapter {name!r}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        new.symlink_to(Path("..", "..", "blobs", blob.name))
+        os.replace(new, path)

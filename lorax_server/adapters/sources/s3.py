@@ -1,0 +1,166 @@
+"""Adapters from an S3 bucket.
+
+Who may read the bucket is the business of the server's own credentials: a request's token plays no part.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lorax_server.adapters.source import KNOWN_FILES, AdapterFiles, read_model_type
+from lorax_server.adapters.sources.download import Download, download, is_complete
+from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
+
+CHUNK_BYTES = 2**16
+MAX_KEYS = 10_000
+
+
+class S3Source:
+    """Key prefixes of one bucket, below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
+
+    kind = "s3"
+
+    def __init__(
+        self,
+        bucket: str,
+        cache_dir: Path,
+        *,
+        prefix: str = "",
+        endpoint_url: str | None = None,
+        client: Any = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._bucket = bucket
+        self._cache_dir = cache_dir
+        self._prefix = prefix.strip("/")
+        self._timeout_s = timeout_s
+        self._client = client or _connect(endpoint_url, timeout_s)
+
+    def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
+        """All names that exist are allowed."""
+        with _asking(name):
+            found = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
+        if not found.get("Contents"):
+            raise _not_found(name)
+
+    def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
+        folder = self._folder(name)
+        # The delimiter leaves out whatever lies in subfolders.
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
+        )
+        with _asking(name):
+            listed = {item["Key"].removeprefix(folder): item for page in pages for item in page.get("Contents", ())}
+        if not listed:
+            raise _not_found(name)
+        known = {file: listed[file] for file in KNOWN_FILES if file in listed}
+        facts = [(file, item["Size"], item["ETag"]) for file, item in known.items()]
+        version = hashlib.sha256(repr(facts).encode()).hexdigest()
+        sizes, etags = ({file: item[key] for file, item in known.items()} for key in ("Size", "ETag"))
+        return AdapterFiles(self.kind, name, version, sizes, etags)
+
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
+        prefix = self._folder(files.name)
+        place = hashlib.sha256(repr((self._bucket, prefix, files.version)).encode()).hexdigest()
+        for file in wanted:
+            if not is_complete(self._cache_dir / place / file, files.sizes[file]):
+                self._download(files, file, prefix + file, self._cache_dir / place / file)
+        return self._cache_dir / place
+
+    def base_model_type(self, name: str, token: str | None) -> str | None:
+        return read_model_type(self, name, token)
+
+    def _folder(self, name: str) -> str:
+        """The keys of a name all start with this."""
+        path = name
+        if name.startswith("s3://"):
+            start = f"s3://{self._bucket}/{self._prefix}".rstrip("/") + "/"
+            path = name.removeprefix(start) if name.startswith(start) else ""
+        parts = path.rstrip("/").split("/")
+        # Keys are flat, but a store that keeps them as files may see a path in them.
+        if "\\" in path or any(part in ("", ".", "..") for part in parts):
+            raise _not_found(name)
+        return "/".join([self._prefix, *parts]).lstrip("/") + "/"
+
+    def _download(self, files: AdapterFiles, file: str, key: str, path: Path) -> None:
+        # The tag makes sure that we read the bytes that were found, not what has replaced them since.
+        same = {"Bucket": self._bucket, "Key": key, "IfMatch": files.tags[file]}
+        with _asking(files.name):
+            head = self._client.head_object(**same, ChecksumMode="ENABLED")
+        open_at = partial(self._open, files.name, same)
+        is_right = partial(_is_right, head=head)
+        what = f"adapter {files.name!r}: {file}"
+        download(Download(what, path, files.sizes[file], is_right, open_at, self._timeout_s))
+
+    @contextmanager
+    def _open(self, name: str, same: Mapping[str, str], offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        wanted = {"Range": f"bytes={offset}-"} if offset else {}
+        with _asking(name):
+            found = self._client.get_object(**same, **wanted)
+            with closing(found["Body"]) as body:
+                # A store need not know ranges; then all of the file comes again.
+                yield offset if "ContentRange" in found else 0, body.iter_chunks(CHUNK_BYTES)
+
+
+def _connect(endpoint_url: str | None, timeout_s: float) -> Any:
+    try:
+        import boto3  # noqa: PLC0415 - an extra
+        from botocore.config import Config  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError("adapters from S3 need boto3: pip install 'lorax_server[s3]'") from error
+    retries = {"total_max_attempts": 2, "mode": "standard"}
+    config = Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries=retries)
+    # A session of our own: the default one belongs to the whole process.
+    return boto3.Session().client("s3", endpoint_url=endpoint_url, config=config)
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - an extra
+
+    try:
+        yield
+    except ClientError as error:
+        raise _refusal(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
+    except BotoCoreError as error:
+        reason = type(error).__name__
+        raise SourceError(f"adapter {name!r}: the bucket cannot be read ({reason}); try again later") from error
+
+
+def _refusal(name: str, status: int) -> Exception:
+    if status in (401, 403):
+        return AdapterAccessError(
+            f"adapter {name!r}: the bucket refuses the server's credentials ({status}); check them"
+        )
+    if status == 404:
+        return _not_found(name)
+    if status == 412:
+        return SourceError(f"adapter {name!r}: its files changed while they were fetched; try again")
+    return SourceError(f"adapter {name!r}: the bucket answers with status {status}; try again later")
+
+
+def _not_found(name: str) -> AdapterNotFoundError:
+    return AdapterNotFoundError(f"adapter {name!r}: the server's bucket has no such folder; check the name")
+
+
+def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
+    """By sha256 where the store knows it, by md5 where the tag is one; otherwise the size must do."""
+    expected, etag = str(head.get("ChecksumSHA256", "")), str(head["ETag"]).strip('"')
+    with path.open("rb") as file:
+        # A dash says uploaded in parts: both are then made of the parts' checksums.
+        if expected and "-" not in expected + etag:
+            return base64.b64encode(hashlib.file_digest(file, "sha256").digest()).decode() == expected
+        if _is_md5(etag, head):
+            return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest() == etag
+    return True
+
+
+def _is_md5(etag: str, head: Mapping[str, Any]) -> bool:
+    # With keys of its owner, an object's tag looks like an md5 and is not.
+    is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
+    return not is_encrypted and re.fullmatch(r"[0-9a-f]{32}", etag) is not None

@@ -1,0 +1,1 @@
+"""What decides: which adapters and sequences are where, and what each step computes."""

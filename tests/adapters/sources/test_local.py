@@ -1,0 +1,270 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
+from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
+
+CONFIG = "adapter_config.json"
+
+
+def write(folder: Path, files: dict[str, bytes] = ADAPTER) -> Path:
+    folder.mkdir(parents=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path / "root" / "team" / "adapter", ADAPTER | OTHERS)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def source(root: Path) -> LocalSource:
+    return LocalSource([root])
+
+
+# --- what is found
+
+
+@pytest.mark.parametrize(
+    "name", ["team/adapter", "team/adapter/", "./team/adapter", "team//adapter", "{root}/team/adapter"]
+)
+def test_an_adapter_is_found_where_it_is(source: LocalSource, root: Path, name: str) -> None:
+    fetched = fetch(source, name.format(root=root))
+    check_contents(fetched)
+    assert fetched.folder == root / "team" / "adapter"
+
+
+def test_a_token_plays_no_part(source: LocalSource) -> None:
+    check_contents(fetch(source, "team/adapter", "hf_any"))
+
+
+def test_the_first_root_that_has_it_wins(tmp_path: Path, root: Path) -> None:
+    write(tmp_path / "second" / "team" / "adapter", {**ADAPTER, WEIGHTS: b"second"})
+    write(tmp_path / "second" / "other")
+    source = LocalSource([root, tmp_path / "second"])
+    check_contents(fetch(source, "team/adapter"))
+    check_contents(fetch(source, "other"))
+    check_contents(fetch(source, str(tmp_path / "second" / "team" / "adapter")), {**ADAPTER, WEIGHTS: b"second"})
+
+
+def test_a_root_may_be_a_link(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "link").symlink_to(root)
+    source = LocalSource([tmp_path / "link"])
+    check_contents(fetch(source, "team/adapter"))
+    check_contents(fetch(source, str(tmp_path / "link" / "team" / "adapter")))
+
+
+def test_links_that_stay_below_the_root_are_followed(root: Path, source: LocalSource) -> None:
+    (root / "latest").symlink_to("team/adapter")
+    check_contents(fetch(source, "latest"))
+    linked = root / "linked"
+    linked.mkdir()
+    for file in ADAPTER:
+        (linked / file).symlink_to(f"../team/adapter/{file}")
+    check_contents(fetch(source, "linked"))
+
+
+def test_without_roots_there_is_nothing(root: Path) -> None:
+    with pytest.raises(AdapterNotFoundError):
+        fetch(LocalSource([]), str(root / "team" / "adapter"))
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json"])
+def test_a_change_of_a_file_is_a_new_version(root: Path, source: LocalSource, file: str) -> None:
+    path = root / "team" / "adapter" / file
+    versions = {source.find("team/adapter", None).version}
+    os.utime(path, ns=(1, 1))
+    versions.add(source.find("team/adapter", None).version)
+    path.write_bytes(ADAPTER[file] + b" ")
+    os.utime(path, ns=(1, 1))
+    versions.add(source.find("team/adapter", None).version)
+    # The same bytes, size and time, moved into the place of the old file.
+    (root / "new").write_bytes(ADAPTER[file] + b" ")
+    os.utime(root / "new", ns=(1, 1))
+    os.replace(root / "new", path)
+    versions.add(source.find("team/adapter", None).version)
+    assert len(versions) == 4
+    assert source.find("team/adapter", None).version in versions
+
+
+def test_other_files_are_no_part_of_the_version(root: Path, source: LocalSource) -> None:
+    before = source.find("team/adapter", None)
+    (root / "team" / "adapter" / "notes.txt").write_text("anything")
+    assert source.find("team/adapter", None) == before
+
+
+def test_an_adapter_that_changes_while_it_is_read(root: Path, source: LocalSource) -> None:
+    found = source.find("team/adapter", None)
+    (root / "team" / "adapter" / WEIGHTS).write_bytes(b"new")
+    with pytest.raises(SourceError, match=r"team/adapter.* changed while they were read; try again"):
+        source.fetch(found, [WEIGHTS], None)
+
+
+# --- what is refused
+
+
+OUTSIDE = [
+    "../outside",
+    "../outside/",
+    "team/../../outside",
+    "team/adapter/../../../outside",
+    "./../outside",
+    "..",
+    "../",
+    "team/..",
+    "team/adapter/..",
+    "{root}/../outside",
+    "{root}/team/../../outside",
+    "{outside}",
+    "{outside}/",
+    "/{outside}",
+    "{root}evil",
+    "../rootevil",
+    "/",
+    "/etc",
+    "//etc",
+    "/etc/passwd",
+    "/proc/self/cwd/",
+    "/proc/self/root{outside}",
+    "/dev/fd/0",
+    "~",
+    "~/outside",
+    "~root/outside",
+    "..\\outside",
+    "\\..\\outside",
+    "team\\..\\..\\outside",
+    "C:\\outside",
+    "%2e%2e/outside",
+    "..%2foutside",
+    "%2e%2e%2foutside",
+    "..%252foutside",
+    "..%c0%afoutside",
+    "team/adapter%00",
+    "file://{outside}",
+    "file:{outside}",
+    "file:///etc/passwd",
+    "http://evil.example/adapter",
+    "link-to-outside",
+    "link-to-parent/outside",
+    "link-to-link/adapter",
+    "chain",
+    "loop",
+    "team/adapter/adapter_config.json",
+    "$HOME/outside",
+    "${{PWD}}/../outside",
+    "team/adapter;../outside",
+    "\u2025/outside",
+    "\uff0e\uff0e/outside",
+    "..\u2215outside",
+    "x" * 300,
+]
+
+
+@pytest.fixture
+def traps(tmp_path: Path, root: Path) -> dict[str, str]:
+    """Adapters outside of the root, and links that lead to them."""
+    outside = write(tmp_path / "outside")
+    write(tmp_path / "rootevil")
+    (root / "link-to-outside").symlink_to(outside)
+    (root / "link-to-parent").symlink_to("..")
+    (root / "chain").symlink_to("team/away")
+    (root / "team" / "away").symlink_to("../../outside")
+    (root / "link-to-link").symlink_to("link-to-parent")
+    (tmp_path / "adapter").symlink_to(outside)
+    (root / "loop").symlink_to("loop")
+    return {"root": str(root), "outside": str(outside)}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_name_leads_out_of_the_root(source: LocalSource, traps: dict[str, str], name: str) -> None:
+    name = name.format(**traps)
+    with pytest.raises(AdapterNotFoundError) as missing:
+        fetch(source, "missing")
+    for ask in (source.authorize, source.find, lambda name, _: fetch(source, name)):
+        with pytest.raises(AdapterNotFoundError) as caught:
+            ask(name, None)
+        # What is outside is as good as what does not exist.
+        assert str(caught.value) == str(missing.value).replace("'missing'", repr(name))
+    assert source.base_model_type(name, None) is None
+
+
+def test_names_with_nul_are_not_found(source: LocalSource) -> None:
+    for name in ("team/adapter\0", "\0", "team\0/adapter", "team/adapter\ud800"):
+        with pytest.raises(AdapterNotFoundError):
+            source.find(name, None)
+
+
+def test_the_same_answer_for_what_exists_outside_and_what_does_not(tmp_path: Path, source: LocalSource) -> None:
+    (tmp_path / "there").mkdir()
+    answers = set()
+    for name in (str(tmp_path / "there"), str(tmp_path / "none")):
+        with pytest.raises(AdapterNotFoundError) as caught:
+            source.find(name, None)
+        answers.add(str(caught.value).replace(name, ""))
+    assert len(answers) == 1
+
+
+ODD_FILES = ["link to a file outside", "link to nothing outside", "link to nothing", "loop", "fifo", "socket", "folder"]
+
+
+def put_odd_file(path: Path, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"secret": true}')
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            # A socket's path may be no longer than this allows.
+            os.chdir(path.parent)
+            server.bind(path.name)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        targets = {"link to a file outside": tmp_path / "secret", "link to nothing outside": tmp_path / "none"}
+        path.symlink_to(targets.get(kind, path.name if kind == "loop" else "none"))
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json"])
+@pytest.mark.parametrize("kind", [*ODD_FILES, "device"])
+def test_a_file_that_is_none_is_refused(
+    root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = root / "team" / "adapter" / file
+    path.unlink()
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        put_odd_file(path, kind, tmp_path)
+    with pytest.raises(AdapterError, match=f"'team/adapter': {file} is not a plain file below its root"):
+        fetch(source, "team/adapter")
+
+
+def test_an_adapter_without_a_config_says_so(root: Path, source: LocalSource) -> None:
+    (root / "team" / "adapter" / CONFIG).unlink()
+    with pytest.raises(AdapterError, match=f"'team/adapter': has no {CONFIG}"):
+        fetch(source, "team/adapter")
+
+
+# --- base models
+
+
+def test_the_type_of_a_base_model(root: Path, source: LocalSource) -> None:
+    write(root / "base", {"config.json": b'{"model_type": "opt"}'})
+    assert source.base_model_type("base", None) == "opt"
+    assert source.base_model_type(str(root / "base"), None) == "opt"
+
+
+def test_a_type_that_cannot_be_known(root: Path, source: LocalSource, tmp_path: Path) -> None:
+    write(tmp_path / "base", {"config.json": b'{"model_type": "opt"}'})
+    assert source.base_model_type(str(tmp_path / "base"), None) is None
+    assert source.base_model_type("team/adapter", None) is None
+    assert source.base_model_type("none", None) is None
+    write(root / "odd", {"config.json": b"[]"})
+    assert source.base_model_type("odd", None) is None

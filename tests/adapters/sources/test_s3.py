@@ -1,0 +1,497 @@
+import hashlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+
+from lorax_server.adapters.sources.s3 import S3Source
+from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
+from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
+from tests.adapters.sources.child import run_child, run_children
+from tests.adapters.sources.s3_server import S3Proxy
+from tests.adapters.sources.server import Fault, Reply, Request, running
+
+BUCKET = "bucket"
+NAME = "team/adapter"
+CONFIG = "adapter_config.json"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "a-secret-key",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[tuple[str, int]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def filler(moto: tuple[str, int]) -> Iterator[Any]:
+    """A client that fills the bucket. It adds no checksums of its own, as older ones did not."""
+    config = Config(request_checksum_calculation="when_required")
+    with closing(boto3.Session().client("s3", endpoint_url="http://{}:{}".format(*moto), config=config)) as client:
+        yield client
+
+
+@pytest.fixture
+def admin(moto: tuple[str, int], filler: Any) -> Any:
+    """The client of a server that has one bucket, and in that one adapter."""
+    with closing(HTTPConnection(*moto)) as connection:
+        connection.request("POST", "/moto-api/reset")
+        assert connection.getresponse().status == 200
+    filler.create_bucket(Bucket=BUCKET)
+    put(filler, NAME, ADAPTER | OTHERS)
+    return filler
+
+
+def put(admin: Any, name: str, files: dict[str, bytes], **options: str) -> None:
+    for file, content in files.items():
+        admin.put_object(Bucket=BUCKET, Key=f"{name}/{file}", Body=content, **options)
+
+
+@pytest.fixture(scope="module")
+def one_proxy(moto: tuple[str, int]) -> Iterator[S3Proxy]:
+    with running(S3Proxy(*moto)) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(one_proxy: S3Proxy, admin: Any) -> S3Proxy:
+    one_proxy.reset()
+    return one_proxy
+
+
+@pytest.fixture(scope="module")
+def client(one_proxy: S3Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The client that a source makes for itself. It is shared, for it takes long to make."""
+    with closing(S3Source(BUCKET, tmp_path_factory.mktemp("none"), endpoint_url=one_proxy.url)._client) as made:
+        yield made
+
+
+Make = Callable[..., S3Source]
+
+
+@pytest.fixture
+def make(proxy: S3Proxy, client: Any, tmp_path: Path) -> Iterator[Make]:
+    """A source of the bucket; with its own client when something about that is asked for."""
+    made = []
+
+    def build(**options: Any) -> S3Source:
+        shared = {"client": client} if options.keys() <= {"prefix"} else {"endpoint_url": proxy.url}
+        made.append(S3Source(**{"bucket": BUCKET, "cache_dir": tmp_path / "cache"} | shared | options))
+        return made[-1]
+
+    yield build
+    for source in made:
+        if source._client is not client:
+            source._client.close()
+
+
+@pytest.fixture
+def source(make: Make) -> S3Source:
+    return make()
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """What an unfinished download left in the cache."""
+    return [path.name for path in (tmp_path / "cache").rglob("*.part") if path.stat().st_size]
+
+
+# --- what is fetched
+
+
+def test_an_adapter_is_fetched(proxy: S3Proxy, source: S3Source) -> None:
+    check_contents(fetch(source, NAME))
+    asked = {proxy.key(request) for request in proxy.seen}
+    assert asked == {"list", "head", *ADAPTER}
+
+
+def test_names(source: S3Source) -> None:
+    for name in (NAME, f"{NAME}/", f"s3://{BUCKET}/{NAME}", f"s3://{BUCKET}/{NAME}/"):
+        check_contents(fetch(source, name))
+
+
+@pytest.mark.parametrize("prefix", ["team", "/team/"])
+def test_names_below_a_prefix(make: Make, prefix: str) -> None:
+    for name in ("adapter", f"s3://{BUCKET}/team/adapter"):
+        check_contents(fetch(make(prefix=prefix), name))
+
+
+NOT_THERE = [
+    "none",
+    "team",
+    "team/adapt",
+    "adapter",
+    "..",
+    ".",
+    "/",
+    "//",
+    "/team/adapter",
+    "team//adapter",
+    "team/../team/adapter",
+    "team/./adapter",
+    "team\\adapter",
+    "s3://",
+    "s3://other/team/adapter",
+    "s3://bucket",
+    "s3://bucket/",
+    "s3://bucket//team/adapter",
+    "s3://bucket/../bucket/team/adapter",
+    "s3://bucketteam/adapter",
+    "s3:/bucket/team/adapter",
+    "http://evil.example/adapter",
+]
+
+
+def test_names_that_are_not_there(source: S3Source) -> None:
+    for name in NOT_THERE:
+        with pytest.raises(AdapterError, match="has no") as caught:
+            fetch(source, name)
+        assert repr(name) in str(caught.value)
+        assert source.base_model_type(name, None) is None
+
+
+OUTSIDE = [
+    "other",
+    "s3://bucket/other",
+    "s3://bucket/teammate/adapter",
+    "../other",
+    "../team/adapter",
+    "s3://bucket/team",
+]
+
+
+def test_names_outside_the_prefix_are_not_there(admin: Any, make: Make) -> None:
+    for outside in ("other", "teammate/adapter"):
+        put(admin, outside, ADAPTER)
+    source = make(prefix="team")
+    for name in OUTSIDE:
+        with pytest.raises(AdapterNotFoundError, match="no such folder"):
+            fetch(source, name)
+
+
+def test_subfolders_are_left_alone(admin: Any, source: S3Source) -> None:
+    put(admin, f"{NAME}/checkpoint-1", {"vocab.json": b"{}"})
+    check_contents(fetch(source, NAME))
+    put(admin, "parent/child", ADAPTER)
+    with pytest.raises(AdapterError, match="has no"):
+        fetch(source, "parent")
+
+
+def test_what_is_here_is_not_fetched_again(proxy: S3Proxy, source: S3Source) -> None:
+    first = fetch(source, NAME)
+    proxy.seen.clear()
+    assert fetch(source, NAME) == first
+    assert {proxy.key(request) for request in proxy.seen} == {"list"}
+
+
+def test_a_new_upload_is_a_new_version(admin: Any, source: S3Source) -> None:
+    first = fetch(source, NAME)
+    put(admin, NAME, {WEIGHTS: b"new weights"})
+    second = fetch(source, NAME)
+    assert second.version != first.version
+    check_contents(first)
+    check_contents(second, {**ADAPTER, WEIGHTS: b"new weights"})
+
+
+def test_a_token_plays_no_part(proxy: S3Proxy, source: S3Source) -> None:
+    check_contents(fetch(source, NAME, "hf_do_not_send_this"))
+    assert not any("hf_do_not_send_this" in str(request) for request in proxy.seen)
+
+
+def test_other_files_in_large_numbers(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(admin, NAME, {f"file-{index}": b"" for index in range(20)})
+    paginator = source._client.get_paginator("list_objects_v2")
+    monkeypatch.setattr(source._client, "get_paginator", lambda _: paginator)
+    paginate = paginator.paginate
+    monkeypatch.setattr(
+        paginator, "paginate", lambda **options: paginate(**options | {"PaginationConfig": {"PageSize": 3}})
+    )
+    check_contents(fetch(source, NAME))
+
+
+# --- what a server may do to us
+
+
+STAGES = ["list", "head", WEIGHTS]
+STATUSES = {401: AdapterAccessError, 403: AdapterAccessError, 404: AdapterNotFoundError, 412: SourceError}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refusal_is_told_apart_from_a_failure(proxy: S3Proxy, source: S3Source, stage: str) -> None:
+    for status, expected in STATUSES.items():
+        proxy.faults[stage] = Fault(reply=Reply(status))
+        with pytest.raises(AdapterError, match=NAME) as caught:
+            fetch(source, NAME)
+        assert type(caught.value) is expected
+    proxy.faults.clear()
+    check_contents(fetch(source, NAME))
+
+
+def test_a_failing_server(proxy: S3Proxy, source: S3Source) -> None:
+    proxy.faults[WEIGHTS] = Fault(reply=Reply(503))
+    with pytest.raises(SourceError, match=f"{NAME}.* answers with status 503"):
+        fetch(source, NAME)
+
+
+def test_a_bucket_that_is_not_there(make: Make) -> None:
+    with pytest.raises(AdapterNotFoundError, match=f"{NAME}.*bucket has no such folder"):
+        fetch(make(bucket="another"), NAME)
+
+
+@pytest.mark.parametrize("stage", ["list", WEIGHTS])
+def test_a_server_that_never_answers_is_given_up(proxy: S3Proxy, make: Make, stage: str) -> None:
+    proxy.faults[stage] = Fault(hangs=True)
+    with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(ReadTimeoutError\)"):
+        fetch(make(timeout_s=0.5), NAME)
+
+
+def test_a_server_that_is_not_there(make: Make) -> None:
+    with running(S3Proxy("127.0.0.1", 1)) as server:
+        url = server.url
+    with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(EndpointConnectionError\)"):
+        fetch(make(endpoint_url=url), NAME)
+
+
+def test_missing_credentials(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(NoCredentialsError\)"):
+        fetch(make(timeout_s=10), NAME)
+
+
+def test_credentials_are_not_shown(proxy: S3Proxy, source: S3Source, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fetch(source, NAME)
+    proxy.faults["list"] = Fault(reply=Reply(403))
+    with pytest.raises(AdapterAccessError, match="refuses the server's credentials") as caught:
+        fetch(source, NAME)
+    assert "a-secret-key" not in str(caught.value)
+    assert "a-secret-key" not in caplog.text
+
+
+def test_boto3_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lorax_server\[s3\]'"):
+        S3Source(BUCKET, tmp_path)
+
+
+# --- broken downloads
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
+    proxy.faults[WEIGHTS] = Fault(times=2, cut_after=2**17)
+    check_contents(fetch(source, NAME))
+    ranges = [request.headers.get("range") for request in proxy.requests(WEIGHTS)]
+    assert ranges == [None, f"bytes={2**17}-", f"bytes={2**18}-"]
+    assert {request.headers["if-match"] for request in proxy.requests(WEIGHTS)} == {
+        f'"{hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()}"'
+    }
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_the_next_request_goes_on_where_the_last_one_gave_up(proxy: S3Proxy, source: S3Source) -> None:
+    proxy.faults[WEIGHTS] = Fault(cut_after=2**16)
+    with pytest.raises(SourceError, match=NAME):
+        fetch(source, NAME)
+    proxy.faults.clear()
+    check_contents(fetch(source, NAME))
+    assert proxy.requests(WEIGHTS)[-1].headers["range"] == f"bytes={5 * 2**16}-"
+
+
+def test_a_store_that_knows_no_ranges_sends_all_again(proxy: S3Proxy, source: S3Source) -> None:
+    proxy.knows_ranges = False
+    proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
+    check_contents(fetch(source, NAME))
+
+
+DAMAGE = {
+    "other bytes": bytes(len(ADAPTER[WEIGHTS])),
+    "shorter": ADAPTER[WEIGHTS][:-1],
+    "longer": ADAPTER[WEIGHTS] + b"x",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("checksum", ["md5", "sha256"])
+@pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_weights_are_refused(
+    admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path, damaged: bytes, checksum: str
+) -> None:
+    if checksum == "sha256":
+        put(admin, NAME, ADAPTER, ChecksumAlgorithm="SHA256")
+        proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "anything"
+    proxy.faults[WEIGHTS] = Fault(body=damaged)
+    with pytest.raises(SourceError, match=f"{NAME}"):
+        fetch(source, NAME)
+    assert not leftovers(tmp_path)
+    assert not list((tmp_path / "cache").rglob(WEIGHTS))
+    proxy.faults.clear()
+    check_contents(fetch(source, NAME))
+
+
+def test_a_checksum_that_only_the_client_knows_is_heeded(
+    admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path
+) -> None:
+    put(admin, NAME, ADAPTER, ChecksumAlgorithm="CRC32")
+    proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "anything"
+    proxy.faults[WEIGHTS] = Fault(body=bytes(len(ADAPTER[WEIGHTS])))
+    with pytest.raises(SourceError, match=r"\(FlexibleChecksumError\)"):
+        fetch(source, NAME)
+    assert not leftovers(tmp_path)
+    with pytest.raises(SourceError):
+        fetch(source, NAME)
+    proxy.faults.clear()
+    check_contents(fetch(source, NAME))
+
+
+def test_a_tag_of_an_encrypted_object_is_no_checksum(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+    put(admin, NAME, ADAPTER, ServerSideEncryption="aws:kms")
+    proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "0123456789abcdef0123456789abcdef"
+    check_contents(fetch(source, NAME))
+
+
+def test_a_tag_that_is_another_md5_is_found_out(proxy: S3Proxy, source: S3Source) -> None:
+    proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "0123456789abcdef0123456789abcdef"
+    with pytest.raises(SourceError, match="size or checksum differ"):
+        fetch(source, NAME)
+
+
+@pytest.mark.parametrize("options", [{}, {"ChecksumAlgorithm": "SHA256"}])
+def test_an_upload_in_parts(admin: Any, source: S3Source, options: dict[str, str]) -> None:
+    parts = [bytes(5 * 2**20), b"the end"]
+    upload = admin.create_multipart_upload(Bucket=BUCKET, Key=f"{NAME}/{WEIGHTS}", **options)
+    which = {"Bucket": BUCKET, "Key": f"{NAME}/{WEIGHTS}", "UploadId": upload["UploadId"]}
+    sent = [admin.upload_part(**which, PartNumber=1 + n, Body=part, **options) for n, part in enumerate(parts)]
+    done = [{"PartNumber": 1 + n, "ETag": part["ETag"]} for n, part in enumerate(sent)]
+    admin.complete_multipart_upload(**which, MultipartUpload={"Parts": done})
+    assert source.find(NAME, None).tags[WEIGHTS].endswith('-2"')
+    check_contents(fetch(source, NAME), {**ADAPTER, WEIGHTS: b"".join(parts)})
+
+
+def test_an_adapter_that_changes_while_it_is_fetched(admin: Any, source: S3Source) -> None:
+    found = source.find(NAME, None)
+    put(admin, NAME, {WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
+    with pytest.raises(SourceError, match=f"{NAME}.* changed while they were fetched"):
+        source.fetch(found, [CONFIG, WEIGHTS], None)
+
+
+def test_an_adapter_that_changes_between_two_parts(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+    proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
+
+    def upload(request: Request) -> None:
+        if "range" in request.headers:
+            put(admin, NAME, {WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
+
+    proxy.before = upload
+    with pytest.raises(SourceError, match=f"{NAME}.* changed while they were fetched"):
+        fetch(source, NAME)
+    check_contents(fetch(source, NAME), {**ADAPTER, WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
+
+
+# --- limits come before weights
+
+
+def test_a_refused_config_costs_no_weights(proxy: S3Proxy, source: S3Source) -> None:
+    def refuse(config: Any, base_model_type: Any) -> None:
+        raise AdapterError(f"rank {config['r']} is not for us")
+
+    with pytest.raises(AdapterError, match="rank 8 is not for us"):
+        front(source).fetch("s3", NAME, None, refuse)
+    assert not proxy.requests(WEIGHTS)
+
+
+def test_a_large_adapter_costs_nothing(proxy: S3Proxy, source: S3Source) -> None:
+    with pytest.raises(AdapterError, match="at most 1000 are allowed"):
+        front(source, max_bytes=1000).fetch("s3", NAME, None, accept)
+    assert {proxy.key(request) for request in proxy.seen} == {"list"}
+
+
+# --- several at once, and the disk
+
+
+def test_two_threads_fetch_once(proxy: S3Proxy, source: S3Source) -> None:
+    both_are_on_their_way = threading.Event()
+
+    def wait_for_both(request: Request) -> None:
+        if len(proxy.requests("list")) == 4:
+            both_are_on_their_way.set()
+        if request.method == "GET" and request.file == WEIGHTS:
+            assert both_are_on_their_way.wait(30)
+
+    proxy.before = wait_for_both
+    with ThreadPoolExecutor(2) as pool:
+        for fetched in pool.map(lambda _: fetch(source, NAME), range(2)):
+            check_contents(fetched)
+    assert len(proxy.requests(WEIGHTS)) == 1
+
+
+FETCH_IN_A_CHILD = """
+    from lorax_server.adapters.sources.s3 import S3Source
+    from tests.adapters.sources.adapters import check_contents, fetch
+    check_contents(fetch(S3Source("bucket", Path(sys.argv[1]), endpoint_url=sys.argv[2]), "team/adapter"))
+    assert "torch" not in sys.modules
+"""
+
+
+def test_two_processes_fetch_once(proxy: S3Proxy, tmp_path: Path) -> None:
+    run_children(2, FETCH_IN_A_CHILD, tmp_path / "cache", proxy.url)
+    assert len(proxy.requests(WEIGHTS)) == 1
+
+
+DISK_FULL = """
+    import resource
+    from lorax_server.adapters.sources.s3 import S3Source
+    from lorax_server.errors import SourceError
+    from tests.adapters.sources.adapters import fetch
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        fetch(S3Source("bucket", Path(sys.argv[1]), endpoint_url=sys.argv[2]), "team/adapter")
+    except SourceError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
+    printed = run_child(DISK_FULL, tmp_path / "cache", proxy.url)
+    assert f"adapter '{NAME}': {WEIGHTS}: the server cannot store it (File too large)" in printed
+    assert not leftovers(tmp_path)
+    assert not list((tmp_path / "cache").rglob(WEIGHTS))
+    check_contents(fetch(source, NAME))
+
+
+# --- base models
+
+
+def test_the_type_of_a_base_model(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+    put(admin, "base", {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"large"})
+    assert source.base_model_type("base", None) == "gpt2"
+    assert source.base_model_type(NAME, None) is None
+    assert not proxy.requests("model.safetensors")
+    proxy.faults["list"] = Fault(reply=Reply(403))
+    assert source.base_model_type("base", None) is None
