@@ -2,17 +2,50 @@ import pytest
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata, find_segments
-from tests.builders import adapter_batch
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import FakeGroup, Shard, whole
+from lorax_server.kernels import Field, LoraTarget
+from tests.builders import CPU, adapter_batch
+from tests.lora import GivenAdapter, fill_arena
+
+VOCAB = 7
 
 
-def small_arena() -> AdapterArena:
-    """Adapter 1 has both targets, adapter 2 only `up`, adapter 3 none."""
-    table = torch.zeros(4, 2, 3, dtype=torch.long)
-    table[1, 0] = torch.tensor([10, 20, 4])
-    table[1, 1] = torch.tensor([30, 40, 2])
-    table[2, 1] = torch.tensor([50, 60, 8])
-    scales = torch.tensor([[0.0, 0.0], [0.5, 0.25], [0.0, 2.0], [0.0, 0.0]])
-    return AdapterArena(torch.zeros(100), table, scales, {"down": 0, "up": 1})
+def make_target(name: str, kind: Kind, inputs: int, outputs: int, start: int = 0) -> AdapterTarget:
+    shape = {Kind.EMBEDDING: (inputs, outputs), Kind.NORM: (outputs,)}.get(kind, (outputs, inputs))
+    columns = slice(start, start + outputs)
+    return AdapterTarget(name, kind, whole(inputs), whole(outputs), columns, torch.ones(shape), None)
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        make_target("embed", Kind.EMBEDDING, VOCAB, 4),
+        make_target("norm", Kind.NORM, 4, 4),
+        make_target("gate", Kind.LINEAR, 4, 6),
+        make_target("up", Kind.LINEAR, 4, 8, start=6),
+        make_target("head", Kind.HEAD, 4, VOCAB),
+    )
+}
+EMBED_A, EMBED_B = torch.arange(14.0).view(2, VOCAB), torch.arange(8.0).view(4, 2)
+HEAD_ROWS = torch.arange(36.0).view(VOCAB + 2, 4)
+ADAPTERS = [
+    {
+        "gate": ModuleWeights(torch.ones(3, 4), torch.ones(6, 3), 0.5),
+        "norm": ModuleWeights(weight=torch.full((4,), 2.0)),
+    },
+    {"up": ModuleWeights(torch.ones(2, 4), torch.ones(8, 2), 2.0, magnitude=torch.ones(8))},
+    {"embed": ModuleWeights(EMBED_A, EMBED_B, 0.25, token_ids=(5, 2), token_rows=-torch.ones(2, 4))},
+    {"head": ModuleWeights(weight=HEAD_ROWS)},
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def arena() -> AdapterArena:
+    given = [GivenAdapter(modules, VOCAB + 2 * ("head" in modules)) for modules in ADAPTERS]
+    return fill_arena(TARGETS, given, CPU, FakeGroup())
 
 
 @pytest.mark.parametrize(
@@ -33,40 +66,95 @@ def test_runs_of_one_adapter_are_found(indices: list[int], bounds: list[int], ad
     assert (meta.adapter_segments, meta.segment_indices) == (bounds, adapters)
 
 
-def test_segments_say_where_each_runs_factors_lie() -> None:
-    arena = small_arena()
-    segments = adapter_batch([1, 1, 0, 2, 3, 1], arena).segments("up")
-    assert segments is not None
-    assert segments.buffer is arena.buffer
-    assert segments.bounds == [0, 2, 3, 4, 5, 6]
-    assert segments.a_offsets.tolist() == [30, 0, 50, 0, 30]
-    assert segments.b_offsets.tolist() == [40, 0, 60, 0, 40]
-    assert segments.ranks.tolist() == [2, 0, 8, 0, 2]
-    assert segments.scales.tolist() == [0.25, 0.0, 2.0, 0.0, 0.25]
+def test_kernels_are_handed_the_arena_and_the_runs(arena: AdapterArena) -> None:
+    data = adapter_batch([1, 1, 0, 2], arena)
+    assert data.lora is data.lora  # what is worked out in one layer is there for the next
+    assert (data.lora.bounds, data.lora.adapters) == ([0, 2, 3, 4], [1, 0, 2])
+    assert data.lora.buffer is arena.buffer
+    assert data.lora.table is arena.table
+    assert data.lora.scales is arena.scales
+    assert data.lora.widths.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
-def test_an_adapter_without_a_target_has_rank_0_there() -> None:
-    segments = adapter_batch([2, 1], small_arena()).segments("down")
-    assert segments is not None
-    assert segments.ranks.tolist() == [0, 4]
+def test_widths_are_those_of_this_rank(arena: AdapterArena) -> None:
+    target = AdapterTarget("x", Kind.LINEAR, Shard(8, ((4, 8),)), whole(6), slice(0, 6), None, None)
+    part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
+    assert part.widths.tolist() == [[4, 6]]
+
+
+def test_targets_are_found_in_the_order_of_the_table(arena: AdapterArena) -> None:
+    found = adapter_batch([1], arena).find([TARGETS["gate"], TARGETS["up"]])
+    assert found == [LoraTarget(2, slice(0, 6)), LoraTarget(3, slice(6, 14))]
+
+
+# By adapter: where it has low-rank factors, vectors and rows.
+HAS = {
+    1: ({"gate"}, {"norm"}, set()),
+    2: ({"up"}, {"up"}, set()),
+    3: ({"embed"}, set(), {"embed"}),
+    4: (set(), set(), {"head"}),
+    5: (set(), set(), set()),
+}
 
 
 @pytest.mark.parametrize(
-    ("indices", "target"),
-    [
-        ([0, 0], "up"),  # the base alone
-        ([1, 2], "gate"),  # a target that no adapter has
-        ([2, 0, 2], "down"),  # a target that none of these adapters has
-        ([3], "up"),
-        ([], "up"),
-    ],
+    "indices", [[], [0, 0], [1], [2], [3], [4], [5], [0, 5, 0], [1, 0, 3], [4, 2, 1, 2, 5], [5, 4, 3, 2, 1, 0]]
 )
-def test_there_are_no_segments_where_nothing_applies(indices: list[int], target: str) -> None:
-    assert adapter_batch(indices, small_arena()).segments(target) is None
+def test_a_layer_knows_what_the_adapters_of_a_batch_have(indices: list[int], arena: AdapterArena) -> None:
+    data = adapter_batch(indices, arena)
+    low_rank, vectors, rows = (set().union(*(HAS[index][kind] for index in indices if index)) for kind in range(3))
+    for name, target in TARGETS.items():
+        found = data.find([target])
+        assert data.has_low_rank(found) == (name in low_rank)
+        assert data.has_vectors(found) == (name in vectors)
+        assert data.has_rows(found) == (name in rows)
 
 
-def test_select_keeps_the_adapters_of_the_tokens_it_keeps() -> None:
-    data = adapter_batch([1, 1, 0, 0, 2, 2, 2], small_arena())
+def test_one_target_of_a_layer_is_enough_and_no_target_is_none(arena: AdapterArena) -> None:
+    data = adapter_batch([2], arena)
+    assert data.has_low_rank(data.find([TARGETS["gate"], TARGETS["up"]]))
+    assert data.has_vectors(data.find([TARGETS["gate"], TARGETS["up"]]))
+    assert not data.has_low_rank([])
+    assert not data.has_vectors([])
+
+
+def test_new_tokens_alone_are_rows_too(arena: AdapterArena) -> None:
+    table = torch.zeros_like(arena.host_table)
+    table[..., : Field.RANK] = -1
+    table[1, 4, Field.NUM_NEW_ROWS] = 2
+    data = adapter_batch([1], AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS))
+    assert data.has_rows(data.find([TARGETS["head"]]))
+    assert not data.has_rows(data.find([TARGETS["embed"]]))
+
+
+def test_each_run_comes_with_what_its_adapter_has(arena: AdapterArena) -> None:
+    runs = list(adapter_batch([0, 3, 3, 5, 0, 3], arena).runs("embed"))
+    assert [(tokens, adapter) for tokens, adapter, _ in runs] == [(slice(1, 3), 3), (slice(3, 4), 5), (slice(5, 6), 3)]
+    for _, adapter, found in runs:
+        assert torch.equal(found.lora_a, EMBED_A.t().flatten() if adapter == 3 else torch.empty(0))
+        assert torch.equal(found.lora_b, EMBED_B.t() if adapter == 3 else torch.empty(0, 4))
+        assert found.row_ids.tolist() == ([2, 5] if adapter == 3 else [])
+        assert torch.equal(found.rows, -torch.ones(2 if adapter == 3 else 0, 4))
+        assert found.new_rows.shape == (0, 4)
+    assert runs[0][2].scale == 0.25
+
+
+def test_a_head_comes_with_its_new_rows(arena: AdapterArena) -> None:
+    [(tokens, adapter, found)] = adapter_batch([4, 0], arena).runs("head")
+    assert (tokens, adapter) == (slice(0, 1), 4)
+    assert found.row_ids.dtype == torch.int32
+    assert torch.equal(HEAD_ROWS[found.row_ids], found.rows)
+    assert torch.equal(found.new_rows, HEAD_ROWS[VOCAB:])
+    assert arena.vocab_sizes[:6] == [VOCAB, VOCAB, VOCAB, VOCAB, VOCAB + 2, VOCAB]
+
+
+def test_the_base_model_has_no_runs(arena: AdapterArena) -> None:
+    assert list(adapter_batch([0, 0], arena).runs("embed")) == []
+    assert list(adapter_batch([], arena).runs("head")) == []
+
+
+def test_select_keeps_the_adapters_of_the_tokens_it_keeps(arena: AdapterArena) -> None:
+    data = adapter_batch([1, 1, 0, 0, 2, 2, 2], arena)
     chosen = data.select(torch.tensor([1, 3, 6]))
     assert isinstance(chosen, AdapterBatchData)
     assert chosen.arena is data.arena
@@ -75,6 +163,6 @@ def test_select_keeps_the_adapters_of_the_tokens_it_keeps() -> None:
     assert (data.meta.adapter_segments, data.meta.segment_indices) == ([0, 2, 4, 7], [1, 0, 2])
 
 
-def test_select_joins_runs_that_come_to_touch() -> None:
-    chosen = adapter_batch([1, 0, 1, 1], small_arena()).select(torch.tensor([0, 2, 3]))
+def test_select_joins_runs_that_come_to_touch(arena: AdapterArena) -> None:
+    chosen = adapter_batch([1, 0, 1, 1], arena).select(torch.tensor([0, 2, 3]))
     assert (chosen.meta.adapter_segments, chosen.meta.segment_indices) == ([0, 3], [1])

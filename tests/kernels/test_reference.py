@@ -1,13 +1,15 @@
 """The reference ops against loops that are too simple to be wrong."""
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lorax_server.kernels import AttentionSpec, LoraSegments, PagedBatch, reference
+from lorax_server.kernels import AttentionSpec, Field, LoraBatch, LoraTarget, PagedBatch, reference
+from lorax_server.kernels.reference.lora import TILE
 
 FP8 = torch.float8_e4m3fn
 HALF = [torch.bfloat16, torch.float16]
@@ -530,136 +532,191 @@ def test_gated_activation_gates_the_second_half_by_the_first() -> None:
 
 # --- LoRA
 
+# Two layers: one target from 12 to 9, then three from 10 to 7, 4 and 5.
+LORA_WIDTHS = ((12, 9), (10, 7), (10, 4), (10, 5))
+LORA_LAYERS = {
+    "one target": [LoraTarget(0, slice(0, 9))],
+    "three targets": [LoraTarget(1, slice(0, 7)), LoraTarget(2, slice(7, 11)), LoraTarget(3, slice(11, 16))],
+}
+LONG = reference.LONG_RUN
+Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
 
-def lora_segments(
-    lengths: Sequence[int],
-    ranks: Sequence[int],
-    scales: Sequence[float],
-    inputs: int,
-    outputs: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> LoraSegments:
-    """Factors at odd places of a buffer, with NaNs between them that nothing may read."""
-    pieces, a_offsets, b_offsets, size = [], [], [], 0
 
-    def place(rank: int, width: int, seed: int) -> int:
-        nonlocal size
-        gap = 3 if size % 2 == 0 else 2
-        pieces.extend([torch.full((gap,), math.nan), normal(rank, width, seed=seed).flatten()])
-        at = size + gap
-        size = at + rank * width
+class NanBuffer:
+    """Takes pieces at odd places, with NaNs between them that nothing may read."""
+
+    def __init__(self) -> None:
+        self.parts = [torch.full((3,), math.nan)]
+
+    def add(self, piece: torch.Tensor) -> int:
+        at = sum(map(len, self.parts))
+        self.parts += [piece.flatten(), torch.full((at % 5 + 2,), math.nan)]
         return at
 
-    for index, rank in enumerate(ranks):
-        a_offsets.append(place(rank, inputs, 100 + index))
-        b_offsets.append(place(rank, outputs, 200 + index))
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return LoraSegments(
-        torch.cat([*pieces, torch.full((3,), math.nan)]).to(dtype),
-        torch.tensor(a_offsets),
-        torch.tensor(b_offsets),
-        torch.tensor(ranks),
-        torch.tensor(scales),
-        bounds,
+
+def lora_batch(
+    runs: Runs,
+    ranks: Sequence[Sequence[int]],
+    *,
+    factors: Sequence[int] = (),
+    shifts: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+) -> LoraBatch:
+    """Adapter `i + 1` has rank `ranks[i][target]`; those in `factors` and `shifts` have vectors at every target."""
+    buffer, seed = NanBuffer(), 100
+    table = torch.zeros(1 + len(ranks), len(LORA_WIDTHS), len(Field), dtype=torch.long)
+    table[:, :, : Field.RANK] = -1
+    for adapter, of_targets in enumerate(ranks, start=1):
+        for target, (rank, (inputs, outputs)) in enumerate(zip(of_targets, LORA_WIDTHS, strict=True)):
+            fields, seed = table[adapter, target], seed + 4
+            fields[Field.RANK] = rank
+            if rank:
+                fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
+                fields[Field.B] = buffer.add(normal(rank, outputs, seed=seed + 1) / math.sqrt(rank))
+            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+                if adapter in having:
+                    fields[field] = buffer.add(normal(outputs, seed=seed + field))
+    return LoraBatch(
+        buffer=torch.cat(buffer.parts).to(dtype),
+        table=table,
+        scales=torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25,
+        widths=torch.tensor(LORA_WIDTHS),
+        bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
+        adapters=[adapter for adapter, _ in runs],
     )
 
 
-def factor(segments: LoraSegments, at: int, rank: int, width: int) -> torch.Tensor:
-    return segments.buffer[at : at + rank * width].view(rank, width).double()
+def token_fields(batch: LoraBatch, targets: Sequence[LoraTarget]) -> Iterator[tuple[int, LoraTarget, list[int], float]]:
+    """Every token, with every target and what its adapter has there."""
+    for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
+        for token in range(start, stop):
+            for target in targets:
+                fields = batch.table[adapter, target.index].tolist()
+                yield token, target, fields, float(batch.scales[adapter, target.index])
 
 
-def naive_shrink(x: torch.Tensor, segments: LoraSegments) -> torch.Tensor:
-    out = torch.zeros(len(x), int(segments.ranks.max()), dtype=torch.float64)
-    for index, rank in enumerate(segments.ranks.tolist()):
-        a = factor(segments, int(segments.a_offsets[index]), rank, x.shape[1])
-        for at in range(segments.bounds[index], segments.bounds[index + 1]):
-            for row in range(rank):
-                out[at, row] = x[at].double() @ a[row]
-    return out
+def naive_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
+    expected, buffer = out.double(), batch.buffer.double()
+    for token, target, fields, scale in token_fields(batch, targets):
+        inputs, outputs = LORA_WIDTHS[target.index]
+        for row in range(fields[Field.RANK]):
+            a, b = fields[Field.A] + row * inputs, fields[Field.B] + row * outputs
+            low_rank = scale * (x[token].double() @ buffer[a : a + inputs])
+            expected[token, target.columns] += low_rank * buffer[b : b + outputs]
+    return expected
 
 
-def naive_delta(low_rank: torch.Tensor, segments: LoraSegments, width: int) -> torch.Tensor:
-    out = torch.zeros(len(low_rank), width, dtype=torch.float64)
-    for index, rank in enumerate(segments.ranks.tolist()):
-        b = factor(segments, int(segments.b_offsets[index]), rank, width)
-        for at in range(segments.bounds[index], segments.bounds[index + 1]):
-            for row in range(rank):
-                out[at] += low_rank[at, row].double() * b[row] * float(segments.scales[index])
-    return out
+def check_lora(batch: LoraBatch, targets: Sequence[LoraTarget], tolerance: float = 5e-6) -> None:
+    """In some columns of a wider output, of which the others must stay as they are."""
+    x = normal(batch.bounds[-1], LORA_WIDTHS[targets[0].index][0], seed=1, dtype=batch.buffer.dtype)
+    wide = normal(len(x), targets[-1].columns.stop + 5, seed=2, dtype=x.dtype)
+    before, columns = wide.clone(), slice(3, 3 + targets[-1].columns.stop)
+    reference.add_lora(wide[:, columns], x, batch, targets)
+    expected = naive_lora(before[:, columns], x, batch, targets)
+    torch.testing.assert_close(wide[:, columns].double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(wide[:, :3], before[:, :3])
+    assert torch.equal(wide[:, columns.stop :], before[:, columns.stop :])
+    for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
+        nothing = all(batch.table[adapter, target.index, Field.RANK] == 0 for target in targets)
+        assert torch.equal(wide[start:stop], before[start:stop]) == nothing
 
 
-LONG = reference.LONG_SEGMENT
-LORA_BATCHES = {
-    "scattered tokens": ([1, 1, 1, 1, 1, 1], [1, 3, 16, 0, 3, 1]),
-    "short runs": ([2, 5, 3, 4], [3, 0, 16, 1]),
-    "one long run": ([LONG * 3], [16]),
-    "long runs": ([LONG, LONG + 1, LONG * 2], [1, 3, 16]),
-    "around the limit": ([LONG - 1, LONG, LONG + 1, LONG - 1, LONG], [3, 3, 16, 1, 0]),
-    "long and short": ([1, LONG + 4, 2, LONG, 1, 1], [16, 3, 0, 1, 3, 1]),
-    "base in front and at the end": ([4, 2, LONG, 9], [0, 16, 3, 0]),
-    "an empty run": ([2, 0, LONG], [3, 16, 1]),
-    "the base alone": ([2, LONG], [0, 0]),
-}
+def random_mix(seed: int, ranks: Sequence[int]) -> tuple[Runs, list[list[int]]]:
+    draw = random.Random(seed)
+    of_adapters = [[draw.choice(ranks) for _ in LORA_WIDTHS] for _ in range(6)]
+    lengths = (1, 1, 1, 2, 3, LONG - 1, LONG, LONG + 1, 20)
+    return [(draw.randrange(7), draw.choice(lengths)) for _ in range(9)], of_adapters
 
 
-@pytest.mark.parametrize(("lengths", "ranks"), LORA_BATCHES.values(), ids=LORA_BATCHES.keys())
-@pytest.mark.parametrize(("inputs", "outputs"), [(12, 7), (1, 1), (5, 24)])
-def test_each_token_goes_through_its_own_adapter(
-    lengths: list[int], ranks: list[int], inputs: int, outputs: int
-) -> None:
-    scales = [0.5 + index for index in range(len(ranks))]
-    segments = lora_segments(lengths, ranks, scales, inputs, outputs)
-    x = normal(sum(lengths), inputs, seed=1)
-    low_rank = reference.lora_shrink(x, segments)
-    assert low_rank.shape == (len(x), max(ranks))
-    torch.testing.assert_close(low_rank.double(), naive_shrink(x, segments), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("layer", LORA_LAYERS)
+def test_each_token_goes_through_its_own_adapter(seed: int, layer: str) -> None:
+    check_lora(lora_batch(*random_mix(seed, (0, 1, 3, 8, 16, 17, 64))), LORA_LAYERS[layer])
 
-    out = normal(len(x), outputs, seed=2)
+
+ALL_HAVE_3 = [[3] * 4] * 4
+SOME_LACK_17 = [[17, 0, 17, 0], [0, 0, 0, 17], [17] * 4, [0] * 4]
+MIXED_RANKS = [[1, 3, 64, TILE], [16, 17, 0, 1], [TILE + 1, TILE - 1, 0, 0], [0] * 4]
+SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("layer", LORA_LAYERS)
+@pytest.mark.parametrize("ranks", [ALL_HAVE_3, SOME_LACK_17, MIXED_RANKS], ids=["equal", "lacking", "mixed"])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        SINGLE_TOKENS,  # one tile for each token, where no rank is above a tile
+        [(0, 1), *SINGLE_TOKENS, (0, 2)],
+        [(1, LONG * 3)],
+        [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],
+        [(4, 1), (2, LONG + 4), (0, 2), (1, LONG), (3, 1), (1, 2)],
+        [(0, 4), (3, 2), (4, LONG), (0, 9)],
+    ],
+    ids=["tokens", "tokens and base", "one long", "around the limit", "long and short", "base around"],
+)
+def test_runs_and_ranks_of_every_shape(layer: str, ranks: list[list[int]], runs: Runs) -> None:
+    check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
+
+
+@pytest.mark.parametrize("runs", [[], [(0, 5)], [(0, LONG + 5)], [(4, 3), (0, 1), (4, LONG)]])
+def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
+    batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])
+    out = normal(batch.bounds[-1], 16, seed=2)
     before = out.clone()
-    reference.lora_expand(low_rank, segments, out)
-    expected = before.double() + naive_delta(low_rank, segments, outputs)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
-    for index, rank in enumerate(ranks):
-        if rank == 0:
-            base = slice(segments.bounds[index], segments.bounds[index + 1])
-            assert torch.equal(out[base], before[base])
+    reference.add_lora(out, normal(len(out), 10, seed=1), batch, LORA_LAYERS["three targets"])
+    reference.scale_and_shift(out, batch, LORA_LAYERS["three targets"])
+    assert torch.equal(out, before)
 
 
-@pytest.mark.parametrize(("lengths", "ranks"), LORA_BATCHES.values(), ids=LORA_BATCHES.keys())
-def test_a_delta_is_added_to_some_columns_of_a_wider_output(lengths: list[int], ranks: list[int]) -> None:
-    segments = lora_segments(lengths, ranks, [2.0] * len(ranks), 6, 5)
-    low_rank = reference.lora_shrink(normal(sum(lengths), 6, seed=1), segments)
-    fused = normal(sum(lengths), 16, seed=2)
-    before = fused.clone()
-    reference.lora_expand(low_rank, segments, fused[:, 7:12])
-    expected = before[:, 7:12].double() + naive_delta(low_rank, segments, 5)
-    torch.testing.assert_close(fused[:, 7:12].double(), expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(fused[:, :7], before[:, :7])
-    assert torch.equal(fused[:, 12:], before[:, 12:])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
+    """Alone, a run has tiles as high as its own rank, or is padded to no other's length."""
+    runs, ranks = random_mix(seed, (0, 3, 16, 17))
+    batch, targets = lora_batch(runs, ranks), LORA_LAYERS["three targets"]
+    x, together = normal(batch.bounds[-1], 10, seed=1), torch.zeros(batch.bounds[-1], 16)
+    reference.add_lora(together, x, batch, targets)
+    for run, start, stop in zip(runs, batch.bounds, batch.bounds[1:], strict=False):
+        alone = torch.zeros(stop - start, 16)
+        reference.add_lora(alone, x[start:stop], lora_batch([run], ranks), targets)
+        torch.testing.assert_close(together[start:stop], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_that_are_not_numbers_stay_among_themselves() -> None:
+    """Token 2, of the base model, is where a run of two tokens ends that is handled together with one of three."""
+    batch, targets = lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG)], MIXED_RANKS), LORA_LAYERS["three targets"]
+    x, out, clean = normal(6 + LONG, 10, seed=1), torch.zeros(6 + LONG, 16), torch.zeros(6 + LONG, 16)
+    reference.add_lora(clean, x, batch, targets)
+    x[[0, 2, 4]] = math.nan
+    reference.add_lora(out, x, batch, targets)
+    others = [token for token in range(len(x)) if token not in (0, 4)]
+    assert out[[0, 4], :7].isnan().all()
+    torch.testing.assert_close(out[others], clean[others], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_lora_in_half_precision(dtype: torch.dtype) -> None:
-    segments = lora_segments([1, LONG, 3], [3, 16, 1], [0.5, 0.25, 1.0], 12, 7, dtype=dtype)
-    x = normal(LONG + 4, 12, seed=1, dtype=dtype)
-    low_rank = reference.lora_shrink(x, segments)
-    assert low_rank.dtype == dtype
-    torch.testing.assert_close(low_rank.double(), naive_shrink(x, segments), rtol=2e-2, atol=2e-2)
-    out = torch.zeros(len(x), 7, dtype=dtype)
-    reference.lora_expand(low_rank, segments, out)
-    torch.testing.assert_close(out.double(), naive_delta(low_rank, segments, 7), rtol=2e-2, atol=5e-2)
+@pytest.mark.parametrize("layer", LORA_LAYERS)
+def test_lora_in_half_precision(layer: str, dtype: torch.dtype) -> None:
+    runs = [(1, 1), (2, LONG), (0, 2), (1, 3), (3, 2)]
+    check_lora(lora_batch(runs, MIXED_RANKS, dtype=dtype), LORA_LAYERS[layer], tolerance=4e-2)
 
 
-def test_one_adapter_may_serve_several_runs() -> None:
-    segments = lora_segments([2, 1, 3], [3, 1, 3], [1.0, 1.0, 1.0], 6, 5)
-    segments.a_offsets[2], segments.b_offsets[2] = segments.a_offsets[0], segments.b_offsets[0]
-    x = normal(1, 6, seed=1).expand(6, -1).contiguous()
-    low_rank = reference.lora_shrink(x, segments)
-    out = torch.zeros(6, 5)
-    reference.lora_expand(low_rank, segments, out)
-    for same in (1, 3, 4, 5):
-        assert torch.equal(out[same], out[0])
-    assert not torch.allclose(out[2], out[0])
+@pytest.mark.parametrize("layer", LORA_LAYERS)
+@pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
+@pytest.mark.parametrize("length", [1, 3, LONG - 1, LONG, LONG + 9])
+def test_outputs_are_multiplied_and_then_shifted(
+    layer: str, factors: list[int], shifts: list[int], length: int
+) -> None:
+    runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG)]
+    batch, targets = lora_batch(runs, [[0] * 4] * 4, factors=factors, shifts=shifts), LORA_LAYERS[layer]
+    wide = normal(batch.bounds[-1], 24, seed=1)
+    expected, local = wide.clone(), wide[:, 3 : 3 + targets[-1].columns.stop]
+    for token, target, fields, _ in token_fields(batch, targets):
+        width = LORA_WIDTHS[target.index][1]
+        for column in range(width):
+            at = 3 + target.columns.start + column
+            if fields[Field.FACTOR] >= 0:
+                expected[token, at] *= batch.buffer[fields[Field.FACTOR] + column]
+            if fields[Field.SHIFT] >= 0:
+                expected[token, at] += batch.buffer[fields[Field.SHIFT] + column]
+    reference.scale_and_shift(local, batch, targets)
+    assert torch.equal(wide, expected)  # so that tokens and columns without are the same bit for bit

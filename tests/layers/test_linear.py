@@ -1,6 +1,7 @@
 """Every rank's part, put together, is the whole."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.adapters.target import Kind
+from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
+from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import (
     Linear,
     MultiAdapterHead,
@@ -18,10 +22,12 @@ from lorax_server.layers.linear import (
     TensorParallelHead,
     TensorParallelMultiAdapterLinear,
     TensorParallelRowLinear,
-    adapter_targets,
 )
+from lorax_server.layers.norm import LayerNorm, RMSNorm
+from lorax_server.layers.targets import adapter_targets
+from tests.adapters.test_host import merged_rows
 from tests.builders import CPU, adapter_batch, memory_weights, needs_onednn
-from tests.lora import Factors, make_arena
+from tests.lora import Factors, GivenAdapter, fill_arena, make_arena
 
 INPUTS, TOKENS = 12, [1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 1, 3]
 
@@ -229,6 +235,44 @@ def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
+    """The delta is added before the factor multiplies, and the bias is not multiplied."""
+    sizes = {"q": 8, "k": 4}
+    base = {name: normal(size, INPUTS, seed=size) for name, size in sizes.items()}
+    bias = {name: normal(size, seed=size + 1) for name, size in sizes.items()}
+    tensors = {f"{name}.weight": base[name] for name in sizes} | {f"{name}.bias": bias[name] for name in sizes}
+    low_rank = {
+        name: ModuleWeights(*lora(INPUTS, size, 3, 10), 0.5, normal(size, seed=7)) for name, size in sizes.items()
+    }
+    given = [
+        {"q": low_rank["q"], "k": ModuleWeights(bias=normal(4, seed=8))},
+        {"q": replace(low_rank["q"], bias=normal(8, seed=9)), "k": low_rank["k"]},
+        {},
+    ]
+    x = normal(len(TOKENS), INPUTS, seed=3)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
+    shards = {
+        name: [shard_evenly(FakeGroup(rank, ranks), size, "x") for rank in range(ranks)] for name, size in sizes.items()
+    }
+    for rank in range(ranks):
+        weights = memory_weights(tensors, rank=rank, ranks=ranks)
+        outputs = [shards[name][rank] for name in sizes]
+        layer = TensorParallelMultiAdapterLinear.load(weights, list(sizes), INPUTS, outputs, bias=True)
+        adapters = [GivenAdapter(modules, 0) for modules in given]
+        arena = fill_arena(adapter_targets(layer), adapters, CPU, weights.process_group)
+        out = layer(x, adapter_batch(TOKENS, arena))
+        for name, part in zip(sizes, out.split([shard.size for shard in outputs], dim=1), strict=True):
+            parts[name].append(part)
+    for name in sizes:
+        got = place(parts[name], shards[name])
+        for row, index in enumerate(TOKENS):
+            adapter = given[index - 1].get(name, ModuleWeights()) if index else ModuleWeights()
+            matrix = merged_rows(base[name], adapter, Kind.LINEAR)
+            expected = matrix @ x[row] + (bias[name] if adapter.bias is None else adapter.bias)
+            torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("vocab_size", [5, 13])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
@@ -261,31 +305,62 @@ def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
 
 
 def test_adapter_targets_finds_every_place_by_name() -> None:
-    weights = memory_weights(
-        {
-            "q.weight": normal(8, 4, seed=1),
-            "k.weight": normal(4, 4, seed=2),
-            "o.weight": normal(4, 8, seed=3),
-            "fixed.weight": normal(4, 4, seed=4),
-            "lm_head.weight": normal(6, 4, seed=5),
-        }
-    )
+    tensors = {
+        "wte.weight": normal(6, 4, seed=0),
+        "q.weight": normal(8, 4, seed=1),
+        "k.weight": normal(4, 4, seed=2),
+        "k.bias": normal(4, seed=6),
+        "q.bias": normal(8, seed=7),
+        "o.weight": normal(4, 8, seed=3),
+        "fixed.weight": normal(4, 4, seed=4),
+        "lm_head.weight": normal(6, 4, seed=5),
+        "norm.weight": normal(4, seed=8),
+        "ln.weight": normal(4, seed=9),
+        "ln.bias": normal(4, seed=10),
+    }
+    weights = memory_weights(tensors)
     model = nn.ModuleList(
         [
-            TensorParallelMultiAdapterLinear.load(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=False),
+            TensorParallelEmbedding(weights, "wte", 6, 4, target_name="embed_tokens"),
+            TensorParallelMultiAdapterLinear.load(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=True),
             TensorParallelAdapterRowLinear.load(weights, "o", whole(8), 4, bias=False),
             TensorParallelColumnLinear.load(weights, ["fixed"], 4, [whole(4)], bias=False),
+            RMSNorm("norm", weights, 4),
+            RMSNorm("norm", weights, 4, adaptable=False),
+            LayerNorm("ln", weights, 4),
             MultiAdapterHead.load(weights, "lm_head", 4, 6),
         ]
     )
     targets = adapter_targets(model)
-    assert {name: (target.inputs.full, target.outputs.full) for name, target in targets.items()} == {
-        "q": (4, 8),
-        "k": (4, 4),
-        "o": (8, 4),
-        "lm_head": (4, 6),
+    assert {name: (target.kind, target.inputs.full, target.outputs.full) for name, target in targets.items()} == {
+        "embed_tokens": (Kind.EMBEDDING, 6, 4),
+        "q": (Kind.LINEAR, 4, 8),
+        "k": (Kind.LINEAR, 4, 4),
+        "o": (Kind.LINEAR, 8, 4),
+        "norm": (Kind.NORM, 4, 4),
+        "ln": (Kind.NORM, 4, 4),
+        "lm_head": (Kind.HEAD, 4, 6),
     }
     assert (targets["q"].columns, targets["k"].columns) == (slice(0, 8), slice(8, 12))
+    for name, target in targets.items():
+        stored = {"embed_tokens": "wte"}.get(name, name)
+        assert torch.equal(target.weight, tensors[f"{stored}.weight"])
+        assert (target.bias is None) == (f"{stored}.bias" not in tensors)
+        assert target.bias is None or torch.equal(target.bias, tensors[f"{stored}.bias"])
+        assert target.adds_bias
+
+
+def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
+    tensors = {"o.weight": normal(4, 8, seed=1), "o.bias": normal(4, seed=2), "wte.weight": normal(6, 4, seed=3)}
+    for rank in range(2):
+        weights = memory_weights(tensors, rank=rank, ranks=2)
+        shard = shard_evenly(weights.process_group, 8, "inputs")
+        row = TensorParallelAdapterRowLinear.load(weights, "o", shard, 4, bias=True).targets[0]
+        assert torch.equal(row.weight, shard.take(tensors["o.weight"], 1))
+        assert (row.adds_bias, row.bias is None) == (rank == 0, rank == 1)
+        embedding = TensorParallelEmbedding(weights, "wte", 6, 4).targets[0]
+        assert embedding.inputs == shard_vocab(weights.process_group, 6)
+        assert embedding.adds_bias == (rank == 0)
 
 
 # --- what does not fit

@@ -1,0 +1,156 @@
+"""Decode of a batch that mixes adapters on a CPU, against transformers and PEFT in the same process.
+
+A random Llama of 160M parameters, 16 sequences, adapters of rank 16 on all its linear layers, made by PEFT and loaded
+by both sides from the same files. PEFT is given `adapter_names`, one for each sequence. Each figure is the best of
+several runs, the sides taking turns.
+"""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from paged import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill
+from peft import LoraConfig, PeftModel, get_peft_model
+from report import Record, parse_args, report
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
+from lorax_server.adapters.checkpoint import CONFIG_FILE
+from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.host import prepare
+from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.distributed import FakeGroup
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.worker.adapter_memory import AdapterMemory
+
+BATCH, CONTEXT, RUNS = 16, 256, 12
+RANK = 16
+COUNTS = (0, 1, 4, 16)
+GOALS = {4: 2.0, 16: 2.0}
+SHARE_OF_BASE = 0.7  # with 16 adapters, of our own speed without any
+OTHER_RANKS = (8, 32, 64)
+
+
+def write_adapters(base: Any, folder: Path, rank: int, number: int) -> tuple[PeftModel, list[Path]]:
+    names = [f"r{rank}-{index}" for index in range(number)]
+    config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(0, 0.02)
+    model.save_pretrained(folder)
+    return model.eval(), [folder / name for name in names]
+
+
+def load_ours(model: Any, folders: list[Path]) -> AdapterArena:
+    targets = adapter_targets(model)
+    hosts = []
+    for folder in folders:
+        config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
+        hosts.append(prepare(StoredAdapter(folder, config, targets), targets, torch.float32, FakeGroup()))
+    memory = AdapterMemory(targets, torch.float32, torch.device("cpu"), sum(host.units for host in hosts))
+    place = 0
+    for index, host in enumerate(hosts, start=1):
+        memory.load(index, host, place)
+        place += host.units
+    return memory.arena
+
+
+def rows(number: int) -> list[int]:
+    """The adapter of each sequence, those of one adapter together, as an engine would order them."""
+    return sorted(index % number + 1 for index in range(BATCH)) if number else [0] * BATCH
+
+
+def ours(model: Any, arena: AdapterArena, number: int) -> Callable[[], torch.Tensor]:
+    paged, cache = Paged(model, BATCH, CONTEXT + RUNS + 2), DynamicCache(config=model.config)
+    torch.manual_seed(1)
+    fill(paged, cache, CONTEXT)
+    ids, position = torch.arange(BATCH)[:, None] + 100, count(CONTEXT)
+    adapters = torch.tensor(rows(number))
+
+    def step() -> torch.Tensor:
+        # Built anew in every step, as for a batch that has just changed.
+        meta = AdapterBatchMetadata.from_indices(adapters)
+        return paged.forward(ids, next(position), AdapterBatchData(meta, arena))
+
+    return step
+
+
+def theirs(model: Any, names: list[str], number: int) -> Callable[[], torch.Tensor]:
+    config = model.config
+    cache = DynamicCache(config=config)
+    torch.manual_seed(1)
+    head_dim = config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
+        past = torch.randn(2, BATCH, config.num_key_value_heads, CONTEXT, head_dim) * 0.1
+        cache.update(past[0], past[1], layer)
+    ids = torch.arange(BATCH)[:, None] + 100
+    chosen = [names[index - 1] for index in rows(number)] if number else []
+
+    def step() -> torch.Tensor:
+        if not chosen:
+            with model.disable_adapter():
+                return model(ids, past_key_values=cache, use_cache=True).logits[:, 0]
+        return model(ids, past_key_values=cache, use_cache=True, adapter_names=chosen).logits[:, 0]
+
+    return step
+
+
+def measure(folder: Path) -> list[Record]:
+    base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()
+    model = build_ours(LLAMA_160M, {name: x.clone() for name, x in base.state_dict().items()})
+    peft_model, folders = write_adapters(base, folder, RANK, max(COUNTS))
+    arena = load_ours(model, folders)
+    names = [place.name for place in folders]
+    records, speeds = [], {}
+    for number in COUNTS:
+        mine, other = ours(model, arena, number), theirs(peft_model, names, number)
+        difference = float((mine() - other()).abs().max())
+        times = best_of(RUNS, mine, other)
+        speeds[number], peft_speed = (BATCH / seconds for seconds in times)
+        print(
+            f"{number} adapters: {speeds[number]:.0f} tokens/s, PEFT {peft_speed:.0f}, "
+            f"largest difference of logits {difference:.1e}",
+            flush=True,
+        )
+        peer = "transformers + PEFT" if number else "transformers"
+        records.append(Record(f"decode, {number} adapters", speeds[number], "tokens/s", "", None))
+        records.append(Record(f"over peer, {number} adapters", times[1] / times[0], "x", peer, GOALS.get(number)))
+    share = speeds[16] / speeds[0]
+    records.append(Record("16 adapters, of own base", share, "of tokens/s", "our base model", SHARE_OF_BASE))
+    return records + measure_growth(model, folder, BATCH / speeds[0])
+
+
+def measure_growth(model: Any, folder: Path, base_seconds: float) -> list[Record]:
+    """What 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
+    records = []
+    for rank in (RANK, *OTHER_RANKS):
+        base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()
+        _, folders = write_adapters(base, folder / str(rank), rank, BATCH)
+        step = ours(model, load_ours(model, folders), BATCH)
+        step()
+        added = best_of(RUNS, step)[0] - base_seconds
+        records.append(Record(f"added by 16 of rank {rank}", added * 1e3, "ms a step", "", None))
+    return records
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    print(f"{torch.get_num_threads()} threads, float32, vocabulary {VOCAB}, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        records = measure(Path(folder))
+    report(records, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""`adapter_config.json`, as PEFT writes it and as an enemy would. PEFT itself says what its rules mean."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+from transformers import AutoModelForCausalLM
+
+from lorax_server.adapters import config as config_module
+from lorax_server.adapters.config import (
+    REFUSED_FIELDS,
+    SERVED_FIELDS,
+    TRAINING_FIELDS,
+    AdapterConfig,
+    check_base_model,
+    parse_config,
+)
+from lorax_server.errors import AdapterError
+from tests.parity.variants import VARIANTS
+
+BASE = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 12, "target_modules": ["q_proj"]}
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+NAN, INF = math.nan, math.inf
+
+
+def parse(**changes: Any) -> AdapterConfig:
+    return parse_config(BASE | changes, "acme/tuned")
+
+
+def bug(*values: Any, raises: Any = pytest.fail.Exception) -> Any:
+    return pytest.param(*values, marks=pytest.mark.xfail(raises=raises, reason="a known bug"))
+
+
+@cache
+def module_names() -> tuple[str, ...]:
+    """Every module, leaf or not, of four architectures, and some that are in none."""
+    names = {"", "q_proj", "layers.0", "experts.layers.1.experts.0.q_proj", "0.1.2.q_proj"}
+    for variant in ("llama-gqa", "gpt2", "opt-pre-norm", "neox-parallel"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(VARIANTS[variant].config())
+        names |= {name for name, _ in model.named_modules()}
+    return tuple(sorted(names))
+
+
+# --- ranks and scales
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "scale"),
+    [
+        ({}, 8, 1.5),
+        ({"r": 65536}, 65536, 12 / 65536),
+        ({"lora_alpha": 0}, 8, 0.0),
+        ({"lora_alpha": -4.5}, 8, -4.5 / 8),
+        ({"use_rslora": True}, 8, 12 / math.sqrt(8)),
+        ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, 2, 12 / math.sqrt(2)),
+        ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 6}}, 3, 2.0),
+        ({"rank_pattern": {"k_proj": 3}, "alpha_pattern": {"k_proj": 6}}, 8, 1.5),
+        ({"rank_pattern": None, "alpha_pattern": None, "use_rslora": None}, 8, 1.5),
+    ],
+)
+def test_rank_and_scale(changes: dict[str, Any], rank: int, scale: float) -> None:
+    config = parse(**changes)
+    assert config.rank(Q_PROJ) == rank
+    assert config.scale(Q_PROJ) == scale
+
+
+PATTERNS = [
+    *("q_proj", "self_attn.q_proj", "^q_proj", f"^{Q_PROJ}", Q_PROJ, "model.layers.1", r"layers\.1\..*", "layers.1.*"),
+    *(r"layers.[02].mlp.down_proj", r"h\.\d+\.attn\.c_attn", "proj", ".*", "", ".", "q_proj|fc1", "(q|k)_proj$"),
+    *("decoder.*[qv]_proj", "attn.c_attn$", "dense", r".*\.dense", "a)|(fc2", r"\Aquery", "_proj", r"(?=lm)lm_head"),
+]
+
+
+def test_patterns_are_chosen_as_peft_chooses_them() -> None:
+    """The first that fits counts, alone and in every order of two."""
+    seen = set()
+    for keys in [*itertools.permutations(PATTERNS, 2), *itertools.permutations(PATTERNS[:4], 4)]:
+        pattern = {key: number for number, key in enumerate(keys, start=20)}
+        config = parse(rank_pattern=pattern, alpha_pattern=pattern, lora_alpha=8)
+        for name in module_names()[::3]:
+            expected = pattern.get(get_pattern_key(pattern.keys(), name), 8)
+            assert config.rank(name) == expected, (keys, name)
+            assert config.scale(name) == 1.0
+            seen.add(expected)
+    assert {8, 20, 21, 22} <= seen
+
+
+# --- targets
+
+TARGETS = [
+    ["q_proj", "c_attn", "dense"],
+    [Q_PROJ, "transformer.h.0.attn.c_proj", "fc1"],
+    ["self_attn.v_proj", "mlp.c_proj", "lm_head", "embed_tokens", "wte", "query_key_value", "0"],
+    *(r".*\.(q|k)_proj", r"model\.layers\.[01]\..*", "lm_head|.*wte", ".*", "q_proj", r"(?i).*Q_PROJ", ""),
+]
+EXCLUDED = [None, ["q_proj", "transformer.h.1.attn.c_attn"], r".*\.1\..*|lm_head", ""]
+LAYERS = [None, 0, [], [1, 7]]
+LAYERS_PATTERNS = [None, "", "layers", ["h", "layers"], ["nothing"], [r"(?:model|decoder)\.layers", "h"]]
+SAVED = [None, ["lm_head", "self_attn"], [r"layers\.1", "h.1"]]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_targets_are_those_of_peft(targets: Any) -> None:
+    answers = set()
+    for excluded, layers, pattern, saved in itertools.product(EXCLUDED, LAYERS, LAYERS_PATTERNS, SAVED):
+        fields = {
+            "target_modules": targets,
+            "exclude_modules": excluded,
+            "layers_to_transform": layers,
+            "layers_pattern": pattern,
+            "modules_to_save": saved,
+        }
+        try:
+            oracle = LoraConfig(**fields)
+        except ValueError:
+            continue  # combinations that PEFT does not let anyone save
+        config = parse(**fields)
+        for name in module_names():
+            expected = bool(check_target_module_exists(oracle, name))
+            assert config.is_target(name) is expected, (fields, name)
+            answers.add(expected)
+    assert answers == {False, True}
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", "ALL-Linear"])
+def test_what_depends_on_the_model_is_left_open(targets: str | None) -> None:
+    assert parse(target_modules=targets).is_target(Q_PROJ) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": r"(?:model|lm_head)\..*|nothing"},
+        bug({"target_modules": ".*q_proj{e}"}, raises=AssertionError),  # a fuzzy match
+        bug({"target_modules": "(?x) .* q_proj # comment"}, raises=AdapterError),
+        bug({"layers_to_transform": [1], "layers_pattern": ["model|h"]}, raises=TypeError),  # `int(None)`
+    ],
+)
+def test_patterns_mean_what_they_mean_to_peft(changes: dict[str, Any]) -> None:
+    fields = {"target_modules": ["q_proj"]} | changes
+    assert parse(**fields).is_target(Q_PROJ) is bool(check_target_module_exists(LoraConfig(**fields), Q_PROJ))
+
+
+# --- patterns of an enemy
+
+RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
+PATTERN_FIELDS = {
+    "target_modules": lambda pattern: pattern,
+    "exclude_modules": lambda pattern: pattern,
+    "modules_to_save": lambda pattern: [pattern],
+    "rank_pattern": lambda pattern: {pattern: 1},
+    "alpha_pattern": lambda pattern: {pattern: 1},
+    "layers_pattern": lambda pattern: [pattern],
+}
+
+
+def use_pattern(field: str, pattern: str) -> None:
+    config = parse(**{"layers_to_transform": [1], field: PATTERN_FIELDS[field](pattern)})
+    config.is_target(Q_PROJ)
+    config.scale(Q_PROJ)
+
+
+@pytest.mark.parametrize("field", PATTERN_FIELDS)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(RUNAWAY, "(?R)", "[", "(", r"\L<x>", r"\p{zzz}", "x{99999999999999}", "(?P<", "(?P=x)", "[z-a]", r"\N{x}"),
+        bug("(" * 3000 + ")" * 3000, raises=RecursionError),
+        bug("(?V0)(?V1)x", raises=ValueError),
+    ],
+    ids=lambda pattern: pattern[:30],
+)
+def test_a_pattern_that_cannot_be_used_is_refused(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "PATTERN_TIMEOUT_S", 0.01)
+    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* cannot be used"):
+        use_pattern(field, pattern)
+
+
+@pytest.mark.parametrize("field", [bug("target_modules"), bug("exclude_modules")])
+def test_a_pattern_that_closes_the_group_it_is_put_in_is_refused(field: str) -> None:
+    with pytest.raises(AdapterError):
+        use_pattern(field, "model)|(?:x")
+
+
+# --- fields
+
+
+def test_every_field_of_peft_has_its_place() -> None:
+    """A new version of PEFT with a new field makes this fail: decide what the field is."""
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields <= SERVED_FIELDS | TRAINING_FIELDS | set(REFUSED_FIELDS)
+    assert not SERVED_FIELDS & TRAINING_FIELDS
+    assert not (SERVED_FIELDS | TRAINING_FIELDS) & set(REFUSED_FIELDS)
+    written = LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]).to_dict()
+    assert {*written, "runtime_config"} == fields
+    raw = json.loads(json.dumps(written, default=list))
+    assert parse_config(raw, "x") == AdapterConfig("x", 8, 8.0, target_modules=("q_proj",))
+
+
+SERVED = {
+    **{"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"q_proj": 2}, "lora_alpha": 3, "r": 3, "target_modules": ".*"},
+    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying"), True),
+    **{"exclude_modules": ["x"], "modules_to_save": ["x"], "layers_pattern": "x", "base_model_name_or_path": "x"},
+    **{"layers_to_transform": 0, "trainable_token_indices": {"wte": [2, 1]}, "use_bdlora": {"nblocks": 2}},
+}
+
+
+@pytest.mark.parametrize("field", sorted(SERVED_FIELDS - {"bias"}))
+def test_what_is_served_is_read(field: str) -> None:
+    assert parse(**{field: SERVED[field]}) != parse()
+
+
+@pytest.mark.parametrize("field", sorted(TRAINING_FIELDS - {"peft_type", "task_type", "init_lora_weights"}))
+def test_what_was_for_training_changes_nothing(field: str) -> None:
+    for value in ({"some": ["thing"]}, "x", 0.3, True, [[[]]], "x" * 10_000_000):
+        assert parse(**{field: value}) == parse()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("alora_invocation_tokens", [1, 2], "aLoRA"),
+        ("arrow_config", {"top_k": 3}, "Arrow"),
+        ("enable_lora", [True, False, True], "fused matrices"),
+        ("kasa_config", {"beta": 0.1}, "KaSA"),
+        ("layer_replication", [[0, 4], [2, 5]], "repeated layers"),
+        ("megatron_config", {"hidden_size": 3}, "Megatron"),
+        ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
+        ("use_qalora", True, "QALoRA"),
+        *(("peft_type", kind, "only LORA") for kind in ("IA3", "LOHA", "ADALORA", "lora", "", None, 5, ["LORA"], {})),
+        *(("task_type", task, "only CAUSAL_LM") for task in ("SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, [])),
+        *(
+            ("init_lora_weights", init, "path_initial_model_for_weight_conversion")
+            for init in ("pissa", "pissa_niter_16", "PiSSA", "olora", "OLoRA", "loftq", "corda", "lora_ga")
+        ),
+        *(("init_lora_weights", init, "is not known") for init in ("magic", "", None, 5, ["pissa"], {"x": "pissa"})),
+        *(("bias", bias, "none, all and lora_only") for bias in ("some", "", None, False, 5, ["none"])),
+        *(("not_yet_invented", value, "not a field we know") for value in (True, 0, 1, "x", [0], {"a": None}, NAN)),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(field: str, value: Any, reason: str) -> None:
+    with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': config field {field} = .*{reason}"):
+        parse(**{field: value})
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+@pytest.mark.parametrize("field", [*sorted(REFUSED_FIELDS), "not_yet_invented"])
+def test_what_is_switched_off_is_no_reason(field: str, value: Any) -> None:
+    assert parse(**{field: value}) == parse()
+
+
+@pytest.mark.parametrize("init", [True, False, "true", "gaussian", "orthogonal", "eva", "mica", "MiCA"])
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_known_inits_and_biases_are_accepted(init: bool | str, bias: str) -> None:
+    assert parse(init_lora_weights=init, bias=bias) == parse()
+
+
+NOT_NAMES = [5, True, NAN, {"a": 1}, [1], [["a"]], [None], ["a", 1], [{}]]
+NOT_FLAGS = ["true", 0, 1, [True], {"a": 1}, NAN, [], {}]
+NOT_TOKENS = ["x", 5, True, NAN, [-1], [True], [1.0], [1, 1], ["1"], [[1]], [None], {"wte": 5}, {"wte": [-1]}]
+WRONG = {
+    "r": ["8", True, 0, -1, 65537, 10**400, 8.0, NAN, None, [8], {}, "x" * 10_000_000],
+    "lora_alpha": ["8", True, NAN, INF, -INF, None, [1], {}],
+    "rank_pattern": ["x", 5, True, [1], *({"a": x} for x in ("1", 0, -1, True, 1.0, NAN, None, [1], {}, 10**9))],
+    "alpha_pattern": ["x", 5, True, [1], *({"a": x} for x in ("1", True, NAN, INF, None, [1], {}))],
+    "target_modules": NOT_NAMES,
+    "exclude_modules": NOT_NAMES,
+    "modules_to_save": NOT_NAMES,
+    "layers_pattern": NOT_NAMES,
+    "layers_to_transform": ["1", 1.0, NAN, {"a": 1}, ["1"], [1.0], [None], [[1]]],
+    "trainable_token_indices": NOT_TOKENS,
+    "use_bdlora": ["x", 5, True, NAN, [1], {"x": 1}, *({"nblocks": x} for x in (0, "2", True, None))],
+    "base_model_name_or_path": [5, True, NAN, ["x"], {"a": 1}],
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), NOT_FLAGS),
+}
+WRONG_VALUES = [(field, value) for field, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *WRONG_VALUES,
+        bug("lora_alpha", 10**400, raises=OverflowError),
+        bug("alpha_pattern", {"a": -(10**400)}, raises=OverflowError),
+        bug("layers_to_transform", True),
+        bug("layers_to_transform", [True]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_types_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': config field ({field}|nblocks) = ") as refusal:
+        parse(**{field: value})
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("field", sorted({*SERVED_FIELDS, *TRAINING_FIELDS, *REFUSED_FIELDS}))
+def test_no_field_makes_anything_but_an_adapter_error(field: str) -> None:
+    deep = json.loads("[" * 500 + "]" * 500)
+    for value in (deep, {"x": deep}, "\ud800\x00\n", "x" * 100_000, list(range(9000)), [{}] * 1000, {"": ""}, -0.0):
+        with contextlib.suppress(AdapterError):
+            parse(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "found_type", "message"),
+    [
+        ({}, None, None),
+        ({}, "llama", None),
+        ({"auto_mapping": {"base_model_class": "LlamaForCausalLM"}}, "llama", None),
+        ({"auto_mapping": {"base_model_class": 5}}, None, None),
+        ({"auto_mapping": "nonsense"}, None, None),
+        ({"base_model_name_or_path": "acme/b"}, "opt", r"'acme/tuned' .*'acme/b', which is of type 'opt'.*'llama'"),
+        ({"auto_mapping": {"base_model_class": "OPTForCausalLM"}}, None, "'acme/tuned' .*OPTFor.* is a LlamaFor"),
+        ({"auto_mapping": {"base_model_class": "LlamaModel"}}, "llama", "'acme/tuned' .*a LlamaModel;"),
+    ],
+)
+def test_another_base_model_is_refused(changes: dict[str, Any], found_type: str | None, message: str | None) -> None:
+    config = parse(**changes)
+    if message is None:
+        return check_base_model(config, "llama", "LlamaForCausalLM", found_type)
+    with pytest.raises(AdapterError, match=message):
+        check_base_model(config, "llama", "LlamaForCausalLM", found_type)

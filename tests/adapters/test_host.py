@@ -1,0 +1,398 @@
+"""What an adapter becomes for one rank, against direct computations on whole matrices."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.adapters import host as host_module
+from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shard_vocab, whole
+from lorax_server.errors import AdapterError
+from lorax_server.kernels import NUM_OFFSETS, Field
+from lorax_server.layers.linear import TensorParallelAdapterRowLinear
+from lorax_server.weights import TensorWeights
+from tests.builders import CPU, adapter_batch, how
+from tests.lora import GivenAdapter, fill_arena
+from tests.ranks import RankPool
+
+VOCAB, SIZE, RANK, SCALE = 11, 6, 2, 0.75
+HALF = [torch.bfloat16, torch.float16]
+ALONE, *TWO_RANKS = FakeGroup(), FakeGroup(0, 2), FakeGroup(1, 2)
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+BASE, BIAS = normal(VOCAB, SIZE, seed=1), normal(VOCAB, seed=2)  # of a linear: from `SIZE` to `VOCAB`
+
+
+def make_target(kind: Kind, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> AdapterTarget:
+    """What a rank holds: some of the vocabulary or of a linear's outputs, all of a norm."""
+    shard = shard_vocab(group, VOCAB)
+    weight, columns = shard.take(BASE, 0).to(dtype), slice(0, shard.size)
+    if kind is Kind.EMBEDDING:
+        return AdapterTarget("x", kind, shard, whole(SIZE), slice(0, SIZE), weight, None, group.rank() == 0)
+    if kind is Kind.NORM:
+        return AdapterTarget("x", kind, whole(SIZE), whole(SIZE), slice(0, SIZE), BASE[0].to(dtype), BASE[1].to(dtype))
+    bias = shard.take(BIAS, 0).to(dtype) if kind is Kind.LINEAR else None
+    return AdapterTarget("x", kind, whole(SIZE), shard, columns, weight, bias)
+
+
+def factors(kind: Kind, vocab_size: int = VOCAB, *, dora: bool = False) -> ModuleWeights:
+    inputs, outputs = (vocab_size, SIZE) if kind is Kind.EMBEDDING else (SIZE, vocab_size)
+    magnitude = normal(outputs, seed=5) if dora else None
+    return ModuleWeights(normal(RANK, inputs, seed=3), normal(outputs, RANK, seed=4), SCALE, magnitude)
+
+
+class Prepared:
+    """One adapter at one target, and what lies in its buffer."""
+
+    def __init__(
+        self,
+        weights: ModuleWeights,
+        target: AdapterTarget,
+        dtype: torch.dtype = torch.float32,
+        group: ProcessGroup = ALONE,
+    ) -> None:
+        self.host = prepare(GivenAdapter({"x": weights}, VOCAB), {"x": target}, dtype, group)
+        self.fields = dict(zip(Field, self.host.table[0].tolist(), strict=True))
+
+    def piece(self, field: Field, *shape: int) -> torch.Tensor:
+        offset, size = self.fields[field], torch.Size(shape).numel()
+        assert offset >= 0, f"{field.name} is missing"
+        return self.host.buffer[offset : offset + size].view(shape)
+
+    def row_ids(self) -> list[int]:
+        count, itemsize = self.fields[Field.NUM_ROWS], self.host.buffer.itemsize
+        return self.piece(Field.ROW_IDS, count * 4 // itemsize).view(torch.int32).tolist() if count else []
+
+    def rows(self) -> torch.Tensor:
+        return self.piece(Field.ROWS, self.fields[Field.NUM_ROWS], SIZE)
+
+    def new_rows(self) -> torch.Tensor:
+        return self.piece(Field.NEW_ROWS, self.fields[Field.NUM_NEW_ROWS], SIZE)
+
+    def present(self) -> set[Field]:
+        return {field for field in Field if field < NUM_OFFSETS and self.fields[field] >= 0}
+
+
+def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch.Tensor:
+    """The one matrix that an adapted embedding, head or linear amounts to."""
+    rows = base if weights.weight is None else weights.weight
+    if weights.token_rows is not None:
+        rows = F.pad(rows, (0, 0, 0, max(0, max(weights.token_ids) + 1 - len(rows)))).clone()
+        for token, row in zip(weights.token_ids, weights.token_rows, strict=True):
+            rows[token] = row
+    if weights.lora_a is not None:
+        delta = weights.scale * (weights.lora_b @ weights.lora_a)
+        rows = rows + (delta.t() if kind is Kind.EMBEDDING else delta)
+    if weights.magnitude is None:
+        return rows
+    norms = rows.norm(dim=0, keepdim=True) if kind is Kind.EMBEDDING else rows.norm(dim=1, keepdim=True)
+    return rows / norms * weights.magnitude.view(norms.shape)
+
+
+# --- layout
+
+
+def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
+    grown = torch.cat([BASE + 1, normal(3, SIZE, seed=6)])
+    tokens = {"token_ids": (VOCAB + 1, 4), "token_rows": normal(2, SIZE, seed=7)}
+    targets = {kind.value: replace(make_target(kind), name=kind.value) for kind in Kind}
+    return targets | {"other": replace(targets["linear"], name="other")}, {
+        "head": replace(factors(Kind.HEAD, VOCAB + 3, dora=True), weight=grown, **tokens),
+        "embedding": replace(factors(Kind.EMBEDDING, VOCAB + 3, dora=True), weight=grown, **tokens),
+        "linear": replace(factors(Kind.LINEAR, dora=True), bias=BIAS + 1),
+        "norm": ModuleWeights(weight=normal(SIZE, seed=8), bias=normal(SIZE, seed=9)),
+    }
+
+
+def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[tuple[int, int]]:
+    """Where each piece begins and ends, from the table alone."""
+    found = []
+    for target, values in zip(targets.values(), adapter.table.tolist(), strict=True):
+        fields = dict(zip(Field, values, strict=True))
+        size = target.outputs.size if target.kind is Kind.EMBEDDING else target.inputs.size
+        sizes = {
+            Field.A: fields[Field.RANK] * target.inputs.size,
+            Field.B: fields[Field.RANK] * target.outputs.size,
+            Field.FACTOR: target.outputs.size,
+            Field.SHIFT: target.outputs.size,
+            Field.ROW_IDS: fields[Field.NUM_ROWS] * 4 // adapter.buffer.itemsize,
+            Field.ROWS: fields[Field.NUM_ROWS] * size,
+            Field.NEW_ROWS: fields[Field.NUM_NEW_ROWS] * size,
+        }
+        found += [(fields[field], fields[field] + count) for field, count in sizes.items() if fields[field] >= 0]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_pieces_begin_on_units_and_do_not_overlap(dtype: torch.dtype) -> None:
+    targets, modules = everything()
+    adapter = prepare(GivenAdapter(modules, VOCAB + 3), targets, dtype, ALONE)
+    pieces = extents(adapter, targets)
+    assert len(pieces) == 2 * 6 + 4 + 2  # embedding and head without shift, linear without rows, norm's two vectors
+    for start, _ in pieces:
+        assert start * dtype.itemsize % UNIT_BYTES == 0
+    stops = [0, *(stop for _, stop in pieces)]
+    for (start, _), before in zip([*pieces, (adapter.buffer.numel(), 0)], stops, strict=True):
+        assert before <= start < before + UNIT_BYTES // dtype.itemsize  # no unit is wasted either
+        assert not adapter.buffer[before:start].any()
+    assert adapter.buffer.dtype == dtype
+    assert adapter.units * UNIT_BYTES == adapter.buffer.nbytes
+    assert adapter.vocab_size == VOCAB + 3
+
+
+def test_a_module_that_an_adapter_lacks_has_nothing() -> None:
+    targets, modules = everything()
+    adapter = prepare(GivenAdapter({"linear": modules["linear"]}, VOCAB), targets, torch.float32, ALONE)
+    index = list(targets).index("linear")
+    assert torch.equal(adapter.table[index + 1 :], empty_table(len(targets) - index - 1))
+    assert torch.equal(adapter.table[:index], empty_table(index))
+    assert adapter.scales.tolist() == [SCALE if name == "linear" else 0 for name in targets]
+    nothing = prepare(GivenAdapter({}, VOCAB), targets, torch.float32, ALONE)
+    assert (nothing.units, nothing.buffer.numel()) == (0, 0)
+    assert torch.equal(nothing.table, empty_table(len(targets)))
+
+
+def test_preparing_leaves_model_and_adapter_as_they_are() -> None:
+    targets, modules = everything()
+    tensors = [value for weights in modules.values() for value in vars(weights).values() if torch.is_tensor(value)]
+    tensors += [tensor for target in targets.values() for tensor in (target.weight, target.bias) if tensor is not None]
+    before = [tensor.clone() for tensor in tensors]
+    prepare(GivenAdapter(modules, VOCAB + 3), targets, torch.float32, ALONE)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
+def test_factors_are_cut_and_cast(kind: Kind, group: FakeGroup, dtype: torch.dtype) -> None:
+    target, weights = make_target(kind, group, dtype), factors(kind)
+    found = Prepared(weights, target, dtype, group)
+    lora_a, lora_b = target.cut(weights.lora_a, weights.lora_b)
+    assert torch.equal(found.piece(Field.A, *lora_a.shape), lora_a.to(dtype))
+    assert torch.equal(found.piece(Field.B, *lora_b.shape), lora_b.to(dtype))
+    assert found.fields[Field.RANK] == RANK
+    assert found.host.scales.tolist() == [SCALE]
+    assert found.present() == {Field.A, Field.B}
+
+
+# --- factors and shifts
+
+
+@pytest.fixture(params=[4, 1024], ids=["in pieces", "at once"])
+def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "NORM_ROWS", request.param)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS * 3 - 1], ids=["base bias", "own bias"])
+@pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
+@pytest.mark.usefixtures("norm_rows")
+def test_dora_is_a_factor_and_gives_the_bias_back(group: FakeGroup, bias: torch.Tensor | None) -> None:
+    target, weights = make_target(Kind.LINEAR, group), replace(factors(Kind.LINEAR, dora=True), bias=bias)
+    found = Prepared(weights, target, group=group)
+    factor = weights.magnitude / (BASE + SCALE * weights.lora_b @ weights.lora_a).norm(dim=1)
+    shift = (BIAS if bias is None else bias) - BIAS * factor
+    size = target.outputs.size
+    torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.take(factor, 0))
+    torch.testing.assert_close(found.piece(Field.SHIFT, size), target.outputs.take(shift, 0))
+
+
+def test_a_bias_is_a_shift() -> None:
+    new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(Kind.LINEAR)
+    alone = Prepared(ModuleWeights(bias=new), target)
+    assert alone.present() == {Field.SHIFT}
+    torch.testing.assert_close(alone.piece(Field.SHIFT, VOCAB), new - BIAS)
+    low_rank = Prepared(replace(factors(Kind.LINEAR), lora_bias=added), replace(target, bias=None))
+    torch.testing.assert_close(low_rank.piece(Field.SHIFT, VOCAB), added * SCALE)
+    both = Prepared(replace(factors(Kind.LINEAR), lora_bias=added, bias=new), target)
+    torch.testing.assert_close(both.piece(Field.SHIFT, VOCAB), new - BIAS + added * SCALE)
+
+
+def test_where_ranks_are_summed_only_one_shifts() -> None:
+    target = replace(make_target(Kind.LINEAR), bias=None, adds_bias=False)
+    weights = replace(factors(Kind.LINEAR), bias=BIAS, lora_bias=BIAS)
+    assert Prepared(weights, target).present() == {Field.A, Field.B}
+
+
+@pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
+def test_the_weight_of_a_norm_is_a_factor(bias: torch.Tensor | None) -> None:
+    found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(Kind.NORM))
+    assert found.present() == {Field.FACTOR, Field.SHIFT}
+    x = normal(SIZE, seed=6)
+    adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.FACTOR, SIZE) + found.piece(Field.SHIFT, SIZE)
+    torch.testing.assert_close(adapted, x * BASE[2] + (BASE[1] if bias is None else bias), rtol=1e-5, atol=1e-5)
+
+
+GROWN = torch.cat([BASE, normal(3, SIZE, seed=6)])
+CHANGED = torch.cat([BASE[:4], BASE[4:9] + 1, GROWN[9:]])
+VOCABULARIES = {
+    "as it is": {},
+    "tokens replaced": {"token_ids": (9, 2), "token_rows": normal(2, SIZE, seed=7)},
+    "tokens added": {"token_ids": (VOCAB, 2, VOCAB + 1), "token_rows": normal(3, SIZE, seed=7)},
+    "matrix replaced": {"weight": CHANGED[:VOCAB]},
+    "matrix grown": {"weight": CHANGED},
+    "matrix grown and tokens added": {
+        "weight": CHANGED,
+        "token_ids": (VOCAB + 3, 5, VOCAB),
+        "token_rows": normal(3, SIZE, seed=7),
+    },
+}
+
+
+def with_vocabulary(name: str, kind: Kind, *, low_rank: bool, dora: bool) -> tuple[ModuleWeights, int]:
+    """An adapter that changes the vocabulary in one of these ways, and the size it has then."""
+    changes = VOCABULARIES[name]
+    vocab_size = max(len(changes.get("weight", BASE)), 1 + max(changes.get("token_ids", (0,))))
+    return replace(factors(kind, vocab_size, dora=dora) if low_rank else ModuleWeights(), **changes), vocab_size
+
+
+@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.usefixtures("norm_rows")
+def test_dora_of_a_vocabulary(name: str, kind: Kind) -> None:
+    weights, vocab_size = with_vocabulary(name, kind, low_rank=True, dora=True)
+    found = Prepared(weights, make_target(kind))
+    norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is Kind.EMBEDDING else 1)
+    size = SIZE if kind is Kind.EMBEDDING else VOCAB
+    torch.testing.assert_close(found.piece(Field.FACTOR, size), (weights.magnitude / norms)[:size])
+    assert found.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
+    if vocab_size > VOCAB:
+        expected = merged_rows(BASE, weights, kind)[VOCAB:]
+        torch.testing.assert_close(found.new_rows(), expected, rtol=1e-5, atol=1e-5)
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
+def test_only_rows_that_differ_from_the_base_are_kept(kind: Kind, dtype: torch.dtype, group: FakeGroup) -> None:
+    found = Prepared(ModuleWeights(weight=CHANGED), make_target(kind, group, dtype), dtype, group)
+    start, stop = shard_vocab(group, VOCAB).ranges[0]
+    mine = [token for token in range(4, 9) if start <= token < stop]
+    assert found.row_ids() == [token - start for token in mine]
+    assert torch.equal(found.rows(), CHANGED[mine].to(dtype))
+    assert torch.equal(found.new_rows(), CHANGED[VOCAB:].to(dtype))
+    assert found.present() == {Field.ROW_IDS, Field.ROWS, Field.NEW_ROWS}
+
+
+@pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
+def test_rows_of_tokens_come_before_those_of_the_matrix(group: FakeGroup) -> None:
+    rows = normal(4, SIZE, seed=7)
+    weights = ModuleWeights(weight=CHANGED, token_ids=(VOCAB + 1, 10, 5, 0), token_rows=rows)
+    found = Prepared(weights, make_target(Kind.HEAD, group), group=group)
+    expected = [{0: rows[3], 4: CHANGED[4], 5: rows[2]}, {0: CHANGED[6], 1: CHANGED[7], 2: CHANGED[8], 4: rows[1]}]
+    assert found.row_ids() == list(expected[group.rank()])
+    assert torch.equal(found.rows(), torch.stack(list(expected[group.rank()].values())))
+    assert torch.equal(found.new_rows(), torch.stack([CHANGED[VOCAB], rows[0], CHANGED[VOCAB + 2]]))
+
+
+@pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
+@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("rows", [5, 8])
+def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, group: FakeGroup) -> None:
+    weights = replace(factors(kind, rows), weight=CHANGED[:rows])
+    target = make_target(kind, group)
+    found = Prepared(weights, target, group=group)
+    start, stop = shard_vocab(group, VOCAB).ranges[0]
+    assert found.row_ids() == [token - start for token in range(4, rows) if start <= token < stop]
+    assert found.fields[Field.NUM_NEW_ROWS] == 0
+    field, of_tokens = (Field.A, weights.lora_a.t()) if kind is Kind.EMBEDDING else (Field.B, weights.lora_b)
+    full = F.pad(of_tokens, (0, 0, 0, VOCAB - rows))[start:stop]
+    local = found.piece(field, *(full.shape if kind is Kind.EMBEDDING else full.t().shape))
+    assert torch.equal(local if kind is Kind.EMBEDDING else local.t(), full)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None:
+    """As bits of a float these are infinite, not a number, or not normal."""
+    ids = [1, 31744, 31745, 32385, 32640, 32641, 65408, 65535, 98689]
+    target = AdapterTarget("x", Kind.HEAD, whole(1), whole(99000), slice(0, 99000), torch.zeros(99000, 1), None)
+    adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)
+    arena = fill_arena({"x": target}, [adapter], CPU, ALONE, dtype)
+    assert arena.at(1, "x").row_ids.tolist() == ids
+
+
+# --- what cannot be served
+
+
+@pytest.mark.parametrize("number", [1e6, -1e6, float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["lora_a", "lora_b", "bias", "lora_bias", "token_rows", "weight"])
+def test_numbers_that_the_dtype_cannot_hold_are_refused(part: str, number: float) -> None:
+    kind = Kind.HEAD if part in ("token_rows", "weight") else Kind.LINEAR
+    weights = replace(factors(kind), bias=BIAS, lora_bias=BIAS, token_ids=(3,), token_rows=BASE[:1], weight=BASE)
+    wrong = getattr(weights, part).clone()
+    wrong[0] = number
+    for dtype in HALF:
+        target, given = make_target(kind, ALONE, dtype), replace(weights, **{part: wrong})
+        if dtype == torch.bfloat16 and abs(number) == 1e6:
+            Prepared(given, target, dtype)
+            continue
+        with pytest.raises(AdapterError, match=f"module 'x' has numbers that {dtype} cannot hold"):
+            Prepared(given, target, dtype)
+
+
+def test_factors_that_overflow_are_refused() -> None:
+    target = replace(make_target(Kind.NORM, dtype=torch.float16), weight=torch.full((SIZE,), 1e-4).half())
+    with pytest.raises(AdapterError, match="cannot hold"):
+        Prepared(ModuleWeights(weight=torch.full((SIZE,), 100.0)), target, torch.float16)
+
+
+@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
+def test_a_matrix_with_a_norm_of_zero_is_refused(kind: Kind) -> None:
+    target = make_target(kind)
+    weight = target.weight.clone()
+    weight[:, 2] = weight[2] = 0
+    weights = factors(kind, dora=True)
+    zero = replace(weights, lora_b=torch.zeros_like(weights.lora_b))
+    with pytest.raises(AdapterError, match=r"'given': module 'x' .* norm of the adapted matrix has zeros"):
+        Prepared(zero, replace(target, weight=weight))
+    Prepared(weights, replace(target, weight=weight))  # the delta makes it something
+
+
+def test_an_added_row_of_zeros_is_refused_under_dora() -> None:
+    weights = replace(factors(Kind.HEAD, VOCAB + 1, dora=True), weight=F.pad(BASE, (0, 0, 0, 1)))
+    weights.lora_b[-1] = 0
+    with pytest.raises(AdapterError, match="norm of an added row has zeros"):
+        Prepared(weights, make_target(Kind.HEAD))
+
+
+def test_a_norm_whose_weight_has_zeros_is_refused() -> None:
+    target = replace(make_target(Kind.NORM), weight=torch.tensor([1.0, 2, 0, 1, 1, 1]))
+    with pytest.raises(AdapterError, match="weight of the base model's norm has zeros"):
+        Prepared(ModuleWeights(weight=BASE[2]), target)
+
+
+# --- over real ranks
+
+
+def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWeights]) -> torch.Tensor:
+    weights = TensorWeights({"x.weight": BASE, "x.bias": BIAS}, **(how() | {"process_group": group}))
+    shard = shard_evenly(group, SIZE, "inputs")
+    layer = TensorParallelAdapterRowLinear.load(weights, "x", shard, VOCAB, bias=True)
+    given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]
+    arena = fill_arena({"x": layer.targets[0]}, given, CPU, group)
+    return layer(shard.take(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))
+
+
+def test_dora_on_a_row_linear_over_two_ranks(ranks: RankPool) -> None:
+    """Neither rank knows the norms of the whole matrix, and only one may shift."""
+    plain = factors(Kind.LINEAR, dora=True)
+    own_bias = replace(plain, lora_a=plain.lora_a + 1, bias=BIAS + 2)
+    x = normal(16, SIZE, seed=6)
+    base = x @ BASE.t() + BIAS
+    first = x @ merged_rows(BASE, plain, Kind.LINEAR).t() + BIAS
+    second = x @ merged_rows(BASE, own_bias, Kind.LINEAR).t() + BIAS + 2
+    expected = torch.cat([second[:1], base[1:2], first[2:4], second[4:]])
+    args = x, [plain, own_bias]
+    for out in (run_row_linear(ALONE, *args), *ranks.run(2, run_row_linear, *args)):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

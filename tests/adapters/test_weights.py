@@ -1,0 +1,320 @@
+"""Adapters that PEFT wrote are opened as they are, and refused by name once they are damaged."""
+
+import json
+import tracemalloc
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.adapters.host import prepare
+from lorax_server.adapters.target import AdapterTarget
+from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import AdapterError
+from lorax_server.layers.targets import adapter_targets
+from tests.adapters.test_checkpoint import write_tensors
+from tests.builders import CPU
+from tests.parity.adapters.cases import Case
+from tests.parity.adapters.served import make_model, open_adapter
+from tests.parity.variants import VOCAB
+
+LLAMA, GPT2, NEOX, TIED = "llama-gqa", "gpt2", "neox-parallel", "llama-tied-head"
+Tensors = dict[str, torch.Tensor]
+Damage = Callable[[Tensors], Any] | Mapping[str, torch.Tensor] | None
+LAYER = "base_model.model.model.layers.1."
+Q, DOWN, K = f"{LAYER}self_attn.q_proj.", f"{LAYER}mlp.down_proj.", f"{LAYER}self_attn.k_proj."
+EMBED, HEAD, NORM = (f"base_model.model.{name}." for name in ("model.embed_tokens", "lm_head", "model.norm"))
+C_ATTN = "base_model.model.transformer.h.2.attn.c_attn."
+ROWS = f"{EMBED}token_adapter.trainable_tokens_delta"
+TWO = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+
+
+@cache
+def targets_of(base: str, rank: int = 0, ranks: int = 1) -> dict[str, AdapterTarget]:
+    return adapter_targets(make_model(base, CPU, FakeGroup(rank, ranks)))
+
+
+@cache
+def written(base: str, settings: str, vocab: int) -> tuple[str, Tensors]:
+    with TemporaryDirectory() as folder:
+        Case("", base, json.loads(settings), vocab).write(Path(folder))
+        return (Path(folder) / CONFIG_FILE).read_text(), load_file(Path(folder) / WEIGHTS_FILE)
+
+
+def store(
+    folder: Path,
+    settings: Mapping[str, Any] = TWO,
+    damage: Damage = None,
+    changes: Mapping[str, Any] | None = None,
+    base: str = LLAMA,
+    vocab: int = VOCAB,
+) -> Path:
+    """An adapter as PEFT wrote it, with other tensors and other fields of the config put in."""
+    config, tensors = written(base, json.dumps(settings), vocab)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    if callable(damage):
+        damage(tensors)
+    else:
+        tensors |= damage or {}
+    (folder / CONFIG_FILE).write_text(json.dumps(json.loads(config) | dict(changes or {})))
+    write_tensors(folder / WEIGHTS_FILE, tensors)
+    return folder
+
+
+def use(folder: Path, targets: Mapping[str, AdapterTarget]) -> StoredAdapter:
+    """Everything that happens to an adapter before a request can use it."""
+    adapter = open_adapter(folder, dict(targets), "acme/tuned")
+    prepare(adapter, targets, torch.float32, FakeGroup())
+    return adapter
+
+
+# --- what PEFT wrote
+
+WRITTEN = {
+    "llama": (LLAMA, TWO),
+    "llama rsLoRA": (LLAMA, TWO | {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"1.mlp": 5}}),
+    "llama DoRA": (LLAMA, TWO | {"use_dora": True}),
+    "gpt2": (GPT2, {"r": 4, "target_modules": ["c_attn", "c_fc"], "lora_bias": True}),
+    "gpt2 biases": (GPT2, {"r": 4, "target_modules": ["c_attn", "wte"], "bias": "all"}),
+}
+
+
+@pytest.mark.parametrize(("base", "settings"), WRITTEN.values(), ids=WRITTEN)
+def test_tensors_and_scales_are_those_of_peft(base: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    adapter = use(store(tmp_path, settings, base=base), targets_of(base))
+    oracle = Case("", base, settings).oracle(tmp_path)
+    state = {name.replace(".default", ""): tensor for name, tensor in oracle.state_dict().items()}
+    read = set()
+    for module in adapter.modules:
+        found, peft_module = adapter.load(module), oracle.get_submodule(module)
+        if hasattr(peft_module, "scaling"):
+            assert found.scale == peft_module.scaling["default"]
+            assert found.lora_a is not None
+            assert len(found.lora_a) == peft_module.r["default"]
+        for part, suffixes in {
+            "lora_a": ("lora_A.weight", "lora_embedding_A"),
+            "lora_b": ("lora_B.weight", "lora_embedding_B"),
+            "magnitude": ("lora_magnitude_vector.weight",),
+            "lora_bias": ("lora_B.bias",),
+            "bias": ("base_layer.bias", "bias"),
+        }.items():
+            tensor = getattr(found, part)
+            if tensor is not None:
+                key = next(f"{module}.{suffix}" for suffix in suffixes if f"{module}.{suffix}" in state)
+                torch.testing.assert_close(tensor, state[key], rtol=0, atol=0)
+                read.add(key)
+    weights = {key for key in adapter.tensors if key.endswith(".weight") and ".lora" not in key}
+    assert len(read) == len(adapter.tensors) - len(weights)  # PEFT writes the embedding beside its factors
+    assert adapter.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_every_dtype_is_read_as_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    key = f"{Q}lora_A.weight"
+    adapter = use(store(tmp_path, damage=lambda t: t.update({key: t[key].to(dtype)})), targets_of(LLAMA))
+    expected = written(LLAMA, json.dumps(TWO), VOCAB)[1][key].to(dtype).float()
+    assert torch.equal(adapter.load("model.layers.1.self_attn.q_proj").lora_a, expected)
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "damage", "changes"),
+    [
+        (NEOX, {"target_modules": ["lm_head"]}, "embed_out", {"target_modules": ["embed_out"]}),
+        (LLAMA, {"target_modules": "all-linear", "exclude_modules": ["q_proj"]}, "", {"target_modules": "all-linear"}),
+        (GPT2, {"target_modules": ["c_attn", "wte"], "ensure_weight_tying": True}, "", {}),
+    ],
+    ids=["the old name of NeoX's head", "all-linear but some", "GPT-2 with ensure_weight_tying"],
+)
+@pytest.mark.xfail(raises=AdapterError, reason="a known bug: PEFT opens it")
+def test_unusual_adapters_are_opened(base: str, settings: Any, damage: str, changes: Any, tmp_path: Path) -> None:
+    def rename(tensors: Tensors) -> None:
+        for key in [key for key in tensors if damage and "lm_head" in key]:
+            tensors[key.replace("lm_head", damage)] = tensors.pop(key)
+
+    use(store(tmp_path, settings, rename, changes, base), targets_of(base))
+
+
+# --- what was damaged since
+
+
+def drop(*keys: str) -> Damage:
+    return lambda tensors: [tensors.pop(key) for key in keys]
+
+
+def poison(key: str, number: float) -> Damage:
+    return lambda tensors: tensors[key].view(-1)[-1:].fill_(number)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+DORA, BIASED = TWO | {"use_dora": True}, TWO | {"lora_bias": True}
+TOKENS, SAVED = TWO | {"trainable_token_indices": [1, 5]}, TWO | {"modules_to_save": ["lm_head", "embed_tokens"]}
+BLOCKS = {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": [], "nblocks": 2}}
+GPT2_LORA = {"r": 4, "target_modules": ["c_attn"]}
+DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
+    "no lora_A": (TWO, drop(Q + A), {}, f"'{Q}{B}' has no counterpart"),
+    "no lora_B": (TWO, drop(DOWN + B), {}, f"'{DOWN}{A}' has no counterpart"),
+    "no factors": (TWO, drop(Q + A, Q + B), {}, "'model.layers.1.self_attn.q_proj' is targeted but has no tensors"),
+    "empty": (TWO, dict.clear, {}, "'model.layers.0.self_attn.q_proj' is targeted"),
+    "more targets": (TWO, {}, {"target_modules": [*TWO["target_modules"], "k_proj"]}, "'model.layers.0.*k_proj'"),
+    "all-linear": (TWO, {}, {"target_modules": "all-linear"}, "'model.layers.0.self_attn.k_proj' is targeted"),
+    "fewer targets": (TWO, {}, {"target_modules": ["q_proj"]}, "factors for module 'model.layers.0.mlp.down_proj'"),
+    "pattern": (TWO, {}, {"target_modules": r".*[02]\.\w+\.(q|down)_proj"}, "factors for module 'model.layers.1.*'"),
+    "excluded": (TWO, {}, {"exclude_modules": ["q_proj"]}, "factors for module 'model.layers.0.self_attn.q_proj'"),
+    "fewer layers": (TWO, {}, {"layers_to_transform": [0, 2]}, "factors for module 'model.layers.1.self_attn.q_proj'"),
+    "saved": (TWO, {}, {"modules_to_save": ["mlp"]}, "factors for module 'model.layers.0.mlp.down_proj'"),
+    "norm": (TWO, {NORM + A: zeros(4, 32), NORM + B: zeros(32, 4)}, {"target_modules": None}, "module 'model.norm'"),
+    "rank of A": (TWO, {Q + A: zeros(5, 32)}, {}, rf"'{Q}{A}' has shape \(5, 32\), but should have \(4, 32\)"),
+    "rank of B": (TWO, {Q + B: zeros(32, 3)}, {}, rf"'{Q}{B}' has shape \(32, 3\), but should have \(32, 4\)"),
+    "rank 0": (TWO, {Q + A: zeros(0, 32), Q + B: zeros(32, 0)}, {}, "has shape"),
+    "inputs": (TWO, {DOWN + A: zeros(4, 32)}, {}, rf"'{DOWN}{A}' has shape \(4, 32\), but should have \(4, 48\)"),
+    "outputs": (TWO, {Q + B: zeros(16, 4)}, {}, rf"'{Q}{B}' has shape \(16, 4\), but should have \(32, 4\)"),
+    "turned": (TWO, {Q + A: zeros(32, 4)}, {}, f"'{Q}{A}' has shape"),
+    "flat": (TWO, {Q + A: zeros(128)}, {}, f"'{Q}{A}' has shape"),
+    "scalar": (TWO, {Q + A: torch.tensor(1.0)}, {}, f"'{Q}{A}' has shape"),
+    "3D": (TWO, {Q + A: zeros(4, 32, 1)}, {}, f"'{Q}{A}' has shape"),
+    "another r": (TWO, {}, {"r": 8}, r"has shape \(4, \d+\), but should have \(8, "),
+    "another pattern": (TWO, {}, {"rank_pattern": {"1.mlp.*": 2}}, rf"'{DOWN}{A}' has shape .* \(2, 48\)"),
+    "NaN": (TWO, poison(Q + A, torch.nan), {}, f"'{Q}{A}' has numbers that are not finite"),
+    "infinity": (TWO, poison(DOWN + B, -torch.inf), {}, f"'{DOWN}{B}' has numbers that are not finite"),
+    "too large": (TWO, {Q + A: zeros(4, 32).double() + 1e300}, {}, f"'{Q}{A}' has numbers that are not finite"),
+    "magnitude unasked": (DORA, {}, {"use_dora": False}, "lora_magnitude_vector.* is there, though"),
+    "no magnitude": (TWO, {}, {"use_dora": True}, "lora_A.weight' has no lora_magnitude_vector"),
+    "one magnitude less": (DORA, drop(Q + MAGNITUDE), {}, f"'{Q}{A}' has no lora_magnitude_vector"),
+    "long magnitude": (DORA, {Q + MAGNITUDE: zeros(33)}, {}, f"'{Q}{MAGNITUDE}' has shape"),
+    "bias unasked": (BIASED, {}, {"lora_bias": False}, "lora_B.bias' is there, though"),
+    "no lora_B.bias": (TWO, {}, {"lora_bias": True}, r"lora_A.weight' has no lora_B.bias"),
+    "bias of nothing": (TWO, {Q + "base_layer.bias": zeros(32)}, {}, f"'{Q}base_layer.bias' is a bias .* has none"),
+    "bias of norm": (TWO, {NORM + "bias": zeros(32)}, {}, f"'{NORM}bias' is a bias for a module that has none"),
+    "whole linear": (TWO | {"modules_to_save": ["k_proj"]}, {}, {}, "k_proj.weight' replaces a whole linear layer"),
+    "whole base layer": (TWO, {Q + "base_layer.weight": zeros(32, 32)}, {}, f"'{Q}base_layer.weight' replaces a whole"),
+    "unknown key": (TWO, {Q + "lora_C.weight": zeros(1)}, {}, f"'{Q}lora_C.weight' is for a module that"),
+    "another layer": (TWO, {Q.replace(".1.", ".3.") + A: zeros(4, 32)}, {}, r"layers.3.*that this base model does not"),
+    "tokens in embedding": (SAVED, {EMBED + "weight": zeros(99, 32)}, {}, "99 rows at 'model.embed_tokens' and 97"),
+    "tokens in head": (SAVED, {HEAD + "weight": zeros(99, 32)}, {}, "97 rows at 'model.embed_tokens' and 99 rows at"),
+    "wide head": (SAVED, {HEAD + "weight": zeros(97, 33)}, {}, f"'{HEAD}weight' has shape"),
+    "wide embedding": (SAVED, {EMBED + "weight": zeros(97, 31)}, {}, f"'{EMBED}weight' has shape"),
+    "wide norm": (TWO, {NORM + "weight": zeros(33)}, {}, f"'{NORM}weight' has shape"),
+    "more token ids": (TOKENS, {}, {"trainable_token_indices": [1, 5, 6]}, rf"'{ROWS}' has shape .* \(3, 32\)"),
+    "no token ids": (TOKENS, {}, {"trainable_token_indices": None}, rf"'{ROWS}' has shape .* \(0, 32\)"),
+    "gap": (TOKENS, {}, {"trainable_token_indices": [97, 99]}, f"'{ROWS}' leaves out some of the tokens 97 to 99"),
+    "gap at once": (TOKENS, {}, {"trainable_token_indices": [1, 98]}, "leaves out some of the tokens 97 to 98"),
+    "trained tokens": (TOKENS, {}, {"trainable_token_indices": [97, 98]}, "99 rows at 'model.embed_tokens' and 97"),
+    "whole A of BD-LoRA": (TWO, {}, BLOCKS, r"q_proj.lora_A.weight' has shape \(4, 32\), but should have \(4, 16\)"),
+}
+
+
+@pytest.mark.parametrize(("settings", "damage", "changes", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_what_does_not_fit_is_refused_by_name(
+    settings: Any, damage: Damage, changes: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterError, match=f"^adapter 'acme/tuned'.*({message})"):
+        use(store(tmp_path, settings, damage, changes), targets_of(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "message"),
+    [
+        (GPT2_LORA, drop(C_ATTN + A), f"'{C_ATTN}{B}' has no counterpart"),
+        (GPT2_LORA, {C_ATTN + A: zeros(4, 96)}, rf"'{C_ATTN}{A}' has shape \(4, 96\), but should have \(4, 32\)"),
+        (GPT2_LORA, {C_ATTN + "bias": zeros(32)}, rf"'{C_ATTN}bias' has shape \(32,\), but should have \(96,\)"),
+        (GPT2_LORA, {"base_model.model.transformer.wpe.weight": zeros(128, 32)}, "wpe.weight' .* adapters cannot"),
+        (GPT2_LORA, {"base_model.model.transformer.ln_f.bias": zeros(31)}, "ln_f.bias' has shape"),
+        (GPT2_LORA, poison(C_ATTN + B, torch.inf), f"'{C_ATTN}{B}' has numbers that are not finite"),
+    ],
+)
+def test_what_does_not_fit_gpt2_is_refused_by_name(settings: Any, damage: Damage, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=f"^adapter 'acme/tuned': tensor '?.*{message}"):
+        use(store(tmp_path, settings, damage, base=GPT2), targets_of(GPT2))
+
+
+@pytest.mark.parametrize(("base", "other"), [(LLAMA, GPT2), (GPT2, LLAMA), (NEOX, GPT2), ("opt-pre-norm", LLAMA)])
+def test_an_adapter_of_another_architecture_is_refused(base: str, other: str, tmp_path: Path) -> None:
+    store(tmp_path, {}, base=base)
+    with pytest.raises(AdapterError, match=r"'acme/tuned': tensor .* that this base model does not have"):
+        use(tmp_path, targets_of(other))
+
+
+def blocks(nblocks: int, rank: int) -> tuple[Any, ...]:
+    """Of a size that the matrix cannot be cut into."""
+
+    def damage(tensors: Tensors) -> None:
+        tensors |= {key: torch.ones(rank, 32 // nblocks) for key in tensors if key.endswith(A)}
+
+    bdlora = {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": [], "nblocks": nblocks}}
+    return {"r": rank, "target_modules": ["q_proj"]}, damage, bdlora
+
+
+ACCEPTED = pytest.fail.Exception
+BUGS: dict[str, tuple[Any, ...]] = {
+    "BD-LoRA: 3 blocks of 32 inputs": (*blocks(3, 3), ACCEPTED),
+    "BD-LoRA: 4 blocks of rank 2": (*blocks(4, 2), ACCEPTED),
+    "BD-LoRA: 64 blocks of 32 inputs": (*blocks(64, 2), ACCEPTED),
+    "scalar head": (TWO, {HEAD + "weight": torch.tensor(1.0)}, {}, IndexError),
+    "head without rows": (TWO, {HEAD + "weight": zeros(0, 32)}, {}, ACCEPTED),
+    "token rows of a linear": (TOKENS, {Q + "trainable_tokens_delta": zeros(2, 32)}, {}, ACCEPTED),
+    "token rows of a norm": (TOKENS, {NORM + "trainable_tokens_delta": zeros(2, 32)}, {}, ACCEPTED),
+    "magnitude without factors": (DORA, {K + MAGNITUDE: zeros(16)}, {}, AssertionError),
+    "lora_bias without factors": (BIASED, {K + "lora_B.bias": zeros(16)}, {}, ACCEPTED),
+    "a scale that float32 cannot hold": (TWO, {}, {"lora_alpha": 1e300}, RuntimeError),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "changes"),
+    [pytest.param(*bug, marks=pytest.mark.xfail(raises=raises), id=name) for name, (*bug, raises) in BUGS.items()],
+)
+def test_more_that_does_not_fit_is_refused(settings: Any, damage: Damage, changes: Any, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="adapter 'acme/tuned'"):
+        use(store(tmp_path, settings, damage, changes), targets_of(LLAMA))
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="a known bug: makes a set of all the tokens between")
+def test_a_far_token_takes_no_memory(tmp_path: Path) -> None:
+    store(tmp_path, TOKENS, changes={"trainable_token_indices": [1, 300_000]})
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterError, match="leaves out"):
+            use(tmp_path, targets_of(LLAMA))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.xfail(raises=(SafetensorError, FileNotFoundError), reason="a known bug")
+@pytest.mark.parametrize("later", [Path.unlink, lambda path: path.write_bytes(b""), lambda x: write_tensors(x, {})])
+def test_a_file_that_changes_after_it_was_opened_is_refused(later: Callable[[Path], Any], tmp_path: Path) -> None:
+    adapter = open_adapter(store(tmp_path), targets_of(LLAMA), "acme/tuned")
+    later(adapter.path)
+    with pytest.raises(AdapterError, match="acme/tuned"):
+        adapter.load(adapter.modules[0])
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.xfail(raises=pytest.fail.Exception))])
+def test_every_rank_refuses_alike(rank: int, tmp_path: Path) -> None:
+    store(tmp_path, damage={f"{LAYER}self_attn.o_proj.bias": zeros(32)})
+    with pytest.raises(AdapterError, match="is a bias for a module that has none"):
+        open_adapter(tmp_path, targets_of(LLAMA, rank, 2))
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="a known bug: the first name counts, and the identity sorts them")
+def test_what_computes_otherwise_has_another_identity(tmp_path: Path) -> None:
+    names = [("embed_tokens", [1, 5]), ("model.embed_tokens", [2, 6])]
+    tokens, identities = set(), set()
+    for order in (names, names[::-1]):
+        store(tmp_path, TOKENS, changes={"trainable_token_indices": dict(order)})
+        adapter = use(tmp_path, targets_of(LLAMA))
+        tokens.add(adapter.load("model.embed_tokens").token_ids)
+        identities.add(adapter.identify())
+    assert len(tokens) == len(identities)

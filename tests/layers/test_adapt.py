@@ -1,0 +1,180 @@
+"""Embedding and head under adapters, against the one matrix that each adapter amounts to."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from lorax_server.adapters.host import prepare
+from lorax_server.adapters.target import Kind
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import ProcessGroup
+from lorax_server.kernels.reference import LONG_RUN
+from lorax_server.layers.adapt import adapt
+from lorax_server.layers.embedding import TensorParallelEmbedding
+from lorax_server.layers.linear import MultiAdapterHead
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.weights import TensorWeights
+from lorax_server.worker.adapter_memory import AdapterMemory
+from tests.adapters.test_host import (
+    ALONE,
+    BASE,
+    BIAS,
+    CHANGED,
+    SIZE,
+    VOCAB,
+    VOCABULARIES,
+    factors,
+    make_target,
+    merged_rows,
+    normal,
+    with_vocabulary,
+)
+from tests.builders import CPU, adapter_batch, how
+from tests.lora import GivenAdapter, fill_arena
+from tests.ranks import RankPool
+
+Case = tuple[dict[Kind, ModuleWeights], int]  # an adapter's embedding and head, and the size of its vocabulary
+KINDS = (Kind.EMBEDDING, Kind.HEAD)
+
+
+def make_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {
+        "nothing": ({}, VOCAB),
+        "head alone": ({Kind.HEAD: factors(Kind.HEAD)}, VOCAB),
+        "embedding alone": ({Kind.EMBEDDING: factors(Kind.EMBEDDING, dora=True)}, VOCAB),
+        "smaller": ({kind: ModuleWeights(weight=CHANGED[:8]) for kind in KINDS}, 8),
+        "smaller, low-rank": ({kind: replace(factors(kind, 5), weight=CHANGED[:5]) for kind in KINDS}, 5),
+        "smaller, DoRA": ({Kind.HEAD: replace(factors(Kind.HEAD, 8, dora=True), weight=CHANGED[:8])}, 8),
+    }
+    for name, (low_rank, dora) in product(VOCABULARIES, [(False, False), (True, False), (True, True)]):
+        made = {kind: with_vocabulary(name, kind, low_rank=low_rank, dora=dora) for kind in KINDS}
+        how_adapted = "DoRA" if dora else "low-rank" if low_rank else "rows"
+        cases[f"{name}, {how_adapted}"] = {kind: weights for kind, (weights, _) in made.items()}, made[Kind.HEAD][1]
+    return cases
+
+
+CASES = make_cases()
+
+
+def run_vocabulary(
+    group: ProcessGroup, names: list[str], indices: list[int], ids: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Looked-up rows and logits. What lies between the adapters is not a number, and must not be read."""
+    settings = how(dtype=dtype) | {"process_group": group}
+    weights = TensorWeights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
+    embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
+    head = MultiAdapterHead.load(weights, "head", SIZE, VOCAB)
+    targets = adapter_targets(nn.ModuleList([embedding, head]))
+    memory = AdapterMemory(targets, dtype, CPU, 64 * len(names))
+    memory.arena.buffer.fill_(math.nan)
+    for index, name in enumerate(names):
+        modules, vocab_size = CASES[name]
+        adapter = GivenAdapter({kind.value: weights for kind, weights in modules.items()}, vocab_size)
+        memory.load(index + 1, prepare(adapter, targets, dtype, group), 64 * index + 1)
+    data = adapter_batch(indices, memory.arena)
+    return embedding(ids, data), head(x.to(dtype), data)[0]
+
+
+def expected_vocabulary(
+    names: list[str], indices: list[int], ids: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = [VOCAB, *(CASES[name][1] for name in names)]
+    rows, logits = [], torch.full((len(ids), max(VOCAB, *(sizes[index] for index in indices))), -math.inf)
+    for token, index in enumerate(indices):
+        modules = CASES[names[index - 1]][0] if index else {}
+        table, matrix = (merged_rows(BASE, modules.get(kind, ModuleWeights()), kind) for kind in KINDS)
+        rows.append(table[ids[token]])
+        logits[token, : sizes[index]] = (matrix @ x[token])[: sizes[index]]
+    return torch.stack(rows), logits
+
+
+def make_batch(
+    names: list[str], runs: list[tuple[int, int]]
+) -> tuple[list[str], list[int], torch.Tensor, torch.Tensor]:
+    """Random tokens, each within its adapter's vocabulary."""
+    indices = [index for index, length in runs for _ in range(length)]
+    sizes = [VOCAB, *(CASES[name][1] for name in names)]
+    draw = random.Random(0)
+    ids = torch.tensor([draw.randrange(sizes[index]) for index in indices])
+    return names, indices, ids, normal(len(ids), SIZE, seed=9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_beside_another_and_the_base(name: str) -> None:
+    runs = [(1, 3), (0, 2), (2, 2), (1, LONG_RUN + 12), (0, 3), (2, 1)]
+    batch = make_batch([name, "tokens replaced, rows"], runs)
+    for got, expected in zip(run_vocabulary(ALONE, *batch, torch.float32), expected_vocabulary(*batch), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)])
+def test_all_adapters_in_one_batch(dtype: torch.dtype, tolerance: float) -> None:
+    order = random.Random(1).sample(range(len(CASES) + 1), len(CASES) + 1)
+    batch = make_batch(list(CASES), [(index, 1 + index % 11) for index in order])
+    for got, expected in zip(run_vocabulary(ALONE, *batch, dtype), expected_vocabulary(*batch), strict=True):
+        torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_two_ranks_give_what_one_gives(ranks: RankPool) -> None:
+    batch = make_batch(list(CASES), [(index, 1 + index % 11) for index in range(len(CASES) + 1)])
+    for result in ranks.run(2, run_vocabulary, *batch, torch.float32):
+        for got, expected in zip(result, expected_vocabulary(*batch), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["matrix grown, DoRA", "smaller, low-rank", "tokens added, rows"])
+def test_tokens_of_the_base_model_are_the_same_bit_for_bit(name: str) -> None:
+    _, indices, ids, x = make_batch([name], [(0, 2), (1, 3), (0, LONG_RUN), (1, LONG_RUN)])
+    base = torch.tensor(indices) == 0
+    rows, logits = run_vocabulary(ALONE, [name], indices, ids, x, torch.float32)
+    plain_rows, plain_logits = run_vocabulary(ALONE, [name], [0] * len(ids), ids.clamp(max=VOCAB - 1), x, torch.float32)
+    assert plain_logits.shape == (len(ids), VOCAB)  # as wide as the batch needs
+    assert torch.equal(rows[base], plain_rows[base])
+    assert torch.equal(logits[base, :VOCAB], plain_logits[base])
+    assert (logits[base, VOCAB:] == -math.inf).all()
+
+
+# --- which ops are called
+
+
+class Calls:
+    """Ops that only say what was asked of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add_lora(self, *_: object) -> None:
+        self.names.append("add_lora")
+
+    def scale_and_shift(self, *_: object) -> None:
+        self.names.append("scale_and_shift")
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (None, []),
+        (factors(Kind.LINEAR), ["add_lora"]),
+        (ModuleWeights(bias=BIAS + 1), ["scale_and_shift"]),
+        (factors(Kind.LINEAR, dora=True), ["add_lora", "scale_and_shift"]),
+    ],
+    ids=["nothing", "low-rank", "bias", "DoRA"],
+)
+def test_only_what_a_batch_has_is_computed(weights: ModuleWeights | None, expected: list[str]) -> None:
+    target = make_target(Kind.LINEAR)
+    arena = fill_arena({"x": target}, [GivenAdapter({"x": weights} if weights else {}, VOCAB)], CPU, ALONE)
+    x, out = torch.ones(3, SIZE), torch.ones(3, VOCAB)
+    for data, given, called in (
+        (adapter_batch([0, 1, 1], arena), x, expected),
+        (adapter_batch([0, 1, 1], arena), None, [name for name in expected if name == "scale_and_shift"]),
+        (adapter_batch([0, 0, 0], arena), x, []),
+        (None, x, []),
+    ):
+        ops = Calls()
+        adapt(out, given, [target], data, ops)
+        assert ops.names == called

@@ -1,0 +1,189 @@
+import math
+import random
+
+import pytest
+import torch
+
+from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import FakeGroup, whole
+from lorax_server.kernels import NUM_OFFSETS, reference
+from lorax_server.worker import adapter_memory
+from lorax_server.worker.adapter_memory import FIRST_ROWS, AdapterMemory
+from tests.builders import CPU, adapter_batch
+from tests.lora import GivenAdapter
+
+INPUTS, OUTPUTS, VOCAB = 10, 24, 17
+TARGETS = {
+    "up": AdapterTarget("up", Kind.LINEAR, whole(INPUTS), whole(OUTPUTS), slice(0, OUTPUTS), None, None),
+    "head": AdapterTarget("head", Kind.HEAD, whole(INPUTS), whole(VOCAB), slice(0, VOCAB), None, None),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_weights(rank: int, seed: int) -> ModuleWeights:
+    return ModuleWeights(normal(rank, INPUTS, seed=seed), normal(OUTPUTS, rank, seed=seed + 1), 1 / rank)
+
+
+def make_host(rank: int, seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB) -> HostAdapter:
+    modules = {"up": make_weights(rank, seed)} if rank else {}
+    return prepare(GivenAdapter(modules, vocab_size), TARGETS, dtype, FakeGroup())
+
+
+def make_memory(num_units: int, dtype: torch.dtype = torch.float32) -> AdapterMemory:
+    """Free units are not numbers, so that one that is read shows."""
+    memory = AdapterMemory(TARGETS, dtype, CPU, num_units)
+    memory.arena.buffer.fill_(math.nan)
+    return memory
+
+
+def check_place(memory: AdapterMemory, index: int, host: HostAdapter, first_unit: int) -> None:
+    """An adapter's bytes lie there, and the table says so."""
+    arena, start = memory.arena, first_unit * UNIT_BYTES // host.buffer.itemsize
+    assert torch.equal(arena.buffer[start : start + host.buffer.numel()], host.buffer)
+    expected = host.table.clone()
+    for fields in expected:
+        for field in range(NUM_OFFSETS):
+            fields[field] += start if fields[field] >= 0 else 0
+    for table in (arena.table, arena.host_table):
+        assert torch.equal(table[index], expected)
+    assert torch.equal(arena.scales[index], host.scales)
+    assert arena.vocab_sizes[index] == host.vocab_size
+
+
+def numbers(memory: AdapterMemory) -> int:
+    """Units that were written to."""
+    return int((~memory.arena.buffer.isnan()).sum()) * memory.arena.buffer.itemsize // UNIT_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first_unit", [0, 1, 5])
+def test_an_adapter_is_copied_to_its_place(first_unit: int, dtype: torch.dtype) -> None:
+    host = make_host(3, dtype=dtype, vocab_size=VOCAB + 2)
+    memory = make_memory(host.units + 5, dtype)
+    buffer = memory.arena.buffer
+    assert not memory.is_loaded(2)
+    memory.load(2, host, first_unit)
+    assert memory.is_loaded(2)
+    assert not memory.is_loaded(1)
+    assert memory.arena.buffer is buffer
+    check_place(memory, 2, host, first_unit)
+    assert numbers(memory) == host.units
+    for other in (0, 1, 3):
+        assert torch.equal(memory.arena.table[other], empty_table(2))
+        assert memory.arena.vocab_sizes[other] == VOCAB
+
+
+def test_an_unloaded_index_has_nothing_and_can_be_used_again() -> None:
+    memory, host, other = make_memory(20), make_host(3, vocab_size=VOCAB - 1), make_host(1, seed=5)
+    memory.load(1, host, 2)
+    memory.load(2, other, 2 + host.units)
+    memory.unload(1)
+    assert not memory.is_loaded(1)
+    assert torch.equal(memory.arena.table[1], empty_table(2))
+    assert torch.equal(memory.arena.host_table[1], empty_table(2))
+    assert memory.arena.vocab_sizes[1] == VOCAB
+    check_place(memory, 2, other, 2 + host.units)
+    memory.load(1, other, 1)
+    check_place(memory, 1, other, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("move_units", [1, 3, 65536])
+@pytest.mark.parametrize(("source", "target"), [(30, 2), (9, 8), (9, 5), (12, 0)])
+def test_a_moved_adapter_is_whole_and_the_table_follows(
+    source: int, target: int, move_units: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of these lie partly over their own old place."""
+    monkeypatch.setattr(adapter_memory, "MOVE_UNITS", move_units)
+    host, other = make_host(16, dtype=dtype), make_host(2, seed=5, dtype=dtype)
+    assert host.units >= 5
+    memory = make_memory(60, dtype)
+    memory.load(1, host, source)
+    memory.load(2, other, source + host.units)
+    memory.move(1, source, target)
+    check_place(memory, 1, host, target)
+    check_place(memory, 2, other, source + host.units)
+    assert memory.is_loaded(1)
+
+
+@pytest.mark.parametrize("index", [FIRST_ROWS - 1, FIRST_ROWS, 2 * FIRST_ROWS, 1000])
+def test_the_table_grows_and_keeps_what_it_has(index: int) -> None:
+    memory = make_memory(200)
+    hosts = {1: make_host(3), FIRST_ROWS - 2: make_host(1, seed=5, vocab_size=VOCAB + 1), index: make_host(8, seed=7)}
+    places = {1: 0, FIRST_ROWS - 2: 40, index: 80}
+    old = memory.arena
+    for at, host in hosts.items():
+        memory.load(at, host, places[at])
+    arena = memory.arena
+    assert arena.buffer is old.buffer
+    assert len(arena.table) == len(arena.host_table) == len(arena.scales) == len(arena.vocab_sizes) > index
+    for at, host in hosts.items():
+        check_place(memory, at, host, places[at])
+    for at in {0, 2, len(arena.table) - 1} - set(hosts):
+        assert torch.equal(arena.table[at], empty_table(2))
+        assert arena.vocab_sizes[at] == VOCAB
+    memory.unload(index)
+    assert torch.equal(memory.arena.table[index], empty_table(2))
+
+
+def test_an_adapter_without_anything_takes_no_room() -> None:
+    memory, host = make_memory(4), make_host(0)
+    memory.load(1, host, 4)
+    check_place(memory, 1, host, 4)
+    assert numbers(memory) == 0
+
+
+@pytest.mark.parametrize(("index", "first_unit"), [(0, 0), (1, -1), (1, 5), (1, 100)])
+def test_places_that_do_not_exist_are_mistakes_of_ours(index: int, first_unit: int) -> None:
+    host = make_host(3)
+    memory = make_memory(host.units + 4)
+    with pytest.raises(AssertionError, match="index 0 is the base model" if index == 0 else "outside of the buffer"):
+        memory.load(index, host, first_unit)
+    assert not memory.is_loaded(index)
+    assert numbers(memory) == 0
+    memory.load(1, host, 4)
+    with pytest.raises(AssertionError, match="move down only"):
+        memory.move(1, 4, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_that_come_and_go_give_their_own_outputs(seed: int) -> None:
+    """In random places, at random indices, some unloaded, the rest moved together."""
+    draw = random.Random(seed)
+    memory = make_memory(600)
+    weights = {index: make_weights(draw.choice([1, 3, 8, 17, 64]), index) for index in draw.sample(range(1, 200), 10)}
+    place, places = 0, {}
+    for index, given in draw.sample(list(weights.items()), len(weights)):
+        host = prepare(GivenAdapter({"up": given}, VOCAB), TARGETS, torch.float32, FakeGroup())
+        place += draw.randrange(1, 6)
+        memory.load(index, host, place)
+        places[index] = (place, host.units)
+        place += host.units
+    for index in draw.sample(list(weights), 4):
+        memory.unload(index)
+        del weights[index], places[index]
+    check_outputs(memory, weights, draw)
+    free = 0
+    for index, (start, units) in sorted(places.items(), key=lambda item: item[1]):
+        if free < start:
+            memory.move(index, start, free)
+        free += units
+    memory.arena.buffer[free * UNIT_BYTES // 4 :] = math.nan
+    check_outputs(memory, weights, draw)
+
+
+def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw: random.Random) -> None:
+    indices = [index for index in draw.choices([0, *weights], k=14) for _ in range(draw.choice([1, 2, 9]))]
+    data = adapter_batch(indices, memory.arena)
+    x, out = normal(len(indices), INPUTS, seed=1), torch.zeros(len(indices), OUTPUTS)
+    reference.add_lora(out, x, data.lora, data.find([TARGETS["up"]]))
+    for row, index in enumerate(indices):
+        given = weights.get(index)
+        delta = torch.zeros(OUTPUTS) if given is None else given.lora_b @ (given.lora_a @ x[row]) * given.scale
+        torch.testing.assert_close(out[row], delta, rtol=1e-4, atol=1e-4)
