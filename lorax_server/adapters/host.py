@@ -203,9 +203,9 @@ class _Module:
         base, scale = self._base, self.weights.scale
         lora_a, lora_b = self.lora_a.to(base.device), self.lora_b.to(base.device)
         is_embedding = self.target.kind is Kind.EMBEDDING
-        squares = []
-        for start in range(0, len(base), NORM_ROWS):
-            rows = slice(start, start + NORM_ROWS)
+        squares = [torch.zeros(base.shape[1] if is_embedding else 0, device=base.device)]
+        for start in range(0, self._num_rows(), NORM_ROWS):
+            rows = slice(start, min(start + NORM_ROWS, self._num_rows()))
             matrix = self._replaced_rows(rows)
             matrix += scale * (lora_a[rows] @ lora_b if is_embedding else lora_b.t()[rows] @ lora_a)
             squares.append(matrix.square().sum(0 if is_embedding else 1))
@@ -214,6 +214,12 @@ class _Module:
         if self.target.adds_bias:
             squares.append(self._adapted_new_rows().square().sum(0).to(base.device))
         return torch.stack(squares).sum(0)
+
+    def _num_rows(self) -> int:
+        """Rows of this rank's matrix that the adapter knows: its vocabulary may be smaller."""
+        if self.target.kind is not Kind.EMBEDDING or self.weights.weight is None:
+            return len(self._base)
+        return min(len(self._base), max(0, len(self.weights.weight) - self._vocabulary.ranges[0][0]))
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
         """Some rows of the base model's matrix, in float32, with those this adapter has in their place."""

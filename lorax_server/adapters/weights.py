@@ -198,8 +198,14 @@ class StoredAdapter:
                 raise self._refuse(parts[part], f"is there, though the config does not ask for {part.value}")
             if wanted and Part.LORA_A in parts and part not in parts:
                 raise self._refuse(parts[Part.LORA_A], f"has no {part.value}, which the config asks for")
+            if part in parts and Part.LORA_A not in parts:
+                raise self._refuse(parts[part], "is there without lora_A and lora_B")
+        if Part.LORA_BIAS in parts and target.kind is Kind.HEAD and self.vocab_size != target.outputs.full:
+            raise self._refuse(parts[Part.LORA_BIAS], "is for a head with another vocabulary, which is not supported")
         if Part.WEIGHT in parts and target.kind is Kind.LINEAR:
             raise self._refuse(parts[Part.WEIGHT], "replaces a whole linear layer, which is not supported")
+        if Part.WEIGHT in parts and target.weight is None:
+            raise self._refuse(parts[Part.WEIGHT], "is a weight for a module that has none")
         if Part.BIAS in parts and target.bias is None and target.adds_bias:
             raise self._refuse(parts[Part.BIAS], "is a bias for a module that has none")
         for part, key in parts.items():

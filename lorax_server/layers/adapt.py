@@ -44,7 +44,7 @@ def adapt_embedding(
             position = torch.searchsorted(adapter.row_ids, local[tokens]).clamp(max=len(adapter.row_ids) - 1)
             has_row = adapter.row_ids[position] == local[tokens]
             out[tokens] = torch.where(has_row[:, None], adapter.rows[position], out[tokens])
-        if len(adapter.lora_b):
+        if adapter.lora_a.numel():  # none where a rank has no part of a small vocabulary
             lora_a = adapter.lora_a.view(-1, len(adapter.lora_b))
             low_rank = F.embedding(local[tokens].where(held[tokens], 0), lora_a) * held[tokens, None]
             out[tokens] += (low_rank * adapter.scale.to(out.dtype)) @ adapter.lora_b

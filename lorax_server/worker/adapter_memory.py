@@ -10,8 +10,6 @@ from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import NUM_OFFSETS
 
-# Rows of the table at first; it doubles when an index lies beyond.
-FIRST_ROWS = 64
 # An adapter is moved in pieces of this size, so that moving one over itself needs little room.
 MOVE_UNITS = 65536
 
@@ -23,8 +21,14 @@ class AdapterMemory:
     """
 
     def __init__(
-        self, targets: Mapping[str, AdapterTarget], dtype: torch.dtype, device: torch.device, num_units: int
+        self,
+        targets: Mapping[str, AdapterTarget],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_units: int,
+        num_rows: int = 64,
     ) -> None:
+        """`num_rows` is how many rows the tables have at first; they double when an index lies beyond."""
         self.num_units = num_units
         self._unit = UNIT_BYTES // dtype.itemsize
         self._nothing = empty_table(len(targets))
@@ -34,13 +38,13 @@ class AdapterMemory:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loads: dict[int, torch.cuda.Event] = {}
         buffer = torch.zeros(num_units * self._unit, dtype=dtype, device=device)
-        table = self._nothing.repeat(FIRST_ROWS, 1, 1)
+        table = self._nothing.repeat(num_rows, 1, 1)
         self.arena = AdapterArena(
             buffer,
             table.to(device),
-            torch.zeros(FIRST_ROWS, len(targets), device=device),
+            torch.zeros(num_rows, len(targets), device=device),
             table,
-            [self._base_vocab] * FIRST_ROWS,
+            [self._base_vocab] * num_rows,
             targets,
         )
 
@@ -72,7 +76,7 @@ class AdapterMemory:
 
     def move(self, index: int, source: int, target: int) -> None:
         """Move an adapter to a lower place, in order with the steps, possibly over its own old one."""
-        assert target < source, "adapters move down only"
+        assert 0 <= target < source, "adapters move down only"
         adapter, buffer = self._adapters[index], self.arena.buffer
         for done in range(0, adapter.units, MOVE_UNITS):
             count = min(MOVE_UNITS, adapter.units - done) * self._unit

@@ -135,16 +135,12 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 BROKEN_ENTRIES = {
-    "is null": None,
-    "is text": "F32",
-    "is a list": [1, 2],
-    "is empty": {},
+    **{f"is {value}": value for value in (None, "F32", [1, 2], {}, 5)},
     "no shape": {"dtype": "F32", "data_offsets": [0, 8]},
     "no dtype": {"shape": [2], "data_offsets": [0, 8]},
     "no offsets": {"dtype": "F32", "shape": [2]},
     "three offsets": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]},
-    "offsets as text": {"dtype": "F32", "shape": [2], "data_offsets": "08"},
-    "offsets as object": {"dtype": "F32", "shape": [2], "data_offsets": {"0": 0, "8": 8}},
+    **{f"offsets {x}": {"dtype": "F32", "shape": [2], "data_offsets": x} for x in ("08", {"0": 0, "8": 8}, 8, None)},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([2.0], [True, 2], ["2"], [None], [[2]], None, 2, "2", [-2])},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([-1, -2], [3], [2, 2], [], [0], [2**62], [2**63, 2])},
     "overflow to 8 bytes": entry([2**32, 2**30, 2], 0, 8),
@@ -182,19 +178,25 @@ def test_every_byte_belongs_to_one_tensor(header: dict[str, Any], message: str, 
         read_bytes(tmp_path, file_bytes(header, b"0" * 16))
 
 
+LENIENT = pytest.mark.xfail(raises=pytest.fail.Exception, reason="a known bug: the library reads the tensors later")
+
+
 @pytest.mark.parametrize(
     "header",
     [
-        {"__metadata__": 5, "a": A},
-        {"__metadata__": {"x": 1}, "a": A},
+        pytest.param({"__metadata__": 5, "a": A}, marks=LENIENT),
+        pytest.param({"__metadata__": {"x": 1}, "a": A}, marks=LENIENT),
+        pytest.param({"\ud800": A}, marks=LENIENT),
+        pytest.param({"a": entry({}, 0, 4), "b": entry([1], 4, 8)}, marks=LENIENT),
         json.dumps({"a": A}).encode("utf-16"),
-        json.dumps({"a": A | {"new": float("nan")}}).encode(),
-        json.dumps({"\ud800": A}).encode(),
-        {"a": entry({}, 0, 4), "b": entry([1], 4, 8)},
+        b"\xef\xbb\xbf" + header_bytes({"a": A}),
+        {"a": A | {"new": float("nan")}},
+        b"{'a': 1}",
+        header_bytes({"a": A}) + b"{}",
+        header_bytes({"a": A}) + b"\0",
     ],
-    ids=["metadata", "metadata value", "UTF-16", "NaN", "half a character", "shape as object"],
+    ids=str,
 )
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="a known bug: the library reads the tensors later")
 def test_what_the_library_refuses_is_refused(header: Any, tmp_path: Path) -> None:
     content = file_bytes(header, b"0" * 8)
     with pytest.raises(SafetensorError):

@@ -15,13 +15,8 @@ from lorax_server.errors import AdapterError
 from tests.adapters.test_checkpoint import entry, file_bytes, write_tensors
 
 RAW = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj", "v_proj"],
-    "rank_pattern": {"q": 1, "v": 2},
-    "alpha_pattern": {"q": 1, "v": 2},
-    "modules_to_save": ["lm_head", "norm"],
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    **{"rank_pattern": {"q": 1, "v": 2}, "alpha_pattern": {"q": 1, "v": 2}, "modules_to_save": ["lm_head", "norm"]},
     "trainable_token_indices": {"wte": [1, 2], "lm_head": [3]},
     "use_bdlora": {"target_modules_bd_a": ["o"], "target_modules_bd_b": ["q"], "nblocks": 2},
 }

@@ -10,7 +10,7 @@ from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, whole
 from lorax_server.kernels import NUM_OFFSETS, reference
 from lorax_server.worker import adapter_memory
-from lorax_server.worker.adapter_memory import FIRST_ROWS, AdapterMemory
+from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter
 
@@ -110,6 +110,9 @@ def test_a_moved_adapter_is_whole_and_the_table_follows(
     check_place(memory, 1, host, target)
     check_place(memory, 2, other, source + host.units)
     assert memory.is_loaded(1)
+
+
+FIRST_ROWS = 64
 
 
 @pytest.mark.parametrize("index", [FIRST_ROWS - 1, FIRST_ROWS, 2 * FIRST_ROWS, 1000])

@@ -123,7 +123,7 @@ def add_noise(model: Any) -> None:
     torch.manual_seed(8)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+            parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 def save_eva(model: Any, case: Case, folder: Path) -> None:
