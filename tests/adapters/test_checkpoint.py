@@ -143,6 +143,7 @@ BROKEN_ENTRIES = {
     **{f"offsets {x}": {"dtype": "F32", "shape": [2], "data_offsets": x} for x in ("08", {"0": 0, "8": 8}, 8, None)},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([2.0], [True, 2], ["2"], [None], [[2]], None, 2, "2", [-2])},
     **{f"shape {shape}": entry(shape, 0, 8) for shape in ([-1, -2], [3], [2, 2], [], [0], [2**62], [2**63, 2])},
+    "beyond the file": entry([4], 0, 16),
     "overflow to 8 bytes": entry([2**32, 2**30, 2], 0, 8),
     "overflow to 0 bytes": entry([2**62, 4], 0, 0),
     **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 9, 2**63, 10**30, [8])},

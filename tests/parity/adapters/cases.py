@@ -45,7 +45,7 @@ class Case:
     @property
     def config(self) -> LoraConfig:
         family = self.base.split("-", maxsplit=1)[0]
-        settings = {"r": 8, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
+        settings = {"r": 8, "lora_alpha": 6, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
         return LoraConfig(**settings | {"fan_in_fan_out": family == "gpt2"} | self.settings)
 
     def base_model(self) -> Any:
