@@ -5,6 +5,7 @@ allocated. Tensors are named as PEFT names them, today and in older versions: mo
 name or have a wrapper's in front, and the name of the adapter may stand in the middle.
 """
 
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from lorax_server.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 1 << 24
+MAX_KEY_LENGTH = 1000
+MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # What transformers calls otherwise today.
 RENAMED_MODULES = {"embed_out": "lm_head"}
+# What may stand in front of a module's name: PEFT, its user and training libraries wrap models.
+WRAPPERS = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
 class Part(Enum):
@@ -77,29 +82,32 @@ def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
             header = parse_json(file.read(length))
     except (OSError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: {path.name} cannot be read as safetensors: {error}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise AdapterError(f"adapter {name!r}: the metadata of {path.name} is broken")
+    if not header:
+        raise AdapterError(f"adapter {name!r}: {path.name} has no tensors")
     tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
 
 
 def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:
+    if len(key) > MAX_KEY_LENGTH or not key.isprintable():
+        raise AdapterError(f"adapter {name!r}: tensor {key[:80]!r}... has a name that no tensor has")
     try:
-        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        numbers = [*shape, start, stop]
-        plain = isinstance(dtype, str) and all(type(number) is int and number >= 0 for number in numbers)
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        plain = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+        plain = plain and all(type(number) is int and 0 <= number <= size for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry: {error}") from error
     if not plain or data_start + stop > size or start > stop:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry")
     if dtype not in DTYPE_BYTES:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype}; only float16 to float64 is supported")
-    count = 1
-    for dim in shape:
-        count *= dim
-    if count * DTYPE_BYTES[dtype] != stop - start:
+    if math.prod(shape) * DTYPE_BYTES[dtype] != stop - start:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} of shape {shape} does not have {stop - start} bytes")
-    return TensorInfo(dtype, shape, data_start + start, data_start + stop)
+    return TensorInfo(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _check_layout(name: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
@@ -128,12 +136,16 @@ def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> di
                 "adapters cannot change"
             )
         parts = assigned.setdefault(module, {})
-        if part in parts and ".modules_to_save." in parts[part]:
+        if part in parts and _is_copy(parts[part]) and not _is_copy(key):
             del parts[part]  # PEFT writes the rows of a resized vocabulary a second time, and reads the other
         if part in parts:
             raise AdapterError(f"adapter {name!r}: tensors {parts[part]!r} and {key!r} are the same thing")
         parts[part] = key
     return assigned
+
+
+def _is_copy(key: str) -> bool:
+    return ".modules_to_save." in key
 
 
 def _split(key: str, name: str) -> tuple[Part | None, str]:
@@ -147,13 +159,13 @@ def _split(key: str, name: str) -> tuple[Part | None, str]:
 def _find_module(written: str, known: set[str]) -> str | None:
     """The module that a name in a file means: itself, with wrappers in front, or without its first words."""
     words = written.split(".")
-    for start in range(len(words)):
-        rest = ".".join(words[start:])
+    while True:
+        rest = ".".join(words)
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in known:
             return rest
-    wanted = written
-    for wrapper in ("base_model.model.", "base_model."):
-        wanted = wanted.removeprefix(wrapper)
-    longer = [module for module in known if module.endswith(f".{wanted}")]
+        if words[0] not in WRAPPERS:
+            break
+        words = words[1:]
+    longer = [module for module in known if module.endswith(f".{rest}")]
     return longer[0] if len(longer) == 1 else None

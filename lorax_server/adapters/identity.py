@@ -14,6 +14,13 @@ CHUNK_BYTES = 1 << 20
 
 def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo]) -> str:
     """Equal for equal tensors under equal settings, however the file orders them. Reads the file in small pieces."""
+    try:
+        return _digest(config, path, tensors)
+    except OSError as error:
+        raise AdapterError(f"adapter {config.name!r}: {path.name} cannot be read: {error.strerror}") from error
+
+
+def _digest(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo]) -> str:
     digest = hashlib.sha256(_line(["lorax adapter", 1, config.identity()]))
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb") as file:

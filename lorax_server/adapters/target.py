@@ -31,9 +31,9 @@ class AdapterTarget:
     weight: torch.Tensor | None
     """This rank's part of the base model's; a linear's is `[outputs, inputs]`, a norm's `[outputs]`."""
     bias: torch.Tensor | None
-    """Of the base model, as this rank adds it."""
+    """This rank's part of the base model's."""
     adds_bias: bool = True
-    """False on all ranks but one where the ranks' outputs are summed."""
+    """False on all ranks but one where the ranks' outputs are summed, so that it is added once."""
 
     def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of PEFT's factors, `[rank, in]` and `[out, rank]`, as the table of adapters has them."""

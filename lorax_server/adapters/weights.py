@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from lorax_server.adapters.checkpoint import WEIGHTS_FILE, Part, assign_tensors, read_header
+from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
 from lorax_server.adapters.target import AdapterTarget, Kind
@@ -59,6 +59,7 @@ class StoredAdapter:
         self.tensors = read_header(self.path, self.name)
         self._parts = assign_tensors(self.tensors, targets, self.name)
         self._check_modules(targets)
+        self._token_ids = self._find_token_ids(targets)
         self._share_tied_rows(targets)
         self.vocab_size = self._find_vocab_size(targets)
         for module, parts in self._parts.items():
@@ -79,8 +80,11 @@ class StoredAdapter:
 
     def load(self, module: str) -> ModuleWeights:
         parts = self._parts[module]
-        with safe_open(self.path, framework="pt") as file:
-            found = {part: self._read(file, key) for part, key in parts.items()}
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                found = {part: self._read(file, key) for part, key in parts.items()}
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read any more: {error}") from error
         lora_a, lora_b = found.get(Part.LORA_A), found.get(Part.LORA_B)
         if lora_a is not None and lora_b is not None:
             lora_a, lora_b = self._whole_factors(module, lora_a, lora_b)
@@ -92,7 +96,7 @@ class StoredAdapter:
             lora_bias=found.get(Part.LORA_BIAS),
             bias=found.get(Part.BIAS),
             weight=found.get(Part.WEIGHT),
-            token_ids=self._token_ids(module) if Part.TOKEN_ROWS in parts else (),
+            token_ids=self._token_ids.get(module, ()) if Part.TOKEN_ROWS in parts else (),
             token_rows=found.get(Part.TOKEN_ROWS),
         )
 
@@ -106,12 +110,17 @@ class StoredAdapter:
         self, module: str, lora_a: torch.Tensor, lora_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """BD-LoRA stores only the blocks on the diagonal."""
+        a_blocks, b_blocks = self._blocks(module)
+        return torch.block_diag(*lora_a.chunk(a_blocks)), torch.block_diag(*lora_b.chunk(b_blocks))
+
+    def _blocks(self, module: str) -> tuple[int, int]:
+        """Into how many blocks A and B fall."""
         blocks = self.config.block_diagonal
         if blocks is not None and any(name in module for name in blocks.a):
-            lora_a = torch.block_diag(*lora_a.chunk(blocks.blocks))
-        elif blocks is not None and any(name in module for name in blocks.b):
-            lora_b = torch.block_diag(*lora_b.chunk(blocks.blocks))
-        return lora_a, lora_b
+            return blocks.blocks, 1
+        if blocks is not None and any(name in module for name in blocks.b):
+            return 1, blocks.blocks
+        return 1, 1
 
     def _refuse(self, key: str, reason: str) -> AdapterError:
         return AdapterError(f"adapter {self.name!r}: tensor {key!r} {reason}")
@@ -134,13 +143,15 @@ class StoredAdapter:
     def _is_target(self, target: AdapterTarget, targets: Mapping[str, AdapterTarget]) -> bool | None:
         if target.kind is Kind.NORM:
             return False
-        if self.config.target_modules == "all-linear":
+        names = [target.name, *(old for old, new in RENAMED_MODULES.items() if new == target.name)]
+        answers = [self.config.is_target(name) for name in names]
+        if True in answers:
+            return True
+        if None in answers and self.config.target_modules == "all-linear":
             return target.kind is Kind.LINEAR
-        embedding, head = _vocabulary_targets(targets)
-        if self.config.ensure_weight_tying and target in (embedding, head) and _are_tied(embedding, head):
-            # PEFT adapts both as soon as one is targeted.
-            return any(self.config.is_target(module.name) for module in (embedding, head))
-        return self.config.is_target(target.name)
+        if self.config.ensure_weight_tying and target in _vocabulary_targets(targets):
+            return None  # PEFT may adapt it because the other one is
+        return answers[0]
 
     def _share_tied_rows(self, targets: Mapping[str, AdapterTarget]) -> None:
         """One matrix serves as embedding and head of a tied model: what replaces its rows does so in both.
@@ -155,39 +166,60 @@ class StoredAdapter:
             saved = any(giver.name.endswith(name) for name in self.config.modules_to_save)
             if Part.WEIGHT in parts and not saved:
                 self._parts.setdefault(taker.name, {}).setdefault(Part.WEIGHT, parts[Part.WEIGHT])
-        if Part.TOKEN_ROWS in of_embedding:
-            self._parts.setdefault(head.name, {}).setdefault(Part.TOKEN_ROWS, of_embedding[Part.TOKEN_ROWS])
+        if Part.TOKEN_ROWS in of_embedding and Part.TOKEN_ROWS not in of_head:
+            self._parts.setdefault(head.name, {})[Part.TOKEN_ROWS] = of_embedding[Part.TOKEN_ROWS]
+            self._token_ids[head.name] = self._token_ids.get(embedding.name, ())
 
     def _find_vocab_size(self, targets: Mapping[str, AdapterTarget]) -> int:
         """That of the base model, unless the adapter brings a head of another size."""
         embedding, head = _vocabulary_targets(targets)
         base = head.outputs.full
-        sizes = {target.name: self._vocab_size_at(target, base) for target in (embedding, head)}
-        if max(sizes.values()) > base and len(set(sizes.values())) != 1:
+        sizes = {target.name: self._vocab_size_at(target.name, base) for target in (embedding, head)}
+        named = {name: size for name, size in sizes.items() if size is not None}
+        grows = max(named.values(), default=base) > base
+        if len(set(named.values())) > 1 or (grows and len(named) == 1):
             raise AdapterError(
-                f"adapter {self.name!r} adds tokens, but not to both embedding and head: it has "
-                + " and ".join(f"{size} rows at {name!r}" for name, size in sizes.items())
+                f"adapter {self.name!r} changes the vocabulary, but not alike in embedding and head: it has "
+                + " and ".join(f"{size or base} rows at {name!r}" for name, size in sizes.items())
             )
-        return sizes[head.name]
+        return named.get(head.name, base)
 
-    def _vocab_size_at(self, target: AdapterTarget, base: int) -> int:
-        parts = self._parts.get(target.name, {})
-        stored = self.tensors[parts[Part.WEIGHT]].shape[0] if Part.WEIGHT in parts else base
+    def _vocab_size_at(self, module: str, base: int) -> int | None:
+        """How many tokens the adapter has at an embedding or head; None where it leaves them as they are."""
+        parts = self._parts.get(module, {})
+        if Part.WEIGHT not in parts and Part.TOKEN_ROWS not in parts:
+            return None
+        stored = base
+        if Part.WEIGHT in parts:
+            shape = self.tensors[parts[Part.WEIGHT]].shape
+            if len(shape) != 2 or shape[0] == 0:
+                raise self._refuse(parts[Part.WEIGHT], f"has shape {shape}, which no embedding or head has")
+            stored = shape[0]
         if Part.TOKEN_ROWS not in parts:
             return stored
-        tokens = self._token_ids(target.name)
+        tokens = self._token_ids.get(module, ())
         size = max(stored, 1 + max(tokens, default=0))
-        if not set(range(stored, size)) <= set(tokens):
+        added = {token for token in tokens if token >= stored}
+        if len(added) != size - stored:
             raise self._refuse(parts[Part.TOKEN_ROWS], f"leaves out some of the tokens {stored} to {size - 1}")
-        return size
+        return None if size == base and Part.WEIGHT not in parts else size
 
-    def _token_ids(self, module: str) -> tuple[int, ...]:
+    def _find_token_ids(self, targets: Mapping[str, AdapterTarget]) -> dict[str, tuple[int, ...]]:
+        """By module: the tokens that have trained rows. Without names it is the embedding that is meant."""
+        embedding, head = _vocabulary_targets(targets)
         indices = self.config.token_indices
         if not isinstance(indices, Mapping):
-            return indices
-        named = [ids for name, ids in indices.items() if module == name or module.endswith(f".{name}")]
-        # The head of a tied model follows the embedding, which is then the only one that is named.
-        return named[0] if named else next(iter(indices.values()))
+            return {embedding.name: indices}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, ids in indices.items():
+            fits = [module.name for module in (embedding, head) if f".{module.name}".endswith(f".{name}")]
+            if len(fits) != 1 or fits[0] in found:
+                raise AdapterError(
+                    f"adapter {self.name!r}: trainable_token_indices names {name[:80]!r}, which is not one of "
+                    f"{embedding.name!r} and {head.name!r}, or is named twice"
+                )
+            found[fits[0]] = ids
+        return found
 
     def _check_parts(self, target: AdapterTarget, parts: Mapping[Part, str]) -> None:
         if (Part.LORA_A in parts) != (Part.LORA_B in parts):
@@ -204,9 +236,11 @@ class StoredAdapter:
             raise self._refuse(parts[Part.LORA_BIAS], "is for a head with another vocabulary, which is not supported")
         if Part.WEIGHT in parts and target.kind is Kind.LINEAR:
             raise self._refuse(parts[Part.WEIGHT], "replaces a whole linear layer, which is not supported")
+        if Part.TOKEN_ROWS in parts and target.kind not in (Kind.EMBEDDING, Kind.HEAD):
+            raise self._refuse(parts[Part.TOKEN_ROWS], "has rows of tokens for a module that has none")
         if Part.WEIGHT in parts and target.weight is None:
             raise self._refuse(parts[Part.WEIGHT], "is a weight for a module that has none")
-        if Part.BIAS in parts and target.bias is None and target.adds_bias:
+        if Part.BIAS in parts and target.bias is None:
             raise self._refuse(parts[Part.BIAS], "is a bias for a module that has none")
         for part, key in parts.items():
             shape, expected = self.tensors[key].shape, self._expected_shape(target, part)
@@ -216,24 +250,22 @@ class StoredAdapter:
     def _expected_shape(self, target: AdapterTarget, part: Part) -> tuple[int, ...]:
         inputs, outputs = target.inputs.full, target.outputs.full
         if target.kind is Kind.EMBEDDING:
-            inputs = self._vocab_size_at(target, inputs)
+            inputs = self._vocab_size_at(target.name, inputs) or inputs
         elif target.kind is Kind.HEAD:
-            outputs = self._vocab_size_at(target, outputs)
+            outputs = self._vocab_size_at(target.name, outputs) or outputs
         size = outputs if target.kind is Kind.EMBEDDING else inputs
-        rank, blocks = self.config.rank(target.name), self.config.block_diagonal
-        a_blocks = b_blocks = 1
-        if blocks is not None and any(name in target.name for name in blocks.a):
-            a_blocks = blocks.blocks
-        elif blocks is not None and any(name in target.name for name in blocks.b):
-            b_blocks = blocks.blocks
         if part is Part.WEIGHT:
-            if target.kind is Kind.NORM:
-                return (outputs,)
-            return (inputs if target.kind is Kind.EMBEDDING else outputs, size)
+            return (inputs if target.kind is Kind.EMBEDDING else outputs, size)[: 1 if target.kind is Kind.NORM else 2]
+        rank, (a_blocks, b_blocks) = self.config.rank(target.name), self._blocks(target.name)
+        if inputs % a_blocks or outputs % b_blocks or rank % a_blocks or rank % b_blocks:
+            raise AdapterError(
+                f"adapter {self.name!r}: {a_blocks * b_blocks} blocks do not divide rank {rank} and size of "
+                f"{target.name!r}"
+            )
         return {
             Part.LORA_A: (rank, inputs // a_blocks),
             Part.LORA_B: (outputs, rank // b_blocks),
-            Part.TOKEN_ROWS: (len(self._token_ids(target.name)), size),
+            Part.TOKEN_ROWS: (len(self._token_ids.get(target.name, ())), size),
         }.get(part, (outputs,))
 
 

@@ -70,7 +70,7 @@ class TensorParallelColumnLinear(nn.Module):
         linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
         stops = accumulate(shard.size for shard in outputs)
         targets = [
-            _linear_target(name, whole(in_features), shard, slice(stop - shard.size, stop), linear)
+            _column_target(name, in_features, shard, slice(stop - shard.size, stop), linear)
             for name, shard, stop in zip(names, outputs, stops, strict=True)
         ]
         return cls(linear, targets, weights)
@@ -114,9 +114,11 @@ class TensorParallelRowLinear(nn.Module):
         else:
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
-        linear = Linear(matrix.contiguous(), added if weights.process_group.rank() == 0 else None, weights.pack)
-        target = _linear_target(
-            name, inputs, whole(out_features), slice(0, out_features), linear, weights.process_group.rank() == 0
+        is_first = weights.process_group.rank() == 0
+        linear = Linear(matrix.contiguous(), added if is_first else None, weights.pack)
+        columns = slice(0, out_features)
+        target = AdapterTarget(
+            name, Kind.LINEAR, inputs, whole(out_features), columns, linear.weight, added, adds_bias=is_first
         )
         return cls(linear, target, weights)
 
@@ -185,8 +187,6 @@ class MultiAdapterHead(TensorParallelHead):
         return resize_scores(self._gather(logits), x, target, adapter_data), None
 
 
-def _linear_target(
-    name: str, inputs: Shard, outputs: Shard, columns: slice, linear: Linear, adds_bias: bool = True
-) -> AdapterTarget:
+def _column_target(name: str, in_features: int, outputs: Shard, columns: slice, linear: Linear) -> AdapterTarget:
     bias = None if linear.bias is None else linear.bias[columns]
-    return AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, linear.weight[columns], bias, adds_bias)
+    return AdapterTarget(name, Kind.LINEAR, whole(in_features), outputs, columns, linear.weight[columns], bias)

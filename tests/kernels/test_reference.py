@@ -651,8 +651,10 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
         [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],
         [(4, 1), (2, LONG + 4), (0, 2), (1, LONG), (3, 1), (1, 2)],
         [(0, 4), (3, 2), (4, LONG), (0, 9)],
+        [(1, 3), (2, 3), (3, 3)],  # all runs of one length, in order
+        [(1, 1), (2, 3), (0, 2)],  # as many tokens as two runs of three
     ],
-    ids=["tokens", "tokens and base", "one long", "around the limit", "long and short", "base around"],
+    ids=["tokens", "and base", "one long", "around the limit", "long and short", "base around", "even", "uneven"],
 )
 def test_runs_and_ranks_of_every_shape(layer: str, ranks: list[list[int]], runs: Runs) -> None:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])

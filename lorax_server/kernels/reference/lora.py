@@ -29,18 +29,18 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
     if first == last:
         return
     inputs = x.index_select(0, tiles.tokens[first:last].flatten()).view(last - first, -1, x.shape[1])
-    low_rank = torch.bmm(_rows(batch.buffer, tiles.a_rows[first:last], x.shape[1]), inputs.transpose(1, 2))
-    low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype).transpose(1, 2)  # [tiles, tokens, ranks]
+    low_rank = torch.bmm(inputs, _rows(batch.buffer, tiles.a_rows[first:last], x.shape[1]).transpose(1, 2))
+    low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype)  # [tiles, tokens, ranks]
     for target in targets:
         start, stop = tiles.bounds[target.index], tiles.bounds[target.index + 1]
         if start < stop:
             local = out[:, target.columns]
             factors = _rows(batch.buffer, tiles.b_rows[start:stop], local.shape[1])
-            deltas = torch.bmm(low_rank[start - first : stop - first], factors).flatten(0, 1)
-            if tiles.is_every_token[target.index]:
-                local += deltas
+            part = low_rank[start - first : stop - first]
+            if tiles.is_in_order[target.index]:
+                local.unflatten(0, (stop - start, -1)).baddbmm_(part, factors)
             else:
-                local.index_add_(0, tiles.tokens[start:stop].flatten(), deltas)
+                local.index_add_(0, tiles.tokens[start:stop].flatten(), torch.bmm(part, factors).flatten(0, 1))
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
@@ -74,8 +74,8 @@ class Tiles:
     tokens: torch.Tensor  # [tiles, run length] the tokens of a tile's run; past its end, its first, at weight 0
     a_rows: torch.Tensor  # [tiles, height] where rows of A begin
     b_rows: torch.Tensor
-    weights: torch.Tensor  # [tiles, height, run length] scales and zeros
-    is_every_token: list[bool]  # by target: it has one tile for each token of the batch, in order
+    weights: torch.Tensor  # [tiles, run length, height] scales and zeros
+    is_in_order: list[bool]  # by target: its tiles hold every token of the batch once, one after the other
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,15 @@ class Runs:
         is_token = position < self.lengths[run, None]
         scales = self.batch.scales[self.adapters].t().flatten()[owners]
         widths = self.batch.widths[target]
-        covered = num_runs == self.batch.bounds[-1]
+        # Whether the whole batch is short runs of one length.
+        is_even = num_runs * len(position) == int(self.lengths.sum()) == self.batch.bounds[-1]
         return Tiles(
             bounds=[0, *counts.sum(1).cumsum(0).tolist()],
             tokens=self.starts[run, None] + position * is_token,
             a_rows=fields[:, Field.A, None] + row * widths[:, :1],
             b_rows=fields[:, Field.B, None] + row * widths[:, 1:],
-            weights=is_row[:, :, None] * is_token[:, None, :] * scales[:, None, None],
-            is_every_token=[covered and every for every in (counts == 1).all(1).tolist()],
+            weights=is_token[:, :, None] * is_row[:, None, :] * scales[:, None, None],
+            is_in_order=[is_even and every for every in (counts == 1).all(1).tolist()],
         )
 
     @cached_property
@@ -161,7 +162,7 @@ def _add_long(out: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor, run: Lon
         return
     lora_a = buffer[a : a + rank * x.shape[1]].view(rank, x.shape[1])
     lora_b = buffer[b : b + rank * out.shape[1]].view(rank, out.shape[1])
-    out += ((x @ lora_a.t()) * run.scales[target]) @ lora_b
+    out.addmm_(x @ lora_a.t(), lora_b, alpha=run.scales[target])
 
 
 def _only_value(ranks: torch.Tensor) -> int:

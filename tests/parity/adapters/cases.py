@@ -327,5 +327,8 @@ for family, base, saved in (
 CASES["opt-projection"] = Case(
     "LoRA on projections around the layers", "opt-projection", {"target_modules": "all-linear"}
 )
+CASES["gpt2-weight-tying"] = Case(
+    "ensure_weight_tying", "gpt2", {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
+)
 CASES["gpt2-untied-saved"] = Case("modules_to_save: head", "gpt2-untied-head", {"modules_to_save": ["lm_head"]})
 CASES["neox-saved-norms"] = Case("modules_to_save: norms", "neox-parallel", {"modules_to_save": ["final_layer_norm"]})

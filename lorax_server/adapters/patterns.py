@@ -1,0 +1,56 @@
+"""Regular expressions from whoever uploaded an adapter: they mean what they mean to PEFT, and cannot run wild."""
+
+import re
+import time
+from typing import Any
+
+import regex
+
+from lorax_server.errors import AdapterError
+
+MAX_LENGTH = 10_000
+# For all patterns of an adapter together.
+BUDGET_S = 10.0
+# PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike but for what only it knows.
+ONLY_REGEX = re.compile(r"\{[a-z]|\[\[:")
+
+
+class Patterns:
+    """Compiles each pattern once, and stops when all of them together have taken too long."""
+
+    def __init__(self, adapter: str) -> None:
+        self._adapter = adapter
+        self._compiled: dict[str, Any] = {}
+        self._left_s = BUDGET_S
+
+    def match(self, pattern: str, text: str) -> Any:
+        return self._run("match", pattern, text)
+
+    def fullmatch(self, pattern: str, text: str) -> bool:
+        return self._run("fullmatch", pattern, text) is not None
+
+    def _run(self, method: str, pattern: str, text: str) -> Any:
+        started = time.monotonic()
+        try:
+            if pattern not in self._compiled:
+                self._compiled[pattern] = self._compile(pattern)
+            return getattr(self._compiled[pattern], method)(text, timeout=max(self._left_s, 1e-3))
+        except (TimeoutError, MemoryError) as error:
+            raise self._refuse(pattern, "takes too long") from error
+        finally:
+            self._left_s -= time.monotonic() - started
+
+    def _compile(self, pattern: str) -> Any:
+        if self._left_s <= 0:
+            raise self._refuse(pattern, "and those before it take too long")
+        if len(pattern) > MAX_LENGTH or ONLY_REGEX.search(pattern):
+            raise self._refuse(pattern, "is too long or not plain enough")
+        try:
+            re.compile(pattern)
+            return regex.compile(pattern)
+        except (re.error, regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            raise self._refuse(pattern, f"is no regular expression: {error}") from error
+
+    def _refuse(self, pattern: str, reason: str) -> AdapterError:
+        shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
+        return AdapterError(f"adapter {self._adapter!r}: pattern {shown!r} {reason}")
