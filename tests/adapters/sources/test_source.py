@@ -309,8 +309,8 @@ BAD_JSON = {
     "an integer of many digits": (b'{"a": ' + b"9" * 100_000 + b"}", "digits"),
     "nested deeper than we allow": (b'{"a": ' * 33 + b"1" + b"}" * 33, "nested deeper than 32"),
     "lists nested deeper than we allow": (b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "nested deeper than 32"),
-    "nested deeper than Python allows": (b'{"a":' + b"[" * 100_000, "recursion"),
-    "objects nested deeper than Python allows": (b'{"a":' * 100_000, "recursion"),
+    "nested deeper than Python allows": (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+    "objects nested deeper than Python allows": (b'{"a":' * 100_000, "nested too deeply"),
     "2 MiB": (json.dumps({"a": "x" * 2**21}).encode(), "larger than 1048576 bytes"),
     "control characters": (b'{"a": "\n"}', "Invalid control character"),
 }

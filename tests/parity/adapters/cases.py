@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from peft import (
 from peft.tuners.lora.config import BdLoraConfig, CordaConfig, MontecloraConfig, VeloraConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
+from safetensors.torch import load_file, save_file
 
 from tests.parity.variants import VOCAB, make_oracle
 
@@ -28,6 +30,7 @@ ATTENTION = {
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3"), ATTENTION["llama"])
+PEFTS_OWN = "as-peft-writes-it"
 EMBEDDING = {"gpt2": "wte", "neox": "embed_in", "opt": "embed_tokens"}
 
 
@@ -65,7 +68,8 @@ class Case:
         """The adapter as PEFT loads it, on a fresh base model."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return PeftModel.from_pretrained(self.base_model(), folder).eval().get_base_model()
+            own = folder / PEFTS_OWN
+            return PeftModel.from_pretrained(self.base_model(), own if own.is_dir() else folder).eval().get_base_model()
 
 
 def train_and_save(model: Any, case: Case, folder: Path) -> None:
@@ -116,6 +120,14 @@ def save_loftq(model: Any, case: Case, folder: Path) -> None:
 
     with mock.patch("peft.tuners.lora.layer.loftq_init", quantize):
         save_converted(model, case, folder)
+
+
+def save_renamed(rename: Callable[[str], str], model: Any, case: Case, folder: Path) -> None:
+    """Under names of other versions and programs; PEFT is given its own."""
+    train_and_save(model, case, folder / PEFTS_OWN)
+    tensors = load_file(folder / PEFTS_OWN / "adapter_model.safetensors")
+    save_file({rename(key): tensor for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes((folder / PEFTS_OWN / "adapter_config.json").read_bytes())
 
 
 @torch.no_grad()
@@ -327,6 +339,40 @@ for family, base, saved in (
 CASES["opt-projection"] = Case(
     "LoRA on projections around the layers", "opt-projection", {"target_modules": "all-linear"}
 )
+CASES |= {
+    "early-names": Case(
+        "tensor names of early PEFT versions",
+        "llama-attention-bias",
+        {"use_dora": True, "bias": "lora_only", "modules_to_save": ["lm_head"]},
+        make=partial(
+            save_renamed,
+            lambda key: (
+                key.replace(".lora_A.", ".lora_A.default.")
+                .replace(".lora_B.", ".lora_B.default.")
+                .replace("_vector", "_vector.default")
+                .replace("base_layer.bias", "bias")
+                .replace("lm_head.weight", "lm_head.modules_to_save.default.weight")
+            ),
+        ),
+    ),
+    "wrapped-names": Case(
+        "tensor names with wrappers in front, as Ludwig's",
+        "llama-gqa",
+        on("llama", "q_proj", "lm_head"),
+        make=partial(save_renamed, lambda key: key.replace("base_model.model.", "base_model.model.base_model.model.")),
+    ),
+    "short-names": Case(
+        "tensor names without their first words",
+        "gpt2",
+        make=partial(save_renamed, lambda key: key.removeprefix("base_model.model.transformer.")),
+    ),
+    "neox-embed-out": Case(
+        "tensor names that transformers has changed",
+        "neox-parallel",
+        on("neox", "query_key_value", "lm_head"),
+        make=partial(save_renamed, lambda key: key.replace(".lm_head.", ".embed_out.")),
+    ),
+}
 CASES["gpt2-weight-tying"] = Case(
     "ensure_weight_tying", "gpt2", {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
 )

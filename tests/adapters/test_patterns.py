@@ -1,0 +1,106 @@
+"""Regular expressions of strangers: they mean what `re` says they mean, or they are refused."""
+
+import re
+import time
+
+import pytest
+
+from lorax_server.adapters import patterns
+from lorax_server.adapters.patterns import MAX_LENGTH, Patterns
+from lorax_server.errors import AdapterError
+
+# How PEFT puts a pattern of the config into a larger one.
+WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<index>\d+)\.")
+USUAL = [
+    *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
+    *("q_proj|v_proj", "(?i)Q_PROJ", "(?i:Q_PROJ)", "(?x) q_ proj # comment", r"\Amodel.*\Z", r"(?=q)q_\w+", "model|h"),
+    *("[[]", "[]x]+", "[^.]+", r"[\w.]*", "(?P<x>q)_(?P<y>proj)", r"(o)*\1", "(?:q|qq|q_)*+proj", "(?>q|q_)proj"),
+    *("_{1}", "_{1,}", "_{,2}", "_{", "_{}", "_{}e}", r"(?s:.)*", r"(?<=\.)q_proj", r"(?<!\.)q_proj", r"\.\d{1,2}\."),
+]
+NAMES = [
+    *("", "q_proj", "model.layers.1.self_attn.q_proj", "layers.12.mlp.down_proj", "transformer.h.0.attn.c_attn"),
+    *("model.decoder.layers.3.fc1", "lm_head", "model.layers.0.experts.1.q_proj\n", "model.layers.1.Q_PROJ"),
+]
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("pattern", USUAL)
+def test_they_mean_what_they_mean_to_re(pattern: str, wrapping: str) -> None:
+    wrapped, ours = wrapping.replace("X", pattern), Patterns("acme/tuned")
+    try:
+        oracle = re.compile(wrapped)
+    except re.error:
+        with pytest.raises(AdapterError, match="adapter 'acme/tuned': pattern"):
+            ours.match(wrapped, "")
+        return
+    for name in NAMES:
+        found, expected = ours.match(wrapped, name), oracle.match(name)
+        assert (found is None) == (expected is None), name
+        if expected is not None:
+            assert (found.span(), found.groupdict()) == (expected.span(), expected.groupdict())
+        assert ours.fullmatch(wrapped, name) is (oracle.fullmatch(name) is not None)
+
+
+REFUSED = {
+    "fuzzy": ["q_proj{e}", "(?:q_proj){e<=2}", "q{i,d,s}", "(q){s<3:[a-z]}"],
+    "posix": ["[[:alpha:]]+", "[[:^alpha:]x]"],
+    "only known to regex": [
+        r"\p{L}",
+        "(?V1)x",
+        "(?b)x",
+        "(?|a|b)",
+        "(?<x>q)",
+        "(?R)",
+        "(?1)(q)",
+        r"\L<x>",
+        r"q\K_",
+        r"\X",
+    ],
+    "too long": ["x" * (MAX_LENGTH + 1)],
+    "invalid": ["(", ")", "[", "*", "x**", "(?P<", "(?P=x)", "[z-a]", r"\N{x}", r"\1", "x{2,1}", "x{99999999999999}"],
+    "nested": ["(" * 4000 + ")" * 4000],
+}
+
+
+@pytest.mark.parametrize("pattern", [x for group in REFUSED.values() for x in group], ids=lambda x: x[:20])
+def test_what_re_does_not_know_or_reads_otherwise_is_refused(pattern: str) -> None:
+    for match in (Patterns("acme/tuned").match, Patterns("acme/tuned").fullmatch):
+        with pytest.raises(AdapterError) as refusal:
+            match(pattern, "q_proj")
+        assert str(refusal.value).startswith(f"adapter 'acme/tuned': pattern {pattern[:20]!r}"[:-1])
+        assert len(str(refusal.value)) < 300
+
+
+def test_a_long_pattern_is_allowed() -> None:
+    assert Patterns("x").fullmatch("x" * MAX_LENGTH, "x" * MAX_LENGTH)
+
+
+# --- budget
+
+RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
+
+
+def test_a_pattern_that_runs_wild_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
+    started = time.monotonic()
+    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+        Patterns("acme/tuned").fullmatch(RUNAWAY, NAMES[2])
+    assert time.monotonic() - started < 5
+
+
+def test_all_patterns_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is quick, but there are many."""
+    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
+    ours = Patterns("acme/tuned")
+    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+        for number in range(100_000):
+            ours.match(f"x{number}", "q_proj")
+    assert Patterns("another").match("x", "x")
+
+
+def test_a_pattern_that_ran_wild_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
+    ours = Patterns("acme/tuned")
+    for pattern in (RUNAWAY, "q_proj"):
+        with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+            ours.match(pattern, NAMES[2])
