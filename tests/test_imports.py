@@ -26,9 +26,20 @@ def test_settings_and_errors_are_light() -> None:
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
 
+def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None:
+    modules = imported_by(
+        "import lorax_server.adapters.config, lorax_server.adapters.checkpoint, lorax_server.adapters.identity\n"
+        "import lorax_server.adapters.source, lorax_server.adapters.sources.local, lorax_server.adapters.sources.s3\n"
+        "import lorax_server.adapters.sources.hub, lorax_server.engine.adapter_space"
+    )
+    assert "lorax_server.adapters.sources.hub" in modules
+    assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
+
+
 def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
     modules = imported_by(
-        "import lorax_server.models, lorax_server.adapters.batch, lorax_server.kernels, lorax_server.weights\n"
+        "import lorax_server.models, lorax_server.adapters.host, lorax_server.adapters.merge, lorax_server.kernels\n"
+        "import lorax_server.weights, lorax_server.worker.adapter_memory\n"
         "from lorax_server.models.registry import MODELS, find_class\n"
         "for model_type in MODELS: find_class(model_type)"
     )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,9 @@ def test_python_runs(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "my-model")
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "my-model")
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "my-adapter")
     found = blocks("python")
     assert found
     for block in found:
