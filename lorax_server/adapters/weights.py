@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class StoredAdapter:
         self.name = config.name
         self.config = config
         self.path = folder / WEIGHTS_FILE
+        self._stamp = self._stat()
         self.tensors = read_header(self.path, self.name)
         self._parts = assign_tensors(self.tensors, targets, self.name)
         self._check_modules(targets)
@@ -70,7 +72,9 @@ class StoredAdapter:
         return list(self._parts)
 
     def identify(self) -> str:
-        return identify(self.config, self.path, self.tensors)
+        identity = identify(self.config, self.path, self.tensors)
+        self._check_unchanged()
+        return identity
 
     def find_extra(self) -> str | None:
         if self.config.modules_to_save:
@@ -81,10 +85,10 @@ class StoredAdapter:
     def load(self, module: str) -> ModuleWeights:
         parts = self._parts[module]
         try:
-            with safe_open(self.path, framework="pt") as file:
-                found = {part: self._read(file, key) for part, key in parts.items()}
+            found = {part: self._read(key) for part, key in parts.items()}
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read any more: {error}") from error
+        self._check_unchanged()
         lora_a, lora_b = found.get(Part.LORA_A), found.get(Part.LORA_B)
         if lora_a is not None and lora_b is not None:
             lora_a, lora_b = self._whole_factors(module, lora_a, lora_b)
@@ -100,8 +104,24 @@ class StoredAdapter:
             token_rows=found.get(Part.TOKEN_ROWS),
         )
 
-    def _read(self, file: Any, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = file.get_tensor(key).float()
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(self.path, framework="pt")
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read: {error.strerror}") from error
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        """Who an adapter is and what it computes must come from the same bytes."""
+        if self._stat() != self._stamp:
+            raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed while it was read; try again")
+
+    def _read(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(key).float()
         if not bool(tensor.isfinite().all()):
             raise self._refuse(key, "has numbers that are not finite")
         return tensor

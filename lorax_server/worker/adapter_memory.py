@@ -68,10 +68,10 @@ class AdapterMemory:
         return index in self._adapters and (load is None or load.query())
 
     def unload(self, index: int) -> None:
-        """From the next step on this index has nothing."""
+        """No step from the next on uses this index. Its row on the device stays, which nobody reads."""
         del self._adapters[index]
         self._loads.pop(index, None)
-        self._set_row(index, self._nothing)
+        self.arena.host_table[index] = self._nothing
         self.arena.vocab_sizes[index] = self._base_vocab
 
     def move(self, index: int, source: int, target: int) -> None:
@@ -91,25 +91,26 @@ class AdapterMemory:
         row = adapter.table.clone()
         offsets = row[:, :NUM_OFFSETS]
         offsets[offsets >= 0] += start
-        self._set_row(index, row)
-        self.arena.vocab_sizes[index] = adapter.vocab_size
-
-    def _set_row(self, index: int, row: torch.Tensor) -> None:
         self.arena.host_table[index] = row
+        self.arena.vocab_sizes[index] = adapter.vocab_size
         if self.arena.table is not self.arena.host_table:
             self.arena.table[index] = row.to(self.arena.table.device)
 
     def _make_room(self, index: int) -> None:
+        """More rows, from what the CPU knows: on the device, loads may be on their way into the old ones."""
         old = self.arena
         rows = len(old.host_table)
         if index < rows:
             return
         more = max(index + 1 - rows, rows)
         table = torch.cat([old.host_table, self._nothing.repeat(more, 1, 1)])
+        scales = torch.zeros(rows + more, len(old.targets))
+        for loaded, adapter in self._adapters.items():
+            scales[loaded] = adapter.scales
         self.arena = AdapterArena(
             old.buffer,
             table.to(old.table.device),
-            torch.cat([old.scales, old.scales.new_zeros(more, old.scales.shape[1])]),
+            scales.to(old.scales.device),
             table,
             [*old.vocab_sizes, *[self._base_vocab] * more],
             old.targets,

@@ -14,7 +14,7 @@ WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<inde
 USUAL = [
     *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
     *("q_proj|v_proj", "(?i)Q_PROJ", "(?i:Q_PROJ)", "(?x) q_ proj # comment", r"\Amodel.*\Z", r"(?=q)q_\w+", "model|h"),
-    *("[[]", "[]x]+", "[^.]+", r"[\w.]*", "(?P<x>q)_(?P<y>proj)", r"(o)*\1", "(?:q|qq|q_)*+proj", "(?>q|q_)proj"),
+    *("[_[]", "[]x]+", "[^.]+", r"[\w.]*", "(?P<x>q)_(?P<y>proj)", r"(o)*\1", "(?:q|qq|q_)*+proj", "(?>q|q_)proj"),
     *("_{1}", "_{1,}", "_{,2}", "_{", "_{}", "_{}e}", r"(?s:.)*", r"(?<=\.)q_proj", r"(?<!\.)q_proj", r"\.\d{1,2}\."),
 ]
 NAMES = [
@@ -72,7 +72,7 @@ def test_what_re_does_not_know_or_reads_otherwise_is_refused(pattern: str) -> No
 
 
 def test_a_long_pattern_is_allowed() -> None:
-    assert Patterns("x").fullmatch("x" * MAX_LENGTH, "x" * MAX_LENGTH)
+    assert Patterns("x").fullmatch("q_proj" + "|x" * ((MAX_LENGTH - 6) // 2), "q_proj")
 
 
 # --- budget
@@ -88,13 +88,16 @@ def test_a_pattern_that_runs_wild_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - started < 5
 
 
-def test_all_patterns_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def try_many(ours: Patterns) -> None:
     """Each is quick, but there are many."""
+    for number in range(100_000):
+        ours.match(f"x{number}", "q_proj")
+
+
+def test_all_patterns_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
-    ours = Patterns("acme/tuned")
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
-        for number in range(100_000):
-            ours.match(f"x{number}", "q_proj")
+        try_many(Patterns("acme/tuned"))
     assert Patterns("another").match("x", "x")
 
 
