@@ -164,7 +164,7 @@ def _find_module(written: str, known: set[str]) -> str | None:
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in known:
             return rest
-        if words[0] not in WRAPPERS:
+        if len(words) == 1 or words[0] not in WRAPPERS:
             break
         words = words[1:]
     longer = [module for module in known if module.endswith(f".{rest}")]

@@ -8,11 +8,11 @@ import regex
 
 from lorax_server.errors import AdapterError
 
-MAX_LENGTH = 10_000
+MAX_LENGTH = 2000
 # For all patterns of an adapter together.
 BUDGET_S = 10.0
 # PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike but for what only it knows.
-ONLY_REGEX = re.compile(r"\{[a-z]|\[\[:")
+ONLY_REGEX = re.compile(r"\{[^}]*[a-z]|\[:")
 
 
 class Patterns:
@@ -31,18 +31,18 @@ class Patterns:
 
     def _run(self, method: str, pattern: str, text: str) -> Any:
         started = time.monotonic()
+        if self._left_s <= 0:
+            raise self._refuse(pattern, "and those before it take too long")
         try:
             if pattern not in self._compiled:
                 self._compiled[pattern] = self._compile(pattern)
-            return getattr(self._compiled[pattern], method)(text, timeout=max(self._left_s, 1e-3))
+            return getattr(self._compiled[pattern], method)(text, timeout=self._left_s)
         except (TimeoutError, MemoryError) as error:
             raise self._refuse(pattern, "takes too long") from error
         finally:
             self._left_s -= time.monotonic() - started
 
     def _compile(self, pattern: str) -> Any:
-        if self._left_s <= 0:
-            raise self._refuse(pattern, "and those before it take too long")
         if len(pattern) > MAX_LENGTH or ONLY_REGEX.search(pattern):
             raise self._refuse(pattern, "is too long or not plain enough")
         try:

@@ -368,3 +368,9 @@ def test_many_and_long_keys_come_to_an_end() -> None:
     for long in (*long_keys, "x" * 1_000_000):
         with pytest.raises(AdapterError, match=NAME):
             assign_tensors([f"{long}.lora_A.weight"], LLAMA, NAME)
+
+
+@pytest.mark.parametrize("key", ["model.weight", "base_model.model.lora_A.weight", "module.bias"])
+def test_a_name_that_is_only_wrappers_names_nothing(key: str) -> None:
+    with pytest.raises(AdapterError, match=key.replace(".", r"\.")):
+        assign_tensors([key], ["model.norm", "lm_head"], "tested")
