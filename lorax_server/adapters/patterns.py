@@ -12,7 +12,7 @@ MAX_LENGTH = 2000
 # For all patterns of an adapter together.
 BUDGET_S = 10.0
 # PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike but for what only it knows.
-ONLY_REGEX = re.compile(r"\{[^}]*[a-z]|\[:")
+ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:")
 
 
 class Patterns:
