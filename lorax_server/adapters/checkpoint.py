@@ -20,7 +20,7 @@ from lorax_server.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_HEADER_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 22
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -121,10 +121,18 @@ def _check_layout(name: str, tensors: Mapping[str, TensorInfo], data_start: int,
         raise AdapterError(f"adapter {name!r}: the file has {size - end} bytes that belong to no tensor")
 
 
-def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> dict[str, dict[Part, str]]:
-    """By module of the base model and part: the tensor's key. A key that means nothing is an error."""
+@dataclass(frozen=True)
+class Assigned:
+    """The tensors of one module."""
+
+    written: str  # what the adapter calls the module, which is what the patterns of its config speak of
+    keys: dict[Part, str]
+
+
+def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> dict[str, Assigned]:
+    """By module of the base model: which tensor is what. A key that means nothing is an error."""
     known = set(modules)
-    assigned: dict[str, dict[Part, str]] = {}
+    assigned: dict[str, Assigned] = {}
     for key in sorted(keys):
         part, written = _split(key, name)
         if part is None:
@@ -135,9 +143,11 @@ def assign_tensors(keys: Iterable[str], modules: Iterable[str], name: str) -> di
                 f"adapter {name!r}: tensor {key!r} is for a module that this base model does not have, or that "
                 "adapters cannot change"
             )
-        parts = assigned.setdefault(module, {})
-        if part in parts and _is_copy(parts[part]) and not _is_copy(key):
-            del parts[part]  # PEFT writes the rows of a resized vocabulary a second time, and reads the other
+        parts = assigned.setdefault(module, Assigned(written.removeprefix("base_model.model."), {})).keys
+        if part in parts and _is_copy(parts[part]) != _is_copy(key):
+            # PEFT writes some of what it saves a second time, and does not read that copy.
+            parts[part] = parts[part] if _is_copy(key) else key
+            continue
         if part in parts:
             raise AdapterError(f"adapter {name!r}: tensors {parts[part]!r} and {key!r} are the same thing")
         parts[part] = key

@@ -31,10 +31,7 @@ class HostAdapter:
     table: torch.Tensor  # [num_targets, len(Field)]
     scales: torch.Tensor  # [num_targets]
     vocab_size: int
-
-    @property
-    def units(self) -> int:
-        return self.buffer.nbytes // UNIT_BYTES
+    units: int  # that it takes, of which some ranks may leave a few unused: it lies in the same place on all
 
 
 def empty_table(num_targets: int) -> torch.Tensor:
@@ -51,20 +48,36 @@ def prepare(
     group: ProcessGroup,
     pin: bool = False,
 ) -> HostAdapter:
-    """All ranks must prepare an adapter together: the norms of DoRA are summed over `group`."""
+    """All ranks must prepare an adapter together: the norms of DoRA are summed, and all refuse what one refuses."""
     table, scales = empty_table(len(targets)), torch.zeros(len(targets))
     modules = set(adapter.modules)
-    layout = _Layout(UNIT_BYTES // dtype.itemsize)
+    layout, refusal = _Layout(UNIT_BYTES // dtype.itemsize), None
     for index, target in enumerate(targets.values()):
         if target.name not in modules:
             continue
-        module = _Module(adapter.name, target, adapter.load(target.name), dtype, group)
-        scales[index] = module.weights.scale
-        for field, number in module.counts().items():
-            table[index, field] = number
-        for field, piece in module.pieces().items():
-            table[index, field] = layout.add(piece)
-    return HostAdapter(layout.fill(dtype, pin), table, scales, adapter.vocab_size)
+        weights = adapter.load(target.name)
+        try:
+            module = _Module(adapter.name, target, weights, dtype, group)
+            scales[index] = weights.scale
+            for field, number in module.counts().items():
+                table[index, field] = number
+            for field, piece in module.pieces().items():
+                table[index, field] = layout.add(piece)
+        except AdapterError as error:  # go on: the other ranks may accept this module and wait in the next
+            refusal = refusal or error
+    device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
+    units, refused = _agree(max(1, layout.end // layout.unit), refusal is not None, group, device)
+    if refused:
+        raise refusal or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank refuses it")
+    return HostAdapter(layout.fill(dtype, pin), table, scales, adapter.vocab_size, units)
+
+
+def _agree(units: int, refused: bool, group: ProcessGroup, device: torch.device | None) -> tuple[int, bool]:
+    """The most units that any rank needs, and whether any refuses."""
+    if group.size() == 1:
+        return units, refused
+    said = group.all_gather(torch.tensor([[units, int(refused)]], device=device), dim=0)
+    return int(said[:, 0].max()), bool(said[:, 1].any())
 
 
 class _Layout:
@@ -84,7 +97,7 @@ class _Layout:
         return offset
 
     def fill(self, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        buffer = torch.zeros(self.end, dtype=dtype, pin_memory=pin)
+        buffer = torch.zeros(max(self.end, self.unit), dtype=dtype, pin_memory=pin)
         while self.pieces:  # each is let go once it is copied
             offset, piece = self.pieces.pop()
             buffer[offset : offset + piece.numel()] = piece.flatten()
@@ -211,7 +224,7 @@ class _Module:
             squares.append(matrix.square().sum(0 if is_embedding else 1))
         if not is_embedding:
             return torch.cat(squares)
-        if self.target.adds_bias:
+        if self.target.adds_once:
             squares.append(self._adapted_new_rows().square().sum(0).to(base.device))
         return torch.stack(squares).sum(0)
 
@@ -223,9 +236,7 @@ class _Module:
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
         """Some rows of the base model's matrix, in float32, with those this adapter has in their place."""
-        matrix = self._base[rows].float()
-        if matrix.data_ptr() == self._base[rows].data_ptr():
-            matrix = matrix.clone()
+        matrix = self._base[rows].to(torch.float32, copy=True)
         mine = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
         if bool(mine.any()):
             matrix[self.row_ids[mine].to(matrix.device) - rows.start] = self.rows[mine].to(matrix.device)
@@ -253,7 +264,7 @@ class _Module:
     def _find_shift(self) -> torch.Tensor | None:
         """What turns the base model's output, multiplied by the factor, into the adapter's."""
         target, weights = self.target, self.weights
-        if not target.adds_bias:
+        if not target.adds_once:
             return None
         old = None if target.bias is None else target.bias.float().cpu()
         shift = None

@@ -80,15 +80,15 @@ class MergedAdapter:
             for adapter, weight in zip(self._adapters, self._merge.weights, strict=True)
             if module in adapter.modules
         ]
-        weight = self._common_weight(module, [part for part, _ in found])
+        replaced = self._common_weight(module, [part for part, _ in found])
         lora_as = [part.lora_a for part, _ in found if part.lora_a is not None]
         lora_bs = [part.lora_b for part, _ in found if part.lora_b is not None]
         scales = [part.scale * weight for part, weight in found if part.lora_a is not None]
         if not lora_as:
-            return ModuleWeights(weight=weight)
+            return ModuleWeights(weight=replaced)
         if self._merge.strategy == "linear" or len(self._adapters) == 1:
             lora_a = torch.cat([part * scale for part, scale in zip(lora_as, scales, strict=True)])
-            return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=weight)
+            return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
         self._check_ranks(module, [len(part) for part in lora_as])
         # Each factor gets the root of a weight, and one of them its sign, so that their product has the weight.
         roots = [math.sqrt(abs(scale)) for scale in scales]
@@ -98,7 +98,7 @@ class MergedAdapter:
             combine(lora_as, signed, self._merge, generator),
             combine(lora_bs, roots, self._merge, generator),
             1.0,
-            weight=weight,
+            weight=replaced,
         )
 
     def _check_ranks(self, module: str, ranks: list[int]) -> None:

@@ -32,8 +32,8 @@ class AdapterTarget:
     """This rank's part of the base model's; a linear's is `[outputs, inputs]`, a norm's `[outputs]`."""
     bias: torch.Tensor | None
     """This rank's part of the base model's."""
-    adds_bias: bool = True
-    """False on all ranks but one where the ranks' outputs are summed, so that it is added once."""
+    adds_once: bool = True
+    """Whether this rank adds what must come once, bias and rows of new tokens: only one does where ranks are summed."""
 
     def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of PEFT's factors, `[rank, in]` and `[out, rank]`, as the table of adapters has them."""

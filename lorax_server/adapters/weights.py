@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
@@ -15,6 +14,7 @@ from lorax_server.adapters.identity import identify
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Besides factors, the weight that PEFT writes beside factors of an embedding or head, which is the base model's.
 MERGEABLE_PARTS = (Part.LORA_A, Part.LORA_B, Part.WEIGHT)
 
@@ -59,10 +59,16 @@ class StoredAdapter:
         self.path = folder / WEIGHTS_FILE
         self._stamp = self._stat()
         self.tensors = read_header(self.path, self.name)
-        self._parts = assign_tensors(self.tensors, targets, self.name)
+        assigned = assign_tensors(self.tensors, targets, self.name)
+        self._written = {module: found.written for module, found in assigned.items()}
+        self._parts = {module: found.keys for module, found in assigned.items()}
         self._check_modules(targets)
+        # Once for all: patterns take time, of which an adapter has only so much.
+        self._ranks = {module: config.rank(written) for module, written in self._written.items()}
+        self._scales = {module: config.scale(written) for module, written in self._written.items()}
         self._token_ids = self._find_token_ids(targets)
         self._share_tied_rows(targets)
+        self._check_complete(targets)
         self.vocab_size = self._find_vocab_size(targets)
         for module, parts in self._parts.items():
             self._check_parts(targets[module], parts)
@@ -85,8 +91,9 @@ class StoredAdapter:
     def load(self, module: str) -> ModuleWeights:
         parts = self._parts[module]
         try:
-            found = {part: self._read(key) for part, key in parts.items()}
-        except (OSError, SafetensorError) as error:
+            with self.path.open("rb") as file:
+                found = {part: self._read(file, key) for part, key in parts.items()}
+        except OSError as error:
             raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read any more: {error}") from error
         self._check_unchanged()
         lora_a, lora_b = found.get(Part.LORA_A), found.get(Part.LORA_B)
@@ -95,7 +102,7 @@ class StoredAdapter:
         return ModuleWeights(
             lora_a=lora_a,
             lora_b=lora_b,
-            scale=self.config.scale(module) if lora_a is not None else 0.0,
+            scale=self._scales[module] if lora_a is not None else 0.0,
             magnitude=found.get(Part.MAGNITUDE),
             lora_bias=found.get(Part.LORA_BIAS),
             bias=found.get(Part.BIAS),
@@ -103,10 +110,6 @@ class StoredAdapter:
             token_ids=self._token_ids.get(module, ()) if Part.TOKEN_ROWS in parts else (),
             token_rows=found.get(Part.TOKEN_ROWS),
         )
-
-    @cached_property
-    def _file(self) -> Any:
-        return safe_open(self.path, framework="pt")
 
     def _stat(self) -> tuple[int, ...]:
         try:
@@ -120,8 +123,16 @@ class StoredAdapter:
         if self._stat() != self._stamp:
             raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed while it was read; try again")
 
-    def _read(self, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(key).float()
+    def _read(self, file: BufferedReader, key: str) -> torch.Tensor:
+        """Read, not mapped: a file that somebody cuts short while it is mapped kills the process."""
+        info = self.tensors[key]
+        content = bytearray(info.stop - info.start)
+        file.seek(info.start)
+        if file.readinto(content) != len(content):
+            raise self._refuse(key, "is cut short: the file changed while it was read")
+        if not content:
+            return torch.empty(info.shape)
+        tensor = torch.frombuffer(content, dtype=DTYPES[info.dtype]).view(info.shape).float()
         if not bool(tensor.isfinite().all()):
             raise self._refuse(key, "has numbers that are not finite")
         return tensor
@@ -135,10 +146,10 @@ class StoredAdapter:
 
     def _blocks(self, module: str) -> tuple[int, int]:
         """Into how many blocks A and B fall."""
-        blocks = self.config.block_diagonal
-        if blocks is not None and any(name in module for name in blocks.a):
+        blocks, written = self.config.block_diagonal, self._written.get(module, module)
+        if blocks is not None and any(name in written for name in blocks.a):
             return blocks.blocks, 1
-        if blocks is not None and any(name in module for name in blocks.b):
+        if blocks is not None and any(name in written for name in blocks.b):
             return 1, blocks.blocks
         return 1, 1
 
@@ -163,7 +174,8 @@ class StoredAdapter:
     def _is_target(self, target: AdapterTarget, targets: Mapping[str, AdapterTarget]) -> bool | None:
         if target.kind is Kind.NORM:
             return False
-        names = [target.name, *(old for old, new in RENAMED_MODULES.items() if new == target.name)]
+        old_names = [old for old, new in RENAMED_MODULES.items() if new == target.name]
+        names = [self._written.get(target.name, target.name), target.name, *old_names]
         answers = [self.config.is_target(name) for name in names]
         if True in answers:
             return True
@@ -183,12 +195,28 @@ class StoredAdapter:
             return
         of_embedding, of_head = self._parts.get(embedding.name, {}), self._parts.get(head.name, {})
         for giver, parts, taker in ((embedding, of_embedding, head), (head, of_head, embedding)):
-            saved = any(giver.name.endswith(name) for name in self.config.modules_to_save)
-            if Part.WEIGHT in parts and not saved:
+            if Part.WEIGHT in parts and not self._is_saved(giver.name):
                 self._parts.setdefault(taker.name, {}).setdefault(Part.WEIGHT, parts[Part.WEIGHT])
-        if Part.TOKEN_ROWS in of_embedding and Part.TOKEN_ROWS not in of_head:
-            self._parts.setdefault(head.name, {})[Part.TOKEN_ROWS] = of_embedding[Part.TOKEN_ROWS]
-            self._token_ids[head.name] = self._token_ids.get(embedding.name, ())
+        if Part.TOKEN_ROWS in of_embedding:
+            self._parts.setdefault(head.name, {}).setdefault(Part.TOKEN_ROWS, of_embedding[Part.TOKEN_ROWS])
+            self._token_ids.setdefault(head.name, self._token_ids.get(embedding.name, ()))
+
+    def _is_saved(self, module: str) -> bool:
+        return any(self._written.get(module, module).endswith(name) for name in self.config.modules_to_save)
+
+    def _check_complete(self, targets: Mapping[str, AdapterTarget]) -> None:
+        """What the config says was trained must be in the file, or the base model's would be served in its place."""
+        for module, target in targets.items():
+            parts = self._parts.get(module, {})
+            wanted = [Part.TOKEN_ROWS] if self._token_ids.get(module) else []
+            if self._is_saved(module):
+                wanted += [Part.WEIGHT] * (target.weight is not None) + [Part.BIAS] * (target.bias is not None)
+            for part in wanted:
+                if part not in parts:
+                    raise AdapterError(
+                        f"adapter {self.name!r}: module {module!r} has no {part.value} in the file, though the "
+                        "config's modules_to_save or trainable_token_indices ask for it"
+                    )
 
     def _find_vocab_size(self, targets: Mapping[str, AdapterTarget]) -> int:
         """That of the base model, unless the adapter brings a head of another size."""
@@ -202,7 +230,7 @@ class StoredAdapter:
                 f"adapter {self.name!r} changes the vocabulary, but not alike in embedding and head: it has "
                 + " and ".join(f"{size or base} rows at {name!r}" for name, size in sizes.items())
             )
-        return named.get(head.name, base)
+        return named.get(head.name, named.get(embedding.name, base))
 
     def _vocab_size_at(self, module: str, base: int) -> int | None:
         """How many tokens the adapter has at an embedding or head; None where it leaves them as they are."""
@@ -276,7 +304,7 @@ class StoredAdapter:
         size = outputs if target.kind is Kind.EMBEDDING else inputs
         if part is Part.WEIGHT:
             return (inputs if target.kind is Kind.EMBEDDING else outputs, size)[: 1 if target.kind is Kind.NORM else 2]
-        rank, (a_blocks, b_blocks) = self.config.rank(target.name), self._blocks(target.name)
+        rank, (a_blocks, b_blocks) = self._ranks.get(target.name, self.config.r), self._blocks(target.name)
         if inputs % a_blocks or outputs % b_blocks or rank % a_blocks or rank % b_blocks:
             raise AdapterError(
                 f"adapter {self.name!r}: {a_blocks * b_blocks} blocks do not divide rank {rank} and size of "
@@ -295,6 +323,4 @@ def _vocabulary_targets(targets: Mapping[str, AdapterTarget]) -> tuple[AdapterTa
 
 
 def _are_tied(embedding: AdapterTarget, head: AdapterTarget) -> bool:
-    assert embedding.weight is not None
-    assert head.weight is not None
-    return embedding.weight.data_ptr() == head.weight.data_ptr() and embedding.weight.numel() > 0
+    return embedding.weight is head.weight

@@ -47,8 +47,8 @@ def adapt_embedding(
         if adapter.lora_a.numel():  # none where a rank has no part of a small vocabulary
             lora_a = adapter.lora_a.view(-1, len(adapter.lora_b))
             low_rank = F.embedding(local[tokens].where(held[tokens], 0), lora_a) * held[tokens, None]
-            out[tokens] += (low_rank * adapter.scale.to(out.dtype)) @ adapter.lora_b
-        if len(adapter.new_rows) and target.adds_bias:
+            out[tokens] += (low_rank * adapter.scale[None]).to(out.dtype) @ adapter.lora_b
+        if len(adapter.new_rows) and target.adds_once:
             new_rows.append((tokens, adapter.new_rows))
     adapt(out, None, [target], adapter_data, ops)
     for tokens, rows in new_rows:  # complete as they are: nothing is multiplied by them or added

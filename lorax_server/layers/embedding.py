@@ -35,7 +35,7 @@ class TensorParallelEmbedding(nn.Module):
                 slice(0, dim),
                 self.weight,
                 None,
-                adds_bias=self.process_group.rank() == 0,
+                adds_once=self.process_group.rank() == 0,
             ),
         )
 
@@ -43,12 +43,17 @@ class TensorParallelEmbedding(nn.Module):
         adapted = adapter_data is not None and self._is_adapted(adapter_data)
         if self.process_group.size() == 1 and not adapted:
             return F.embedding(input_ids, self.weight)
-        mine = (input_ids >= self.start) & (input_ids < self.stop)
-        rows = self.weight.new_zeros(*input_ids.shape, self.weight.shape[1])
-        rows[mine] = F.embedding(input_ids[mine] - self.start, self.weight)
+        rows = self._held_rows(input_ids)
         if adapter_data is not None and adapted:
             adapt_embedding(rows, input_ids, self.targets[0], adapter_data, self.ops)
         return rows if self.process_group.size() == 1 else self.process_group.all_reduce(rows)
+
+    def _held_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.start == self.stop:  # no part of a small vocabulary
+            return self.weight.new_zeros(*input_ids.shape, self.weight.shape[1])
+        mine = (input_ids >= self.start) & (input_ids < self.stop)
+        rows = F.embedding((input_ids - self.start).where(mine, 0), self.weight)
+        return rows.masked_fill_(~mine[..., None], 0)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
         found = adapter_data.find(self.targets)

@@ -118,7 +118,7 @@ class TensorParallelRowLinear(nn.Module):
         linear = Linear(matrix.contiguous(), added if is_first else None, weights.pack)
         columns = slice(0, out_features)
         target = AdapterTarget(
-            name, Kind.LINEAR, inputs, whole(out_features), columns, linear.weight, added, adds_bias=is_first
+            name, Kind.LINEAR, inputs, whole(out_features), columns, linear.weight, added, adds_once=is_first
         )
         return cls(linear, target, weights)
 

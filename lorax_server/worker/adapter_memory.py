@@ -1,7 +1,7 @@
 """The adapters of one rank in device memory: bytes are copied to where the engine says, and the table follows."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +14,24 @@ from lorax_server.kernels import NUM_OFFSETS
 MOVE_UNITS = 65536
 
 
+@dataclass(frozen=True)
+class _Resident:
+    """What is remembered of an adapter that is here; its bytes are not kept a second time."""
+
+    table: torch.Tensor
+    scales: torch.Tensor
+    num_elements: int
+    arrived: torch.cuda.Event | None
+
+
 class AdapterMemory:
     """One flat buffer for all adapters, counted in units, and the table that says what lies where.
 
     There is no largest rank and no number of slots: an adapter takes the bytes it has. Index 0 is the base model.
+
+    On a GPU an adapter's bytes come in on a stream of their own, beside the steps of the model. Everything else (the
+    tables, moves) happens on the stream of whoever calls, which must be that of the steps: then a step sees the table
+    as it was when the step was submitted, and an index can be used for another adapter at once.
     """
 
     def __init__(
@@ -33,85 +47,87 @@ class AdapterMemory:
         self._unit = UNIT_BYTES // dtype.itemsize
         self._nothing = empty_table(len(targets))
         self._base_vocab = next((t.outputs.full for t in targets.values() if t.kind is Kind.HEAD), 0)
-        self._adapters: dict[int, HostAdapter] = {}
-        # Loading runs beside the model; on a CPU there is nothing to run beside.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._loads: dict[int, torch.cuda.Event] = {}
-        buffer = torch.zeros(num_units * self._unit, dtype=dtype, device=device)
+        self._residents: dict[int, _Resident] = {}
         table = self._nothing.repeat(num_rows, 1, 1)
         self.arena = AdapterArena(
-            buffer,
+            torch.zeros(num_units * self._unit, dtype=dtype, device=device),
             table.to(device),
             torch.zeros(num_rows, len(targets), device=device),
             table,
             [self._base_vocab] * num_rows,
             targets,
         )
+        self._stream: torch.cuda.Stream | None = None  # on a CPU there is nothing to run beside
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def load(self, index: int, adapter: HostAdapter, first_unit: int) -> None:
-        """Begin to copy an adapter in. No step that is under way may read these units or this index."""
+        """Begin to copy an adapter in. No step that is under way may read these units."""
         assert index > 0, "index 0 is the base model"
+        assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
         self._make_room(index)
         start = first_unit * self._unit
-        with self._loading():
-            self.arena.buffer[start : start + adapter.buffer.numel()].copy_(adapter.buffer, non_blocking=True)
-            self.arena.scales[index].copy_(adapter.scales, non_blocking=True)
-            self._point(index, adapter, start)
-            if self._stream is not None:
-                self._loads[index] = self._stream.record_event()
-        self._adapters[index] = adapter
+        place = self.arena.buffer[start : start + adapter.buffer.numel()]
+        arrived = None
+        if self._stream is None:
+            place.copy_(adapter.buffer)
+        else:
+            with torch.cuda.stream(self._stream):
+                place.copy_(adapter.buffer, non_blocking=True)
+                arrived = self._stream.record_event()
+        self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrived)
+        self._point(index, start)
+        self.arena.vocab_sizes[index] = adapter.vocab_size
+        _write(self.arena.scales[index], adapter.scales)
 
     def is_loaded(self, index: int) -> bool:
-        """Whether the copy has arrived, so that a step may use it."""
-        load = self._loads.get(index)
-        return index in self._adapters and (load is None or load.query())
+        """Whether all of it has arrived, so that a step may use it."""
+        resident = self._residents.get(index)
+        return resident is not None and (resident.arrived is None or resident.arrived.query())
 
     def unload(self, index: int) -> None:
         """No step from the next on uses this index. Its row on the device stays, which nobody reads."""
-        del self._adapters[index]
-        self._loads.pop(index, None)
+        del self._residents[index]
         self.arena.host_table[index] = self._nothing
         self.arena.vocab_sizes[index] = self._base_vocab
 
     def move(self, index: int, source: int, target: int) -> None:
-        """Move an adapter to a lower place, in order with the steps, possibly over its own old one."""
+        """Move an adapter to a lower place, possibly over its own old one."""
         assert 0 <= target < source, "adapters move down only"
-        adapter, buffer = self._adapters[index], self.arena.buffer
-        for done in range(0, adapter.units, MOVE_UNITS):
-            count = min(MOVE_UNITS, adapter.units - done) * self._unit
-            old, new = (source + done) * self._unit, (target + done) * self._unit
-            buffer[new : new + count] = buffer[old : old + count].clone()
-        self._point(index, adapter, target * self._unit)
+        buffer, piece = self.arena.buffer, MOVE_UNITS * self._unit
+        old, new = source * self._unit, target * self._unit
+        for done in range(0, self._residents[index].num_elements, piece):
+            count = min(piece, self._residents[index].num_elements - done)
+            buffer[new + done : new + done + count] = buffer[old + done : old + done + count].clone()
+        self._point(index, new)
 
-    def _loading(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _point(self, index: int, adapter: HostAdapter, start: int) -> None:
-        row = adapter.table.clone()
+    def _point(self, index: int, start: int) -> None:
+        row = self._residents[index].table.clone()
         offsets = row[:, :NUM_OFFSETS]
         offsets[offsets >= 0] += start
         self.arena.host_table[index] = row
-        self.arena.vocab_sizes[index] = adapter.vocab_size
         if self.arena.table is not self.arena.host_table:
-            self.arena.table[index] = row.to(self.arena.table.device)
+            _write(self.arena.table[index], row)
 
     def _make_room(self, index: int) -> None:
-        """More rows, from what the CPU knows: on the device, loads may be on their way into the old ones."""
         old = self.arena
         rows = len(old.host_table)
         if index < rows:
             return
         more = max(index + 1 - rows, rows)
         table = torch.cat([old.host_table, self._nothing.repeat(more, 1, 1)])
-        scales = torch.zeros(rows + more, len(old.targets))
-        for loaded, adapter in self._adapters.items():
-            scales[loaded] = adapter.scales
         self.arena = AdapterArena(
             old.buffer,
             table.to(old.table.device),
-            scales.to(old.scales.device),
+            torch.cat([old.scales, old.scales.new_zeros(more, old.scales.shape[1])]),
             table,
             [*old.vocab_sizes, *[self._base_vocab] * more],
             old.targets,
         )
+
+
+def _write(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Write to the device without waiting for what it is doing, which takes pinned memory."""
+    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=place.is_cuda)

@@ -157,7 +157,7 @@ def test_a_module_that_an_adapter_lacks_has_nothing() -> None:
     assert torch.equal(adapter.table[:index], empty_table(index))
     assert adapter.scales.tolist() == [SCALE if name == "linear" else 0 for name in targets]
     nothing = prepare(GivenAdapter({}, VOCAB), targets, torch.float32, ALONE)
-    assert (nothing.units, nothing.buffer.numel()) == (0, 0)
+    assert (nothing.units, nothing.buffer.any()) == (1, False)
     assert torch.equal(nothing.table, empty_table(len(targets)))
 
 
@@ -217,7 +217,7 @@ def test_a_bias_is_a_shift() -> None:
 
 
 def test_where_ranks_are_summed_only_one_shifts() -> None:
-    target = replace(make_target(Kind.LINEAR), bias=None, adds_bias=False)
+    target = replace(make_target(Kind.LINEAR), bias=None, adds_once=False)
     weights = replace(factors(Kind.LINEAR), bias=BIAS, lora_bias=BIAS)
     assert Prepared(weights, target).present() == {Field.A, Field.B}
 

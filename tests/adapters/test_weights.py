@@ -1,6 +1,7 @@
 """Adapters that PEFT wrote are opened as they are, and refused by name once they are damaged."""
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,7 +18,7 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.host import prepare
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
-from lorax_server.distributed import FakeGroup
+from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import AdapterError
 from lorax_server.layers.targets import adapter_targets
 from tests.adapters.test_checkpoint import write_tensors
@@ -25,6 +26,7 @@ from tests.builders import CPU
 from tests.parity.adapters.cases import Case
 from tests.parity.adapters.served import make_model, open_adapter
 from tests.parity.variants import VOCAB
+from tests.ranks import RankPool
 
 LLAMA, GPT2, NEOX = "llama-gqa", "gpt2", "neox-parallel"
 Tensors = dict[str, torch.Tensor]
@@ -68,6 +70,10 @@ def store(
     (folder / CONFIG_FILE).write_text(json.dumps(json.loads(config) | dict(changes or {})))
     write_tensors(folder / WEIGHTS_FILE, tensors)
     return folder
+
+
+def remove(key: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(key)
 
 
 def use(folder: Path, targets: Mapping[str, AdapterTarget]) -> StoredAdapter:
@@ -198,6 +204,8 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "another layer": (TWO, {Q.replace(".1.", ".3.") + A: zeros(4, 32)}, {}, r"layers.3.*that this base model does not"),
     "tokens in embedding": (SAVED, {EMBED + "weight": zeros(99, 32)}, {}, "99 rows at 'model.embed_tokens' and 97"),
     "tokens in head": (SAVED, {HEAD + "weight": zeros(99, 32)}, {}, "97 rows at 'model.embed_tokens' and 99 rows at"),
+    "saved head missing": (SAVED, remove(HEAD + "weight"), {}, "module 'lm_head' has no weight in the file"),
+    "saved rows missing": (TOKENS, remove(ROWS), {}, "module 'model.embed_tokens' has no trainable_tokens_delta"),
     "wide head": (SAVED, {HEAD + "weight": zeros(97, 33)}, {}, f"'{HEAD}weight' has shape"),
     "wide embedding": (SAVED, {EMBED + "weight": zeros(97, 31)}, {}, f"'{EMBED}weight' has shape"),
     "more token ids": (TOKENS, {}, {"trainable_token_indices": [1, 5, 6]}, rf"'{ROWS}' has shape .* \(3, 32\)"),
@@ -217,7 +225,7 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "token rows of a linear": (TOKENS, {Q + DELTA: zeros(2, 32)}, {}, f"'{Q}{DELTA}'"),
     "token rows of a norm": (TOKENS, {NORM + DELTA: zeros(2, 32)}, {}, f"'{NORM}{DELTA}'"),
     "token ids of another module": token_ids("trainable_token_indices names 'q_proj'", q_proj=[1, 5]),
-    "token ids of the head": token_ids(rf"'{ROWS}' has shape .* \(0, 32\)", lm_head=[1, 5]),
+    "token ids of the head": token_ids("module 'lm_head' has no trainable_tokens_delta", lm_head=[1, 5]),
     "token ids twice": token_ids("trainable_token_indices", embed_tokens=[1, 5], model__embed_tokens=[2, 6]),
     "token ids twice, turned": token_ids("trainable_token_indices", model__embed_tokens=[2, 6], embed_tokens=[1, 5]),
     "a scale that float32 cannot hold": (TWO, {}, {"lora_alpha": 1e300}, "config field lora_alpha"),
@@ -260,7 +268,7 @@ def test_a_bias_that_one_rank_adds_is_checked_by_every_rank(rank: int, tmp_path:
     settings, targets = {"target_modules": ["o_proj"], "bias": "all"}, targets_of(base, rank, 2)
     target = targets["model.layers.1.self_attn.o_proj"]
     assert target.bias is not None
-    assert target.adds_bias is (rank == 0)
+    assert target.adds_once is (rank == 0)
     use(store(tmp_path, settings, base=base), targets)
     with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': tensor '{key}' has shape"):
         use(store(tmp_path, settings, {key: zeros(31)}, base=base), targets)
@@ -291,3 +299,32 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(later: Callable[[Pat
     later(adapter.path)
     with pytest.raises(AdapterError, match="acme/tuned"):
         adapter.load(adapter.modules[0])
+
+
+def test_a_file_that_is_cut_short_while_in_use_is_an_error(tmp_path: Path) -> None:
+    """Not the end of the process, which is what reading past the end of a mapped file is."""
+    adapter = open_adapter(store(tmp_path, TWO), targets_of(LLAMA), "acme/tuned")
+    adapter.load(adapter.modules[0])
+    os.truncate(adapter.path, 4096)
+    with pytest.raises(AdapterError, match=r"acme/tuned.*(cut short|changed)"):
+        adapter.load(adapter.modules[-1])
+
+
+def prepare_half(group: ProcessGroup, folder: Path) -> str:
+    targets = adapter_targets(make_model(LLAMA, CPU, group))
+    try:
+        prepare(open_adapter(folder, targets, "acme/tuned"), targets, torch.float16, group)
+    except AdapterError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path, ranks: RankPool) -> None:
+    """Else the others would wait for it in the next sum over ranks."""
+    settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True}
+    rows = zeros(32, 4)
+    rows[-1] = 1e6  # of the last rank alone, and more than float16 holds
+    store(tmp_path, settings, {f"{LAYER}self_attn.q_proj.lora_B.weight": rows})
+    replies = ranks.run(2, prepare_half, tmp_path)
+    assert "another tensor-parallel rank refuses it" in replies[0]
+    assert "q_proj' has numbers that torch.float16 cannot hold" in replies[1]

@@ -347,7 +347,7 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
         assert torch.equal(target.weight, tensors[f"{stored}.weight"])
         assert (target.bias is None) == (f"{stored}.bias" not in tensors)
         assert target.bias is None or torch.equal(target.bias, tensors[f"{stored}.bias"])
-        assert target.adds_bias
+        assert target.adds_once
 
 
 def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
@@ -357,10 +357,11 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
         shard = shard_evenly(weights.process_group, 8, "inputs")
         row = TensorParallelAdapterRowLinear.load(weights, "o", shard, 4, bias=True).targets[0]
         assert torch.equal(row.weight, shard.take(tensors["o.weight"], 1))
-        assert (row.adds_bias, row.bias is None) == (rank == 0, rank == 1)
+        assert row.adds_once == (rank == 0)
+        assert torch.equal(row.bias, tensors["o.bias"])
         embedding = TensorParallelEmbedding(weights, "wte", 6, 4).targets[0]
         assert embedding.inputs == shard_vocab(weights.process_group, 6)
-        assert embedding.adds_bias == (rank == 0)
+        assert embedding.adds_once == (rank == 0)
 
 
 # --- what does not fit

@@ -135,11 +135,11 @@ def test_the_table_grows_and_keeps_what_it_has(index: int) -> None:
     assert torch.equal(memory.arena.table[index], empty_table(2))
 
 
-def test_an_adapter_without_anything_takes_no_room() -> None:
+def test_an_adapter_without_anything_takes_one_unit() -> None:
     memory, host = make_memory(4), make_host(0)
-    memory.load(1, host, 4)
-    check_place(memory, 1, host, 4)
-    assert numbers(memory) == 0
+    memory.load(1, host, 3)
+    check_place(memory, 1, host, 3)
+    assert host.units == 1
 
 
 @pytest.mark.parametrize(("index", "first_unit"), [(0, 0), (1, -1), (1, 5), (1, 100)])

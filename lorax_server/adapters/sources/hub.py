@@ -25,10 +25,12 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from lorax_server.adapters.checkpoint import CONFIG_FILE
 from lorax_server.adapters.source import KNOWN_FILES, AdapterFiles, read_model_type
 from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 
 REVISION = re.compile(r"(?!.*(\.\.|//))[A-Za-z0-9][\w./-]*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
+MAX_INFO_BYTES = 1 << 22
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -97,16 +99,17 @@ class HubSource:
     def _info(self, name: str, token: str | None) -> Mapping[str, Any]:
         repo, revision = _parse(name)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
-        with self._client(token) as client, _asking(name):
-            response = client.get(url, params={"blobs": "true"})
-            _check_status(response, name)
+        content = b""
+        with self._client(token) as client, _asking(name), client.stream("GET", url, params={"blobs": "true"}) as said:
+            _check_status(said, name)
+            for chunk in said.iter_bytes():
+                content += chunk
+                if len(content) > MAX_INFO_BYTES:
+                    raise _not_a_hub(name)
         try:
-            info = response.json()
+            return parse_json(content)
         except ValueError as error:
             raise _not_a_hub(name) from error
-        if not isinstance(info, dict):
-            raise _not_a_hub(name)
-        return info
 
     def _find_cached(self, name: str) -> AdapterFiles:
         repo, revision = _parse(name)

@@ -40,7 +40,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
             if tiles.is_in_order[target.index]:
                 local.unflatten(0, (stop - start, -1)).baddbmm_(part, factors)
             else:
-                local.index_add_(0, tiles.tokens[start:stop].flatten(), torch.bmm(part, factors).flatten(0, 1))
+                _add_tiles(local, tiles.tokens[start:stop].flatten(), torch.bmm(part, factors).flatten(0, 1))
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
@@ -163,6 +163,15 @@ def _add_long(out: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor, run: Lon
     lora_a = buffer[a : a + rank * x.shape[1]].view(rank, x.shape[1])
     lora_b = buffer[b : b + rank * out.shape[1]].view(rank, out.shape[1])
     out.addmm_(x @ lora_a.t(), lora_b, alpha=run.scales[target])
+
+
+def _add_tiles(out: torch.Tensor, tokens: torch.Tensor, deltas: torch.Tensor) -> None:
+    """A token may have several tiles; in a narrow dtype they are summed before they are rounded."""
+    if out.dtype != torch.float32:
+        wide = out.new_zeros(out.shape, dtype=torch.float32).index_add_(0, tokens, deltas.float())
+        out += wide.to(out.dtype)
+    else:
+        out.index_add_(0, tokens, deltas)
 
 
 def _only_value(ranks: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """The adapters we are compared with PEFT on, by name: a base model, a config, and how PEFT comes to write it."""
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,7 +128,10 @@ def save_renamed(rename: Callable[[str], str], model: Any, case: Case, folder: P
     train_and_save(model, case, folder / PEFTS_OWN)
     tensors = load_file(folder / PEFTS_OWN / "adapter_model.safetensors")
     save_file({rename(key): tensor for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_bytes((folder / PEFTS_OWN / "adapter_config.json").read_bytes())
+    config = json.loads((folder / PEFTS_OWN / "adapter_config.json").read_text())
+    for patterns in ("alpha_pattern", "rank_pattern"):  # these speak of modules by the names of their time
+        config[patterns] = {rename(f".{name}.")[1:-1]: value for name, value in config[patterns].items()}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @torch.no_grad()
@@ -239,6 +243,12 @@ CASES = {
         vocab=VOCAB + 2,
     ),
     "fewer-tokens": Case("a smaller vocabulary", "llama-gqa", vocab=VOCAB - 6),
+    "fewer-tokens-embedding": Case(
+        "a smaller vocabulary with LoRA on the embedding alone",
+        "llama-gqa",
+        on("llama", "embed_tokens"),
+        vocab=VOCAB - 6,
+    ),
     "fewer-tokens-lora": Case(
         "a smaller vocabulary with LoRA on embedding and head",
         "llama-gqa",
@@ -369,12 +379,15 @@ CASES |= {
     "neox-embed-out": Case(
         "tensor names that transformers has changed",
         "neox-parallel",
-        on("neox", "query_key_value", "lm_head"),
+        on("neox", "query_key_value", "lm_head") | {"alpha_pattern": {"lm_head": 9}},
         make=partial(save_renamed, lambda key: key.replace(".lm_head.", ".embed_out.")),
     ),
 }
 CASES["gpt2-weight-tying"] = Case(
     "ensure_weight_tying", "gpt2", {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
+)
+CASES["gpt2-saved-norms-bias-all"] = Case(
+    "modules_to_save: norms, with bias = all", "gpt2", {"modules_to_save": ["ln_1"], "bias": "all"}
 )
 CASES["gpt2-untied-saved"] = Case("modules_to_save: head", "gpt2-untied-head", {"modules_to_save": ["lm_head"]})
 CASES["neox-saved-norms"] = Case("modules_to_save: norms", "neox-parallel", {"modules_to_save": ["final_layer_norm"]})

@@ -99,6 +99,8 @@ class Residency:
             self.step()
         self.indices[adapter] = self.free_indices.pop(0)
         self.memory.load(self.indices[adapter], self.hosts[adapter], place)
+        while not self.memory.is_loaded(self.indices[adapter]):
+            pass
         self.space.loaded(adapter)
         self.loads += 1
 

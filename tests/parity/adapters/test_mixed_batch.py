@@ -123,6 +123,24 @@ def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> tuple[li
     return run_paged(model, arena, rows), [run_paged(model, arena, [row])[0] for row in rows]
 
 
+def run_sharded_padded(group: ProcessGroup, base: str, folders: list[Path]) -> list[torch.Tensor]:
+    arena = load_adapters(make_model(base, CPU, group, SPREAD), folders, CPU, group)
+    tensors = checkpoint(base, make_oracle(base, SPREAD))
+    model = PADDED[base](VARIANTS[base].config(), make_weights(tensors, CPU, group)).eval()
+    return run_padded(model, arena, make_rows(base))
+
+
+@pytest.mark.parametrize("base", PADDED)
+def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> None:
+    folders = [folder for _, folder in write_mixed(base, tmp_path)]
+    rows = make_rows(base)
+    model = make_model(base, CPU, spread=SPREAD)
+    paged = run_paged(model, load_adapters(model, folders, CPU), rows)
+    for reply in ranks.run(2, run_sharded_padded, base, folders):
+        for padded, expected in zip(reply, paged, strict=True):
+            assert torch.allclose(padded, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2", "neox-parallel", "opt-pre-norm"])
 def test_tensor_parallel(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
