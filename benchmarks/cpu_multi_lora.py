@@ -28,7 +28,8 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.worker.adapter_memory import AdapterMemory
 
-BATCH, CONTEXT, RUNS = 16, 256, 12
+BATCH, CONTEXT, RUNS = 16, 256, 24
+PROMPT = 64
 RANK = 16
 COUNTS = (0, 1, 4, 16)
 GOALS = {4: 2.0, 16: 2.0}
@@ -121,12 +122,26 @@ def measure(folder: Path) -> list[Record]:
             f"largest difference of logits {difference:.1e}",
             flush=True,
         )
-        peer = "transformers + PEFT" if number else "transformers"
+        peer = "transformers + PEFT" if number else "transformers + PEFT, adapters off"
         records.append(Record(f"decode, {number} adapters", speeds[number], "tokens/s", "", None))
         records.append(Record(f"over peer, {number} adapters", times[1] / times[0], "x", peer, GOALS.get(number)))
     share = speeds[16] / speeds[0]
     records.append(Record("16 adapters, of own base", share, "of tokens/s", "our base model", SHARE_OF_BASE))
+    records.append(measure_prefill(model, arena))
     return records + measure_growth(model, folder, BATCH / speeds[0])
+
+
+def measure_prefill(model: Any, arena: AdapterArena) -> Record:
+    """16 prompts, each of its own adapter: runs that are multiplied one by one."""
+    paged, ids = Paged(model, BATCH, PROMPT), torch.randint(0, VOCAB, (BATCH, PROMPT))
+
+    def prefill(number: int) -> torch.Tensor:
+        meta = AdapterBatchMetadata.from_indices(torch.tensor(rows(number)).repeat_interleave(PROMPT))
+        return paged.forward(ids, 0, AdapterBatchData(meta, arena))
+
+    base, adapted = best_of(RUNS // 4, lambda: prefill(0), lambda: prefill(BATCH))
+    name = f"prefill {BATCH}x{PROMPT}, 16 adapters, of own base"
+    return Record(name, base / adapted, "of tokens/s", "our base model", None)
 
 
 def measure_growth(model: Any, folder: Path, base_seconds: float) -> list[Record]:

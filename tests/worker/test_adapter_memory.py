@@ -190,3 +190,48 @@ def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw
         given = weights.get(index)
         delta = torch.zeros(OUTPUTS) if given is None else given.lora_b @ (given.lora_a @ x[row]) * given.scale
         torch.testing.assert_close(out[row], delta, rtol=1e-4, atol=1e-4)
+
+
+# --- beside the steps of a GPU
+
+A_WHILE = 2_000_000_000  # cycles: about a second, in which the stream of the steps is busy
+
+
+def make_pinned(rank: int, seed: int) -> HostAdapter:
+    given = GivenAdapter({"up": make_weights(rank, seed)}, VOCAB)
+    return prepare(given, TARGETS, torch.float32, FakeGroup(), pin=True)
+
+
+@pytest.mark.gpu
+def test_an_adapter_arrives_while_a_step_runs() -> None:
+    memory = AdapterMemory(TARGETS, torch.float32, torch.device("cuda"), 64)
+    host = make_pinned(8, seed=3)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    memory.load(1, host, 4)
+    while not memory.is_loaded(1):
+        pass
+    assert not torch.cuda.current_stream().query()  # the step runs on: neither did we wait for it, nor the copy
+    torch.cuda.synchronize()
+    start = 4 * UNIT_BYTES // 4
+    assert torch.equal(memory.arena.buffer[start : start + host.buffer.numel()].cpu(), host.buffer)
+
+
+@pytest.mark.gpu
+def test_a_step_under_way_sees_the_table_as_it_was() -> None:
+    memory = AdapterMemory(TARGETS, torch.float32, torch.device("cuda"), 64)
+    old, new = make_pinned(8, seed=3), make_pinned(2, seed=5)
+    memory.load(1, old, 4)
+    torch.cuda.synchronize()
+    before = memory.arena.table[1].clone(), memory.arena.scales[1].clone()
+    torch.cuda._sleep(A_WHILE)
+    seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # by a step that has not begun yet
+    memory.unload(1)
+    memory.load(1, new, 40)
+    memory.move(1, 40, 30)
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(before, seen, strict=True))
+    assert not torch.equal(memory.arena.table[1], before[0])
+    assert torch.equal(memory.arena.table[1].cpu(), memory.arena.host_table[1])
+    start = 30 * UNIT_BYTES // 4
+    assert torch.equal(memory.arena.buffer[start : start + new.buffer.numel()].cpu(), new.buffer)
