@@ -111,24 +111,26 @@ def measure(folder: Path) -> list[Record]:
     peft_model, folders = write_adapters(base, folder, RANK, max(COUNTS))
     arena = load_ours(model, folders)
     names = [place.name for place in folders]
+    # All take turns, so that none is measured while the machine is slower than for the others.
+    mine = [ours(model, arena, number) for number in COUNTS]
+    other = [theirs(peft_model, names, number) for number in COUNTS]
+    differences = [float((one() - two()).abs().max()) for one, two in zip(mine, other, strict=True)]
+    times = best_of(RUNS, *mine, *other)
     records, speeds = [], {}
-    for number in COUNTS:
-        mine, other = ours(model, arena, number), theirs(peft_model, names, number)
-        difference = float((mine() - other()).abs().max())
-        times = best_of(RUNS, mine, other)
-        speeds[number], peft_speed = (BATCH / seconds for seconds in times)
+    for number, difference, our_time, their_time in zip(COUNTS, differences, times, times[len(COUNTS) :], strict=False):
+        speeds[number] = BATCH / our_time
         print(
-            f"{number} adapters: {speeds[number]:.0f} tokens/s, PEFT {peft_speed:.0f}, "
+            f"{number} adapters: {speeds[number]:.0f} tokens/s, PEFT {BATCH / their_time:.0f}, "
             f"largest difference of logits {difference:.1e}",
             flush=True,
         )
         peer = "transformers + PEFT" if number else "transformers + PEFT, adapters off"
         records.append(Record(f"decode, {number} adapters", speeds[number], "tokens/s", "", None))
-        records.append(Record(f"over peer, {number} adapters", times[1] / times[0], "x", peer, GOALS.get(number)))
+        records.append(Record(f"over peer, {number} adapters", their_time / our_time, "x", peer, GOALS.get(number)))
     share = speeds[16] / speeds[0]
     records.append(Record("16 adapters, of own base", share, "of tokens/s", "our base model", SHARE_OF_BASE))
     records.append(measure_prefill(model, arena))
-    return records + measure_growth(model, folder, BATCH / speeds[0])
+    return records + measure_growth(model, folder, arena)
 
 
 def measure_prefill(model: Any, arena: AdapterArena) -> Record:
@@ -144,17 +146,15 @@ def measure_prefill(model: Any, arena: AdapterArena) -> Record:
     return Record(name, base / adapted, "of tokens/s", "our base model", None)
 
 
-def measure_growth(model: Any, folder: Path, base_seconds: float) -> list[Record]:
+def measure_growth(model: Any, folder: Path, arena: AdapterArena) -> list[Record]:
     """What 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
-    records = []
-    for rank in (RANK, *OTHER_RANKS):
+    arenas = {RANK: arena}
+    for rank in OTHER_RANKS:
         base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()
-        _, folders = write_adapters(base, folder / str(rank), rank, BATCH)
-        step = ours(model, load_ours(model, folders), BATCH)
-        step()
-        added = best_of(RUNS, step)[0] - base_seconds
-        records.append(Record(f"added by 16 of rank {rank}", added * 1e3, "ms a step", "", None))
-    return records
+        arenas[rank] = load_ours(model, write_adapters(base, folder / str(rank), rank, BATCH)[1])
+    base_time, *times = best_of(RUNS, ours(model, arena, 0), *(ours(model, each, BATCH) for each in arenas.values()))
+    added = {rank: seconds - base_time for rank, seconds in zip(arenas, times, strict=True)}
+    return [Record(f"added by 16 of rank {rank}", added[rank] * 1e3, "ms a step", "", None) for rank in sorted(added)]
 
 
 def main() -> None:

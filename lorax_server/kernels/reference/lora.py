@@ -5,7 +5,7 @@ factors are gathered in tiles of equal height: a tile holds some ranks of one ru
 rank repeats the last row at weight 0. What lies where is worked out for all targets together, once per batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,14 @@ from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 LONG_RUN = 8
 # Height of a tile where ranks differ; where all are equal, a tile is a whole factor.
 TILE = 8
+# Gathered rows are used while they are still in a core's cache.
+PIECE_BYTES = 2 << 20
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    """Stretches of `count` things of `size` bytes."""
+    step = max(1, PIECE_BYTES // size)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
@@ -29,18 +37,36 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
     if first == last:
         return
     inputs = x.index_select(0, tiles.tokens[first:last].flatten()).view(last - first, -1, x.shape[1])
-    low_rank = torch.bmm(inputs, _rows(batch.buffer, tiles.a_rows[first:last], x.shape[1]).transpose(1, 2))
-    low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype)  # [tiles, tokens, ranks]
+    low_rank = inputs.new_empty(*inputs.shape[:2], tiles.a_rows.shape[1])  # [tiles, tokens, ranks]
+    for piece in _pieces(last - first, tiles.a_rows.shape[1] * x.shape[1] * x.itemsize):
+        factors = _rows(batch.buffer, tiles.a_rows[first:last][piece], x.shape[1])
+        torch.bmm(inputs[piece], factors.transpose(1, 2), out=low_rank[piece])
+    low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype)
     for target in targets:
         start, stop = tiles.bounds[target.index], tiles.bounds[target.index + 1]
         if start < stop:
-            local = out[:, target.columns]
-            factors = _rows(batch.buffer, tiles.b_rows[start:stop], local.shape[1])
-            part = low_rank[start - first : stop - first]
-            if tiles.is_in_order[target.index]:
-                local.unflatten(0, (stop - start, -1)).baddbmm_(part, factors)
-            else:
-                _add_tiles(local, tiles.tokens[start:stop].flatten(), torch.bmm(part, factors).flatten(0, 1))
+            local, part = out[:, target.columns], low_rank[start - first : stop - first]
+            tokens = None if tiles.is_in_order[target.index] else tiles.tokens[start:stop]
+            _expand(local, part, tokens, batch.buffer, tiles.b_rows[start:stop])
+
+
+def _expand(
+    out: torch.Tensor,
+    low_rank: torch.Tensor,
+    tokens: torch.Tensor | None,
+    buffer: torch.Tensor,
+    b_rows: torch.Tensor,
+) -> None:
+    """Add the tiles' products with B; without `tokens`, they are those of `out` in order."""
+    width = out.shape[1]
+    in_order = out.unflatten(0, (len(b_rows), -1)) if tokens is None else None
+    for piece in _pieces(len(b_rows), b_rows.shape[1] * width * out.itemsize):
+        factors = _rows(buffer, b_rows[piece], width)
+        if in_order is not None:
+            in_order[piece].baddbmm_(low_rank[piece], factors)
+        else:
+            assert tokens is not None
+            _add_tiles(out, tokens[piece].flatten(), torch.bmm(low_rank[piece], factors).flatten(0, 1))
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
