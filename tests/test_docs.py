@@ -1,0 +1,35 @@
+"""The documents keep up with the code."""
+
+import re
+from pathlib import Path
+
+from lorax_server.adapters.config import REFUSED_FIELDS
+from tests.parity.adapters.cases import CASES
+
+DOCS = Path(__file__).parent.parent / "docs"
+ADAPTERS = (DOCS / "adapters.md").read_text()
+
+
+def test_every_kind_of_adapter_is_in_the_table() -> None:
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| \d\.\de-\d\d \| \d\.\de-\d\d \|", ADAPTERS, flags=re.MULTILINE)
+    kinds = [case.kind for case in CASES.values()]
+    assert dict(rows) == {kind: str(kinds.count(kind)) for kind in kinds}
+
+
+def test_the_readme_counts_what_is_compared() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    assert f"{len(CASES)} adapters of {len({case.kind for case in CASES.values()})} kinds" in readme
+
+
+def test_what_is_refused_is_listed() -> None:
+    names = {"alora_invocation_tokens", "layer_replication", "target_parameters"}
+    assert names <= set(REFUSED_FIELDS)
+    assert all(f"`{name}`" in ADAPTERS for name in names)
+    for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):
+        assert word in ADAPTERS
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCS.glob("*.md"):
+        for link in re.findall(r"\]\((?!https)(.*?)\)", document.read_text()):
+            assert (DOCS / link).is_file(), f"{document.name}: {link}"
