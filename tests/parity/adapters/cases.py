@@ -314,6 +314,7 @@ CASES = {
             "target_modules": "all-linear",
             "use_dora": True,
             "use_rslora": True,
+            "lora_alpha": 2,
             "rank_pattern": {r"layers\.2\.mlp\.down_proj": 31},
             "alpha_pattern": {"o_proj": 2},
             "bias": "all",
