@@ -660,6 +660,16 @@ def test_runs_and_ranks_of_every_shape(layer: str, ranks: list[list[int]], runs:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
 
 
+@pytest.mark.parametrize("ranks", [ALL_HAVE_3, MIXED_RANKS], ids=["equal", "mixed"])
+@pytest.mark.parametrize("runs", [SINGLE_TOKENS, [(1, 3), (2, 3), (3, 3)], [(4, 1), (2, 2), (0, 2), (3, 1)]])
+@pytest.mark.parametrize("size", [1, 200])
+def test_factors_are_gathered_in_pieces(
+    ranks: list[list[int]], runs: Runs, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference.lora, "PIECE_BYTES", size)
+    check_lora(lora_batch(runs, ranks), LORA_LAYERS["three targets"])
+
+
 @pytest.mark.parametrize("runs", [[], [(0, 5)], [(0, LONG + 5)], [(4, 3), (0, 1), (4, LONG)]])
 def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
     batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])

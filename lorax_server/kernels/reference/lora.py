@@ -21,12 +21,6 @@ TILE = 8
 PIECE_BYTES = 2 << 20
 
 
-def _pieces(count: int, size: int) -> Iterator[slice]:
-    """Stretches of `count` things of `size` bytes."""
-    step = max(1, PIECE_BYTES // size)
-    return (slice(start, start + step) for start in range(0, count, step))
-
-
 def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
     runs = find_runs(batch)
     for run in runs.long:
@@ -59,14 +53,21 @@ def _expand(
 ) -> None:
     """Add the tiles' products with B; without `tokens`, they are those of `out` in order."""
     width = out.shape[1]
-    in_order = out.unflatten(0, (len(b_rows), -1)) if tokens is None else None
+    total = out.unflatten(0, (len(b_rows), -1)) if tokens is None else _wide(out)
     for piece in _pieces(len(b_rows), b_rows.shape[1] * width * out.itemsize):
         factors = _rows(buffer, b_rows[piece], width)
-        if in_order is not None:
-            in_order[piece].baddbmm_(low_rank[piece], factors)
+        if tokens is None:
+            total[piece].baddbmm_(low_rank[piece], factors)
         else:
-            assert tokens is not None
-            _add_tiles(out, tokens[piece].flatten(), torch.bmm(low_rank[piece], factors).flatten(0, 1))
+            deltas = torch.bmm(low_rank[piece], factors).flatten(0, 1)
+            total.index_add_(0, tokens[piece].flatten(), deltas.to(total.dtype))
+    if tokens is not None and total is not out:
+        out += total.to(out.dtype)
+
+
+def _wide(out: torch.Tensor) -> torch.Tensor:
+    """Where several tiles of a token are summed; in a narrow dtype the sum is rounded once, not tile by tile."""
+    return out if out.dtype == torch.float32 else out.new_zeros(out.shape, dtype=torch.float32)
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
@@ -191,19 +192,16 @@ def _add_long(out: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor, run: Lon
     out.addmm_(x @ lora_a.t(), lora_b, alpha=run.scales[target])
 
 
-def _add_tiles(out: torch.Tensor, tokens: torch.Tensor, deltas: torch.Tensor) -> None:
-    """A token may have several tiles; in a narrow dtype they are summed before they are rounded."""
-    if out.dtype != torch.float32:
-        wide = out.new_zeros(out.shape, dtype=torch.float32).index_add_(0, tokens, deltas.float())
-        out += wide.to(out.dtype)
-    else:
-        out.index_add_(0, tokens, deltas)
-
-
 def _only_value(ranks: torch.Tensor) -> int:
     """The rank that all factors have, or 0 if they differ."""
     found = ranks[ranks > 0].unique().tolist()
     return found[0] if len(found) == 1 else 0
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    """Stretches of `count` things of `size` bytes."""
+    step = max(1, PIECE_BYTES // size)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _rows(buffer: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
