@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format format-check types imports check bench clean
+.PHONY: help venv test lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ imports: venv ## Check the import contracts (imports point down)
 	$(BIN)/lint-imports
 
 check: format-check lint types imports test ## Everything CI runs
+
+proto: venv ## Write lorax_server/pb from proto/generate.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto
 
 bench: venv ## Run the CPU forward benchmark
 	$(BIN)/python benchmarks/cpu_forward.py $(ARGS)

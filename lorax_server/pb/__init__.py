@@ -1,0 +1,1 @@
+"""Messages generated from `proto/` by `make proto`; never edited by hand."""

@@ -1,0 +1,139 @@
+"""When a request ends, and which of its text is shown."""
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from lorax_server.types import StopParams
+
+
+class FinishReason(IntEnum):
+    """Numbered as in `generate.proto`."""
+
+    LENGTH = 0
+    EOS_TOKEN = 1
+    STOP_SEQUENCE = 2
+
+
+class StoppingCriteria:
+    """One request's rules and how far it has come. Fed with each token and the text it completed.
+
+    A stop string is found wherever it ends, also within a token or over several. Of several that end, the one that
+    ends first counts, so how the text was cut into tokens changes nothing. Text that may yet turn out to be a stop
+    string which is not to be shown is held back.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: int | Iterable[int] = (),
+        stop_strings: Sequence[str] = (),
+        max_new_tokens: int = 20,
+        ignore_eos_token: bool = False,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        min_new_tokens: int = 0,
+        include_stop: bool = True,
+    ) -> None:
+        eos = {eos_token_ids} if isinstance(eos_token_ids, int) else eos_token_ids
+        self.params = StopParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            eos_token_ids=frozenset(eos),
+            ignore_eos=ignore_eos_token,
+            stop_token_ids=frozenset(stop_token_ids),
+            stop_strings=tuple(stop_strings),
+            include_stop=include_stop,
+        )
+        self.current_tokens = 0
+        self.new_text = ""  # what the last token showed
+        self.finish_reason: FinishReason | None = None
+        self._shown: list[str] = []
+        self._held = ""
+        self._matchers = [_Matcher(text) for text in self.params.stop_strings]
+
+    @classmethod
+    def from_params(cls, params: StopParams) -> "StoppingCriteria":
+        return cls(
+            params.eos_token_ids,
+            params.stop_strings,
+            params.max_new_tokens,
+            params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+            min_new_tokens=params.min_new_tokens,
+            include_stop=params.include_stop,
+        )
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.params.max_new_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.params.max_new_tokens - self.current_tokens
+
+    @property
+    def current_output(self) -> str:
+        """All that was shown."""
+        return "".join(self._shown)
+
+    def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
+        """Take a token and the text it completed; `pending_text` is what more there would be if nothing followed."""
+        self.current_tokens += 1
+        reason = self._ended_by(last_token)
+        if reason is FinishReason.EOS_TOKEN:
+            last_text = ""
+        elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
+            last_text = pending_text = ""
+        shown, stopped = self._show(last_text)
+        if stopped:
+            reason = FinishReason.STOP_SEQUENCE
+        elif reason is None and self.remaining_tokens == 0:
+            reason = FinishReason.LENGTH
+        if reason is not None and not stopped:
+            shown += self._held + pending_text
+        self.new_text, self.finish_reason = shown, reason
+        self._shown.append(shown)
+        return reason is not None, reason
+
+    def _ended_by(self, token: int) -> FinishReason | None:
+        if self.current_tokens <= self.params.min_new_tokens:
+            return None
+        if token in self.params.eos_token_ids and not self.params.ignore_eos:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if token in self.params.stop_token_ids else None
+
+    def _show(self, text: str) -> tuple[str, bool]:
+        """What can be shown of `text` and of what was held back before it, and whether a stop string ended in it."""
+        if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
+            return text, False
+        known = len(self._held)
+        text = self._held + text
+        for end in range(known, len(text)):
+            matched = max([matcher.take(text[end]) for matcher in self._matchers])
+            if matched:
+                self._held = ""
+                return text[: end + 1 if self.params.include_stop else end + 1 - matched], True
+        held = 0 if self.params.include_stop else max(matcher.matched for matcher in self._matchers)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+
+class _Matcher:
+    """How much of one string the text so far ends with (Knuth, Morris and Pratt): a character costs the same however
+    long the string is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self.shorter = [0] * len(text)  # [i]: the longest proper start of text[: i + 1] that it also ends with
+        for i in range(1, len(text)):
+            self.shorter[i] = self._longest(text[i], self.shorter[i - 1])
+
+    def take(self, character: str) -> int:
+        """The length of the string if it ends with this character, else 0."""
+        self.matched = self._longest(character, self.matched)
+        return self.matched if self.matched == len(self.text) else 0
+
+    def _longest(self, character: str, matched: int) -> int:
+        while matched and character != self.text[matched]:
+            matched = self.shorter[matched - 1]
+        return matched + (character == self.text[matched])

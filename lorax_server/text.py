@@ -1,0 +1,219 @@
+"""From token ids to text, token by token.
+
+The text of a request continues its prompt: it is what decoding the prompt and the tokens together adds to decoding the
+prompt. So a leading space is kept, and a character whose first bytes end the prompt is completed. Special tokens are
+skipped. A request's place in its tokens is two numbers, as in `models.causal_lm`: the text of everything before
+`read_offset` is out, and the tokens from `prefix_offset` on are what is needed to continue.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what stands for bytes that are no character
+CONTEXT_TOKENS = 6  # before the prompt's end, for a decoder that needs its neighbours
+MAX_HELD_TOKENS = 8  # a character has four bytes; what has not become one after so many tokens never will
+LONGEST_INCOMPLETE = 3  # bytes of a character that is not complete
+
+
+class Progress(NamedTuple):
+    """What a token added, and where its request then is."""
+
+    text: str
+    prefix_offset: int
+    read_offset: int
+
+
+class Detokenizer(Protocol):
+    """One tokenizer's way from ids to text."""
+
+    def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """The offsets of a request that has generated nothing."""
+
+    def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
+        """The text that the ids from `read_offset` on complete. `ids` begins with the prompt."""
+
+    def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
+        """What more there is if nothing follows: a character that is not complete is shown as such."""
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, also a special one."""
+
+
+def make_detokenizer(tokenizer: Any) -> Detokenizer:
+    """For a tokenizer of `tokenizers`, or of transformers."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return WindowDetokenizer(
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+            frozenset(tokenizer.all_special_ids),
+        )
+    added = backend.get_added_tokens_decoder()
+    special = frozenset(token_id for token_id, token in added.items() if token.special)
+    scheme = _recognise(json.loads(backend.to_str())["decoder"])
+    if scheme is None:
+        return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special)
+    return ByteDetokenizer(backend.id_to_token, scheme, special)
+
+
+# --- Tokenizers whose tokens are bytes -------------------------------------------------------------------------------
+
+
+class Scheme(NamedTuple):
+    """How a token's name becomes bytes."""
+
+    to_bytes: Callable[[str], bytes]
+    first: Callable[[bytes], bytes] = bytes  # takes away the space that the encoder put before the text
+
+
+class ByteDetokenizer:
+    """Byte-level and sentencepiece tokenizers: tokens are bytes, text is their UTF-8.
+
+    Where the bytes so far end within a character depends on the last three only, so any place in the tokens can be
+    continued from without knowing how it was reached.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None], scheme: Scheme, special: frozenset[int]) -> None:
+        self._name_of = name_of
+        self._scheme = scheme
+        self._special = special
+        self._bytes: dict[int, bytes] = {}
+
+    def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
+
+    def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
+        decoder, begun = self._resume(ids, prefix_offset, read_offset)
+        added = [piece for token_id in ids[read_offset:] if (piece := self._bytes_of(token_id))]
+        if added and not begun:
+            added[0] = self._scheme.first(added[0])
+        return Progress(decoder.decode(b"".join(added)), self._context(ids, len(ids)), len(ids))
+
+    def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
+        decoder, _ = self._resume(ids, prefix_offset, read_offset)
+        return decoder.decode(b"", final=True)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_text(self, token_id: int) -> str:
+        if self.is_special(token_id):
+            return self._name_of(token_id) or ""
+        return self._bytes_of(token_id).decode(errors="replace")
+
+    def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
+        """A decoder that knows how the tokens before `read` end, and whether they are any text at all."""
+        before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder.decode(before[-LONGEST_INCOMPLETE:])
+        return decoder, bool(before)
+
+    def _context(self, ids: Sequence[int], end: int) -> int:
+        """Where the last bytes before `end` begin that can be part of a character."""
+        count = 0
+        while end > 0 and count < LONGEST_INCOMPLETE:
+            end -= 1
+            count += len(self._bytes_of(ids[end]))
+        return end
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            name = None if token_id in self._special else self._name_of(token_id)
+            known = self._bytes[token_id] = b"" if name is None else self._scheme.to_bytes(name)
+        return known
+
+
+def _recognise(decoder: Any) -> Scheme | None:
+    """The scheme of a decoder as `tokenizer.json` describes it, if its tokens are bytes."""
+    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+    types = [step and step["type"] for step in steps]
+    if types == ["ByteLevel"]:
+        return Scheme(_byte_level)
+    if types == ["Metaspace"]:
+        mark = steps[0]["replacement"]
+        first = bytes if steps[0].get("prepend_scheme") == "never" else _without_spaces
+        return Scheme(lambda name: name.replace(mark, " ").encode(), first)
+    if types[:3] == ["Replace", "ByteFallback", "Fuse"] and len(steps) <= 4 and all(map(_strips_a_space, steps[3:])):
+        mark, content = steps[0]["pattern"].get("String"), steps[0]["content"]
+        if mark:
+            first = _without_a_space if len(steps) == 4 else bytes
+            return Scheme(lambda name: _sentencepiece(name.replace(mark, content)), first)
+    return None
+
+
+def _without_spaces(piece: bytes) -> bytes:
+    return piece.replace(b" ", b"")
+
+
+def _without_a_space(piece: bytes) -> bytes:
+    return piece.removeprefix(b" ")
+
+
+def _strips_a_space(step: dict[str, Any]) -> bool:
+    return step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
+
+
+def _byte_level(name: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in name])
+    except KeyError:  # an added token, which is stored as it reads
+        return name.encode()
+
+
+def _sentencepiece(name: str) -> bytes:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return bytes([int(name[3:5], 16)])
+        except ValueError:
+            pass
+    return name.encode()
+
+
+def _byte_names() -> dict[str, int]:
+    """Byte-level tokenizers name each byte by a character that can be seen: itself, or one from U+0100 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_names()
+
+
+# --- All others -------------------------------------------------------------------------------------------------------
+
+
+class WindowDetokenizer:
+    """Any tokenizer that can decode a list of ids: what the new tokens add to the decoding of those just before."""
+
+    def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int]) -> None:
+        self._decode = decode
+        self._special = special
+
+    def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        return max(0, len(prompt_ids) - CONTEXT_TOKENS), len(prompt_ids)
+
+    def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
+        text = self._added(ids, prefix_offset, read_offset)
+        if text.endswith(REPLACEMENT) and len(ids) - read_offset < MAX_HELD_TOKENS:
+            return Progress("", prefix_offset, read_offset)
+        return Progress(text, read_offset if text else prefix_offset, len(ids))
+
+    def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
+        return self._added(ids, prefix_offset, read_offset)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_text(self, token_id: int) -> str:
+        return self._decode([token_id])
+
+    def _added(self, ids: Sequence[int], prefix: int, read: int) -> str:
+        before = self._decode([token_id for token_id in ids[prefix:read] if token_id not in self._special])
+        after = self._decode([token_id for token_id in ids[prefix:] if token_id not in self._special])
+        return after[len(before) :]

@@ -1,0 +1,94 @@
+"""What a request asks for: how its tokens are chosen, and when it ends."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lorax_server.errors import InputError
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults change nothing and choose the likeliest."""
+
+    do_sample: bool = False
+    temperature: float = 1.0  # 0 is greedy, whatever else is set
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # of tokens in the prompt and generated
+    frequency_penalty: float = 0.0  # of generated tokens, by how often
+    presence_penalty: float = 0.0  # of generated tokens, once
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    watermark: bool = False
+    seed: int = 0
+    num_alternatives: int = 0  # how many of the likeliest tokens to report beside the chosen one
+    raw_logprobs: bool = False  # report the model's own log probabilities, not those after all of the above
+
+    def __post_init__(self) -> None:
+        _check(_is_finite(self.temperature) and self.temperature >= 0, "`temperature` must be non-negative")
+        _check(_is_count(self.top_k), "`top_k` must be strictly positive")
+        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
+        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
+        _check(_is_finite(self.typical_p) and 0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
+        _check(
+            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "`repetition_penalty` must be strictly positive",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _check(_is_finite(value) and -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
+        for token_id, bias in self.logit_bias.items():
+            _check(_is_count(token_id), f"`logit_bias` must be keyed by token ids, not {token_id!r}")
+            _check(_is_finite(bias), f"`logit_bias` of token {token_id} must be a finite number")
+        _check(_is_count(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
+        _check(_is_count(self.num_alternatives), "`return_k_alternatives` must be strictly positive")
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0
+
+
+@dataclass(frozen=True)
+class StopParams:
+    """When a request ends, and what of its last text is shown."""
+
+    max_new_tokens: int = 20
+    min_new_tokens: int = 0  # neither eos, nor a stop token, nor a stop string before so many
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    include_stop: bool = True  # cut right after what stopped it, or before it
+
+    def __post_init__(self) -> None:
+        _check(_is_count(self.max_new_tokens) and self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
+        _check(_is_count(self.min_new_tokens), "`min_new_tokens` must be non-negative")
+        _check(
+            self.min_new_tokens <= self.max_new_tokens,
+            f"`min_new_tokens` ({self.min_new_tokens}) must be <= `max_new_tokens` ({self.max_new_tokens})",
+        )
+        for token_id in (*self.eos_token_ids, *self.stop_token_ids):
+            _check(_is_count(token_id), f"a token that stops must be given by its id, not {token_id!r}")
+        _check(all(self.stop_strings), "`stop` must not hold empty strings")
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Every token that ends the request by itself."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise InputError(message)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
