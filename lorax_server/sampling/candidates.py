@@ -1,0 +1,18 @@
+"""Several answers to one request, and which of them is the best."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+def candidate_seed(seed: int, index: int) -> int:
+    """The seed of one of several candidates. The first is what the request gets when it asks for one only."""
+    if index == 0:
+        return seed
+    digest = sha256(seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def best_candidate(logprobs: Sequence[Sequence[float]]) -> int:
+    """The index of the candidate whose tokens are the likeliest on average; the first of equals."""
+    means = [sum(values) / len(values) if values else float("-inf") for values in logprobs]
+    return means.index(max(means))

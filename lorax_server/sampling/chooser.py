@@ -1,0 +1,53 @@
+"""The next token of one sequence."""
+
+from typing import Any
+
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.sampling.sampler import History, Sampled, Sampler, Wish
+from lorax_server.types import SamplingParams, StopParams
+
+
+class NextTokenChooser:
+    """What one request asks for and where its prompt ends: all that choosing its next token takes."""
+
+    def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
+        self.params = params
+        self.wish = Wish(params) if stop is None else Wish.of(params, stop)
+        self.prompt_length = prompt_length
+
+    @classmethod
+    def from_pb(cls, pb: Any, stop: StopParams | None = None, prompt_length: int = 0) -> "NextTokenChooser":
+        """From a `NextTokenChooserParameters`."""
+        return cls(params_from_pb(pb), stop, prompt_length)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
+        """Choose from [1, vocabulary] scores, after the [1, tokens] of prompt and generated so far."""
+        length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
+        sampler = Sampler([self.wish], scores.shape[-1], scores.device)
+        return sampler(scores, History(length, prompt_length, input_ids))
+
+
+def params_from_pb(pb: Any) -> SamplingParams:
+    """Proto3 cannot tell 0 from nothing: a 0 that would mean nothing is the default. Sampling follows LoRAX's rule."""
+    if getattr(pb, "schema", ""):
+        raise InputError("`schema`: structured output is not supported yet")
+    top_p, typical_p = pb.top_p or 1.0, pb.typical_p or 1.0
+    asks = pb.do_sample or pb.temperature not in (0, 1) or pb.top_k > 0 or top_p < 1 or typical_p < 1 or pb.min_p > 0
+    return SamplingParams(
+        do_sample=asks,
+        temperature=pb.temperature,
+        top_k=pb.top_k,
+        top_p=top_p,
+        min_p=pb.min_p,
+        typical_p=typical_p,
+        repetition_penalty=pb.repetition_penalty or 1.0,
+        frequency_penalty=pb.frequency_penalty,
+        presence_penalty=pb.presence_penalty,
+        logit_bias={entry.token_id: entry.bias for entry in pb.logit_bias},
+        watermark=pb.watermark,
+        seed=pb.seed,
+        num_alternatives=pb.return_k_alternatives,
+        raw_logprobs=pb.raw_logprobs,
+    )

@@ -1,0 +1,72 @@
+"""What can be done to scores before a token is chosen. Each row has its own parameter; no row sees another.
+
+Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes the scores it is given.
+"""
+
+import torch
+
+NEVER = float("-inf")
+
+
+def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Tokens that were `seen` become less likely, whatever the sign of their score."""
+    penalized = torch.where(scores < 0, scores * penalty[:, None], scores / penalty[:, None])
+    return scores.copy_(torch.where(seen, penalized, scores))
+
+
+def penalize_counts(
+    scores: torch.Tensor, counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor
+) -> torch.Tensor:
+    """Tokens lose `frequency` for each time and `presence` for the first time they were generated."""
+    return scores.sub_(counts * frequency[:, None] + (counts > 0) * presence[:, None])
+
+
+def scale(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return scores.div_(temperature[:, None])
+
+
+def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
+    """The k best, and all that equal the last of them. No k is above `most`, nor `most` above the vocabulary."""
+    worst_kept = scores.topk(most, dim=-1).values.gather(-1, k[:, None] - 1)
+    return scores.masked_fill_(scores < worst_kept, NEVER)
+
+
+def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """The fewest best that leave out at most the probability `rest`, which is 1 - p."""
+    ordered, order = scores.sort(dim=-1, stable=True)
+    left_out = ordered.softmax(-1).cumsum(-1) <= rest[:, None]
+    left_out[:, -1] = False
+    return scores.masked_fill_(torch.empty_like(left_out).scatter_(-1, order, left_out), NEVER)
+
+
+def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Those that are at least `share` times as likely as the best."""
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill_(probabilities < probabilities.amax(-1, keepdim=True) * share[:, None], NEVER)
+
+
+def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Those whose surprise is closest to what is to be expected, until they have the probability `mass`."""
+    log_probabilities = scores.log_softmax(-1)
+    probabilities = log_probabilities.exp()
+    expected = -(log_probabilities * probabilities).nansum(-1, keepdim=True)
+    distance = (-log_probabilities - expected).abs()
+    ordered, order = distance.sort(dim=-1, stable=True)
+    below = (probabilities.gather(-1, order).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
+    last_kept = ordered.gather(-1, below.clamp(max=scores.shape[-1] - 1))
+    return scores.masked_fill_(distance > last_kept, NEVER)
+
+
+def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """[rows] the token at which the probabilities, summed in the order of the vocabulary, pass `uniform` (float64)."""
+    summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    wanted = (uniform * summed[:, -1])[:, None]
+    return torch.searchsorted(summed, wanted, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
+
+
+def count_tokens(token_ids: torch.Tensor, counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[rows, vocabulary] how often each token occurs among those of its row that are `counted`."""
+    counted = counted & (token_ids < vocab_size)
+    ids = torch.where(counted, token_ids, vocab_size)  # what is not counted goes to a column of its own
+    counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)
+    return counts.scatter_add_(-1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :vocab_size]

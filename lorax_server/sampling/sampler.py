@@ -1,0 +1,239 @@
+"""The next token of many sequences at once, each with wishes of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.sampling.processors import (
+    NEVER,
+    count_tokens,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+    penalize_counts,
+    penalize_repetition,
+    scale,
+)
+from lorax_server.sampling.uniform import as_signed, uniforms
+from lorax_server.sampling.watermark import favour_green
+from lorax_server.types import SamplingParams, StopParams
+
+_Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
+
+
+class Wish(NamedTuple):
+    """What one sequence asks for. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
+
+    params: SamplingParams
+    min_new_tokens: int = 0
+    ending_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, params: SamplingParams, stop: StopParams) -> "Wish":
+        return cls(params, stop.min_new_tokens, stop.ending_token_ids)
+
+
+class History(NamedTuple):
+    """What the sequences hold so far. Tokens from a row's length on are not looked at."""
+
+    lengths: torch.Tensor  # [rows] prompt and generated
+    prompt_lengths: torch.Tensor  # [rows]
+    token_ids: torch.Tensor | None = None  # [rows, tokens]; needed where `Sampler.needs_tokens`
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens of one row, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Sampled(NamedTuple):
+    """The chosen tokens. A log probability that is not a number means that the scores were not either."""
+
+    token_ids: torch.Tensor  # [rows]
+    logprobs: torch.Tensor  # [rows] float32
+    alternatives: "TopTokens | None"
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of those rows that asked for them."""
+
+    counts: dict[int, int]  # by row, in the order of the tensors
+    token_ids: torch.Tensor  # [asking rows, most asked for]
+    logprobs: torch.Tensor
+
+    def by_row(self) -> dict[int, Alternatives]:
+        ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
+        return {
+            row: Alternatives(ids[i][:count], logprobs[i][:count]) for i, (row, count) in enumerate(self.counts.items())
+        }
+
+
+class _Group(NamedTuple):
+    """The rows that ask for one thing, and what each of them asks for."""
+
+    rows: torch.Tensor
+    is_all: bool
+    values: tuple[Any, ...]
+
+    def apply(self, scores: torch.Tensor, function: Callable[..., torch.Tensor], *more: Any) -> None:
+        """Let `function` change these rows of the scores."""
+        if self.is_all:
+            function(scores, *more, *self.values)
+        else:
+            scores[self.rows] = function(scores[self.rows], *more, *self.values)
+
+
+class Sampler:
+    """Made for a batch, used until the batch changes.
+
+    The order is LoRAX's: watermark, repetition, frequency and presence, bias, forbidden tokens; then, for rows that
+    are sampled, temperature, top-k, top-p, min-p, typical-p.
+    """
+
+    def __init__(self, wishes: Sequence[Wish], vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._vocab_size = vocab_size
+        params = [wish.params for wish in wishes]
+        self._watermark = self._group([p.watermark for p in params])
+        self._repetition = self._group(
+            [p.repetition_penalty != 1 for p in params], [p.repetition_penalty for p in params]
+        )
+        self._counts = self._group(
+            [p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params],
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+        )
+        self._bias = self._list_biases(params)
+        self._forbidden = self._list_forbidden(wishes)
+        self._sampled = self._group([not p.is_greedy for p in params])
+        sampled = [p for p in params if not p.is_greedy]
+        self._seeds = self._tensor([as_signed(p.seed) for p in sampled], torch.int64)
+        self._warpers = self._list_warpers(sampled)
+        self._raw = self._group([p.raw_logprobs for p in params])
+        self._asking = self._group([p.num_alternatives > 0 for p in params])
+        self._num_alternatives = {row: p.num_alternatives for row, p in enumerate(params) if p.num_alternatives}
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether anything depends on what the sequences hold."""
+        return any(group is not None for group in (self._watermark, self._repetition, self._counts))
+
+    @torch.inference_mode()
+    def __call__(self, logits: torch.Tensor, history: History) -> Sampled:
+        """Choose from [rows, vocabulary] logits, which stay as they are."""
+        raw = logits.float()
+        scores = self._penalized(raw, history)
+        token_ids = scores.argmax(-1)
+        if self._sampled is not None:
+            rows = self._sampled.rows
+            warped = self._warped(scores[rows])
+            generated = (history.lengths - history.prompt_lengths)[rows]
+            token_ids[rows] = draw(warped, uniforms(self._seeds, generated))
+            scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
+        if self._raw is not None and scores is not raw:
+            scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
+        logprobs = scores.gather(-1, token_ids[:, None]).squeeze(-1) - scores.logsumexp(-1)
+        return Sampled(token_ids, logprobs, self._find_alternatives(scores))
+
+    def _penalized(self, raw: torch.Tensor, history: History) -> torch.Tensor:
+        """The scores after all that applies to greedy rows too; `raw` itself where nothing does."""
+        if not self.needs_tokens and self._bias is None and self._forbidden is None:
+            return raw
+        scores = raw.clone()
+        if self.needs_tokens:
+            self._apply_history(scores, history)
+        if self._bias is not None:
+            rows, ids, biases = self._bias
+            scores.index_put_((rows, ids), biases, accumulate=True)
+        if self._forbidden is not None:
+            rows, ids, until = self._forbidden
+            early = (history.lengths - history.prompt_lengths)[rows] < until
+            scores[rows, ids] = scores[rows, ids].masked_fill(early, NEVER)
+        return scores
+
+    def _apply_history(self, scores: torch.Tensor, history: History) -> None:
+        tokens, lengths = history.token_ids, history.lengths
+        assert tokens is not None, "these rows need the tokens so far"
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        if self._watermark is not None:
+            previous = tokens.gather(-1, lengths[:, None] - 1)[self._watermark.rows, 0]
+            self._watermark.apply(scores, favour_green, previous.tolist())
+        if self._repetition is not None:
+            rows = self._repetition.rows
+            seen = count_tokens(tokens[rows], place < lengths[rows, None], self._vocab_size) > 0
+            self._repetition.apply(scores, penalize_repetition, seen)
+        if self._counts is not None:
+            rows = self._counts.rows
+            generated = (place < lengths[rows, None]) & (place >= history.prompt_lengths[rows, None])
+            self._counts.apply(scores, penalize_counts, count_tokens(tokens[rows], generated, self._vocab_size))
+
+    def _warped(self, scores: torch.Tensor) -> torch.Tensor:
+        for function, group in self._warpers:
+            group.apply(scores, function)
+        return scores
+
+    def _find_alternatives(self, scores: torch.Tensor) -> TopTokens | None:
+        if self._asking is None:
+            return None
+        most = min(max(self._num_alternatives.values()), self._vocab_size)
+        best = scores[self._asking.rows].log_softmax(-1).topk(most, dim=-1)
+        return TopTokens(self._num_alternatives, best.indices, best.values)
+
+    # --- Which rows ask for what --------------------------------------------------------------------------------------
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device)
+
+    def _group(
+        self, asks: Sequence[bool], *values: Sequence[float], dtype: torch.dtype = torch.float32
+    ) -> _Group | None:
+        rows = [row for row, does in enumerate(asks) if does]
+        if not rows:
+            return None
+        asked = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
+        return _Group(self._tensor(rows, torch.int64), len(rows) == len(asks), asked)
+
+    def _list_biases(self, params: Sequence[SamplingParams]) -> _Entries | None:
+        listed = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
+        for _, token_id, _ in listed:
+            if token_id >= self._vocab_size:
+                raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {self._vocab_size}")
+        return self._entries(listed, torch.float32)
+
+    def _list_forbidden(self, wishes: Sequence[Wish]) -> _Entries | None:
+        """The tokens that may not be chosen yet, and until how many have been generated."""
+        listed = [
+            (row, token_id, wish.min_new_tokens)
+            for row, wish in enumerate(wishes)
+            if wish.min_new_tokens > 0
+            for token_id in sorted(wish.ending_token_ids)
+            if token_id < self._vocab_size
+        ]
+        return self._entries(listed, torch.int64)
+
+    def _entries(self, listed: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> _Entries | None:
+        if not listed:
+            return None
+        rows, token_ids, values = zip(*listed, strict=True)
+        return self._tensor(rows, torch.int64), self._tensor(token_ids, torch.int64), self._tensor(values, dtype)
+
+    def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _Group]]:
+        """In the order in which they are applied. Their rows are counted among those that are sampled."""
+        counts = [min(p.top_k, self._vocab_size) for p in sampled]
+        top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
+        if top_k is not None:
+            top_k = top_k._replace(values=(*top_k.values, max(counts)))
+        listed: list[tuple[Callable[..., torch.Tensor], _Group | None]] = [
+            (scale, self._group([p.temperature != 1 for p in sampled], [p.temperature for p in sampled])),
+            (keep_top_k, top_k),
+            (keep_top_p, self._group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),
+            (keep_min_p, self._group([p.min_p > 0 for p in sampled], [p.min_p for p in sampled])),
+            (keep_typical, self._group([p.typical_p < 1 for p in sampled], [p.typical_p for p in sampled])),
+        ]
+        return [(function, group) for function, group in listed if group is not None]
