@@ -89,7 +89,9 @@ class StoppingCriteria:
         elif reason is None and self.remaining_tokens == 0:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
-            shown += self._held + pending_text
+            more, stopped = self._show(pending_text)  # what was pending may complete a stop string
+            shown += more + self._held
+            reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
         self._shown.append(shown)
         return reason is not None, reason

@@ -8,15 +8,17 @@ skipped. A request's place in its tokens is two numbers, as in `models.causal_lm
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are no character
 CONTEXT_TOKENS = 6  # before the prompt's end, for a decoder that needs its neighbours
-MAX_HELD_TOKENS = 8  # a character has four bytes; what has not become one after so many tokens never will
 LONGEST_INCOMPLETE = 3  # bytes of a character that is not complete
+MAX_HELD_TOKENS = LONGEST_INCOMPLETE  # a token is at least a byte: what comes before the last three never changes
 
 
 class Progress(NamedTuple):
@@ -52,12 +54,14 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
         return WindowDetokenizer(
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
             frozenset(tokenizer.all_special_ids),
+            frozenset(tokenizer.get_vocab().values()),
         )
     added = backend.get_added_tokens_decoder()
     special = frozenset(token_id for token_id, token in added.items() if token.special)
     scheme = _recognise(json.loads(backend.to_str())["decoder"])
     if scheme is None:
-        return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special)
+        vocabulary = frozenset(backend.get_vocab().values())
+        return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special, vocabulary)
     return ByteDetokenizer(backend.id_to_token, scheme, special)
 
 
@@ -88,9 +92,11 @@ class ByteDetokenizer:
         return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        decoder, begun = self._resume(ids, prefix_offset, read_offset)
         added = [piece for token_id in ids[read_offset:] if (piece := self._bytes_of(token_id))]
-        if added and not begun:
+        if not added:  # looking back over a long run of special tokens once per token would be quadratic
+            return Progress("", prefix_offset, len(ids))
+        decoder, begun = self._resume(ids, prefix_offset, read_offset)
+        if not begun:
             added[0] = self._scheme.first(added[0])
         return Progress(decoder.decode(b"".join(added)), self._context(ids, len(ids)), len(ids))
 
@@ -167,12 +173,8 @@ def _byte_level(name: str) -> bytes:
 
 
 def _sentencepiece(name: str) -> bytes:
-    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-        try:
-            return bytes([int(name[3:5], 16)])
-        except ValueError:
-            pass
-    return name.encode()
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # int() alone would also take "<0x 1>"
+    return bytes([int(byte[1], 16)]) if byte else name.encode()
 
 
 def _byte_names() -> dict[str, int]:
@@ -191,29 +193,41 @@ _BYTE_OF = _byte_names()
 class WindowDetokenizer:
     """Any tokenizer that can decode a list of ids: what the new tokens add to the decoding of those just before."""
 
-    def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
         self._special = special
+        self._vocabulary = vocabulary
+        self._text_ids = vocabulary - special  # an id may be neither: the rows that pad an embedding have one too
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        return max(0, len(prompt_ids) - CONTEXT_TOKENS), len(prompt_ids)
+        end = len(prompt_ids)
+        text_at = (at for at in reversed(range(end)) if prompt_ids[at] in self._text_ids)
+        return min(islice(text_at, CONTEXT_TOKENS), default=end), end
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        text = self._added(ids, prefix_offset, read_offset)
-        if text.endswith(REPLACEMENT) and len(ids) - read_offset < MAX_HELD_TOKENS:
-            return Progress("", prefix_offset, read_offset)
-        return Progress(text, read_offset if text else prefix_offset, len(ids))
+        text_at = [at for at in range(read_offset, len(ids)) if ids[at] in self._text_ids]
+        if not text_at:  # looking back over a long run of special tokens once per token would be quadratic
+            return Progress("", prefix_offset, len(ids))
+        for end in (len(ids), *reversed(text_at[-MAX_HELD_TOKENS:])):
+            text = self._added(ids[prefix_offset:end], read_offset - prefix_offset)
+            if not text.endswith(REPLACEMENT):
+                break
+        return Progress(text, read_offset if text else prefix_offset, end)
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        return self._added(ids, prefix_offset, read_offset)
+        return self._added(ids[prefix_offset:], read_offset - prefix_offset)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        return self._decode([token_id])
+        return self._decode([token_id]) if token_id in self._vocabulary else ""
 
-    def _added(self, ids: Sequence[int], prefix: int, read: int) -> str:
-        before = self._decode([token_id for token_id in ids[prefix:read] if token_id not in self._special])
-        after = self._decode([token_id for token_id in ids[prefix:] if token_id not in self._special])
+    def _added(self, window: Sequence[int], known: int) -> str:
+        """What the tokens of `window` after the first `known` add to them."""
+        before = self._decode([token_id for token_id in window[:known] if token_id in self._text_ids])
+        after = self._decode([token_id for token_id in window if token_id in self._text_ids])
+        if before.endswith(REPLACEMENT):  # the prompt ended within a character, which may now be complete
+            while not after.startswith(before):
+                before = before[:-1]
         return after[len(before) :]

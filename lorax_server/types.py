@@ -1,12 +1,12 @@
 """What a request asks for: how its tokens are chosen, and when it ends."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from lorax_server.errors import InputError
 
 MAX_SEED = 2**64 - 1
+MAX_FLOAT = 3.4028234663852886e38  # of 32 bits, which is what a model computes with
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
+        _check(isinstance(self.logit_bias, Mapping), "`logit_bias` must be a mapping from token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _check(_is_count(token_id), f"`logit_bias` must be keyed by token ids, not {token_id!r}")
             _check(_is_finite(bias), f"`logit_bias` of token {token_id} must be a finite number")
         _check(_is_count(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
         _check(_is_count(self.num_alternatives), "`return_k_alternatives` must be strictly positive")
+        for name in ("do_sample", "watermark", "raw_logprobs"):
+            _check(isinstance(getattr(self, name), bool), f"`{name}` must be true or false")
 
     @property
     def is_greedy(self) -> bool:
@@ -71,9 +74,12 @@ class StopParams:
             self.min_new_tokens <= self.max_new_tokens,
             f"`min_new_tokens` ({self.min_new_tokens}) must be <= `max_new_tokens` ({self.max_new_tokens})",
         )
-        for token_id in (*self.eos_token_ids, *self.stop_token_ids):
-            _check(_is_count(token_id), f"a token that stops must be given by its id, not {token_id!r}")
+        for name in ("eos_token_ids", "stop_token_ids"):
+            _check(_are_counts(getattr(self, name)), f"`{name}` must be a set of token ids")
+        _check(_are_strings(self.stop_strings), "`stop` must be a list of strings")
         _check(all(self.stop_strings), "`stop` must not hold empty strings")
+        for name in ("ignore_eos", "include_stop"):
+            _check(isinstance(getattr(self, name), bool), f"`{name}` must be true or false")
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -87,8 +93,17 @@ def _check(holds: bool, message: str) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, Set) and all(map(_is_count, values))
+
+
+def _are_strings(values: object) -> bool:
+    """One string would also be a sequence of strings, but its characters are not what is meant."""
+    return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)

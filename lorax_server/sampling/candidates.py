@@ -1,5 +1,6 @@
 """Several answers to one request, and which of them is the best."""
 
+import math
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -13,6 +14,10 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def best_candidate(logprobs: Sequence[Sequence[float]]) -> int:
-    """The index of the candidate whose tokens are the likeliest on average; the first of equals."""
-    means = [sum(values) / len(values) if values else float("-inf") for values in logprobs]
+    """The index of the candidate whose tokens are the likeliest on average; the first of equals.
+
+    One without tokens, or with a log probability that is not a number, comes last.
+    """
+    means = [sum(values) / len(values) if values else -math.inf for values in logprobs]
+    means = [-math.inf if math.isnan(mean) else mean for mean in means]
     return means.index(max(means))

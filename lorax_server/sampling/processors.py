@@ -49,10 +49,12 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """Those whose surprise is closest to what is to be expected, until they have the probability `mass`."""
     log_probabilities = scores.log_softmax(-1)
     probabilities = log_probabilities.exp()
-    expected = -(log_probabilities * probabilities).nansum(-1, keepdim=True)
+    # A running sum, since a plain one is split over threads where there is one row only, and then rounds otherwise.
+    terms = (log_probabilities * probabilities).nan_to_num(nan=0.0)
+    expected = -terms.cumsum(-1, dtype=torch.float64)[:, -1:].float()
     distance = (-log_probabilities - expected).abs()
     ordered, order = distance.sort(dim=-1, stable=True)
-    below = (probabilities.gather(-1, order).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
+    below = (scores.gather(-1, order).softmax(-1).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
     last_kept = ordered.gather(-1, below.clamp(max=scores.shape[-1] - 1))
     return scores.masked_fill_(distance > last_kept, NEVER)
 
@@ -62,6 +64,16 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     wanted = (uniform * summed[:, -1])[:, None]
     return torch.searchsorted(summed, wanted, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
+
+
+def rank(scores: torch.Tensor) -> torch.Tensor:
+    """[rows, vocabulary] int64 in the order of the scores, the first of equals above the others.
+
+    So the k best are the same ones whatever k is and whoever looks for them: which of equals `topk` finds is left open.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the larger a negative number, the smaller its bits
+    return (ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)
 
 
 def count_tokens(token_ids: torch.Tensor, counted: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -16,12 +16,14 @@ from lorax_server.sampling.processors import (
     keep_typical,
     penalize_counts,
     penalize_repetition,
+    rank,
     scale,
 )
 from lorax_server.sampling.uniform import as_signed, uniforms
 from lorax_server.sampling.watermark import favour_green
 from lorax_server.types import SamplingParams, StopParams
 
+_COLDEST = 1e-30  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
 
 
@@ -138,8 +140,10 @@ class Sampler:
             scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
         if self._raw is not None and scores is not raw:
             scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
-        logprobs = scores.gather(-1, token_ids[:, None]).squeeze(-1) - scores.logsumexp(-1)
-        return Sampled(token_ids, logprobs, self._find_alternatives(scores))
+        # Not `logsumexp`: its sum is split over threads where there is one row only, and then rounds otherwise.
+        all_logprobs = scores.log_softmax(-1)
+        logprobs = all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+        return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
     def _penalized(self, raw: torch.Tensor, history: History) -> torch.Tensor:
         """The scores after all that applies to greedy rows too; `raw` itself where nothing does."""
@@ -162,7 +166,8 @@ class Sampler:
         assert tokens is not None, "these rows need the tokens so far"
         place = torch.arange(tokens.shape[1], device=tokens.device)
         if self._watermark is not None:
-            previous = tokens.gather(-1, lengths[:, None] - 1)[self._watermark.rows, 0]
+            rows = self._watermark.rows
+            previous = tokens[rows].gather(-1, lengths[rows, None] - 1).squeeze(-1)
             self._watermark.apply(scores, favour_green, previous.tolist())
         if self._repetition is not None:
             rows = self._repetition.rows
@@ -178,12 +183,12 @@ class Sampler:
             group.apply(scores, function)
         return scores
 
-    def _find_alternatives(self, scores: torch.Tensor) -> TopTokens | None:
+    def _find_alternatives(self, scores: torch.Tensor, logprobs: torch.Tensor) -> TopTokens | None:
         if self._asking is None:
             return None
         most = min(max(self._num_alternatives.values()), self._vocab_size)
-        best = scores[self._asking.rows].log_softmax(-1).topk(most, dim=-1)
-        return TopTokens(self._num_alternatives, best.indices, best.values)
+        best = rank(scores[self._asking.rows]).topk(most, dim=-1).indices
+        return TopTokens(self._num_alternatives, best, logprobs[self._asking.rows].gather(-1, best))
 
     # --- Which rows ask for what --------------------------------------------------------------------------------------
 
@@ -225,12 +230,13 @@ class Sampler:
 
     def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _Group]]:
         """In the order in which they are applied. Their rows are counted among those that are sampled."""
+        temperatures = [max(p.temperature, _COLDEST) for p in sampled]
         counts = [min(p.top_k, self._vocab_size) for p in sampled]
         top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
         if top_k is not None:
             top_k = top_k._replace(values=(*top_k.values, max(counts)))
         listed: list[tuple[Callable[..., torch.Tensor], _Group | None]] = [
-            (scale, self._group([p.temperature != 1 for p in sampled], [p.temperature for p in sampled])),
+            (scale, self._group([t != 1 for t in temperatures], temperatures)),
             (keep_top_k, top_k),
             (keep_top_p, self._group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),
             (keep_min_p, self._group([p.min_p > 0 for p in sampled], [p.min_p for p in sampled])),

@@ -1,0 +1,210 @@
+"""Any HuggingFace causal language model, in padded batches that requests join and leave between steps."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.models.causal_lm_batch import CausalLMBatch, adapter_meta_of
+from lorax_server.models.model import Model
+from lorax_server.models.past import GrowingCache, LayerPast
+from lorax_server.models.pretrained import eos_token_ids, load_config, load_model, load_tokenizer, resolve_pad_token
+from lorax_server.models.probe import check_padding, takes
+from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
+from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
+from lorax_server.sampling.sampler import Alternatives, History
+
+__all__ = ["CausalLM", "CausalLMBatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class CausalLM(Model):
+    """Whatever `AutoModelForCausalLM` loads. It has no adapters; architectures of our own have."""
+
+    def __init__(
+        self,
+        model_id: str,
+        revision: str | None = None,
+        quantize: str | None = None,
+        compile: bool = False,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if compile:
+            logger.warning("%s: compile is not supported here and has no effect", model_id)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+        config = load_config(model_id, revision, trust_remote_code)
+        tokenizer = load_tokenizer(model_id, revision, trust_remote_code)
+        model = load_model(model_id, config, revision, quantize, dtype, device, trust_remote_code)
+        super().__init__(model_id, model, tokenizer, requires_padding=True, dtype=dtype, device=device)
+        self.dynamic_adapter_loading_enabled = False
+        self.config = config
+        self.vocab_size = config.get_text_config(decoder=True).vocab_size
+        config.eos_token_id = sorted(eos_token_ids(config, model.generation_config, tokenizer)) or None
+        tokenizer.pad_token_id = resolve_pad_token(tokenizer, config, self.vocab_size)
+        self._takes_positions = takes(model, "position_ids")
+        self._takes_logits_to_keep = takes(model, "logits_to_keep")
+        self._sampler: tuple[list[NextTokenChooser], Sampler] | None = None
+        check_padding(
+            self.forward, f"{model_id} ({type(model).__name__})", self.vocab_size, tokenizer.pad_token_id, dtype, device
+        )
+
+    @property
+    def batch_type(self) -> type[CausalLMBatch]:
+        return CausalLMBatch
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Sequence[LayerPast] | None = None,
+        adapter_data: Any = None,
+        *,
+        only_last: bool = False,
+    ) -> tuple[torch.Tensor, list[LayerPast]]:
+        """Logits [rows, columns, vocabulary], those of the last column if that is all that is wanted, and the past."""
+        if adapter_data is not None:
+            raise AdapterError(
+                f"{self.model_id}: models without an implementation of our own are served without adapters"
+            )
+        cache = GrowingCache(past_key_values)
+        arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
+        if only_last and self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **arguments,
+        )
+        return output.logits.to(self.device), cache.pasts()
+
+    @torch.inference_mode()
+    def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
+        """One step. A request that is finished gets no more results, and stays until it is filtered out."""
+        if any(batch.adapter_meta.segment_indices):
+            raise AdapterError(
+                f"{self.model_id}: models without an implementation of our own are served without adapters"
+            )
+        is_first = batch.past_key_values is None
+        wants_prompt = is_first and any(request.prefill_logprobs for request in batch.requests)
+        logits, past = self.forward(
+            batch.input_ids,
+            batch.attention_mask[:, : batch.attention_mask.shape[1] - batch.padding_right_offset],
+            batch.position_ids,
+            batch.past_key_values,
+            only_last=not wants_prompt,
+        )
+        chosen = self._choose(batch, logits[:, -1])
+        token_ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+        _check_numbers(batch, logprobs)
+        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
+
+        generations = []
+        for row, token_id in enumerate(token_ids):
+            batch.all_input_ids[row] = torch.cat([batch.all_input_ids[row], chosen.token_ids[row].view(1, 1)])
+            batch.input_lengths[row] += 1
+            if batch.stopping_criterias[row].finish_reason is not None:
+                continue
+            text, is_special = self._stop_or_show(batch, row, token_id)
+            if row % self.world_size != self.rank:
+                continue
+            shown = NextTokens([token_id], [logprobs[row]], [text], [is_special], self._texts(alternatives.get(row)))
+            prompt = (
+                self._prompt_tokens(batch, row, logits) if is_first and batch.requests[row].prefill_logprobs else None
+            )
+            generations.append(
+                Generation(
+                    batch.requests[row].id,
+                    prompt,
+                    batch.next_token_choosers[row].prompt_length if is_first else 0,
+                    shown,
+                    _generated_text(batch, row),
+                )
+            )
+        if all(stop.finish_reason is not None for stop in batch.stopping_criterias):
+            return generations, None
+        self._advance(batch, chosen.token_ids, past)
+        return generations, batch
+
+    def _choose(self, batch: CausalLMBatch, logits: torch.Tensor) -> Sampled:
+        choosers = batch.next_token_choosers
+        if self._sampler is None or self._sampler[0] != choosers:
+            sampler = Sampler([chooser.wish for chooser in choosers], logits.shape[-1], logits.device)
+            self._sampler = (choosers.copy(), sampler)
+        sampler = self._sampler[1]
+        lengths = torch.tensor([batch.input_lengths, [chooser.prompt_length for chooser in choosers]])
+        lengths = lengths.to(logits.device)
+        token_ids = None
+        if sampler.needs_tokens:
+            token_ids = pad_sequence([ids[:, 0] for ids in batch.all_input_ids], batch_first=True)
+        return sampler(logits, History(lengths[0], lengths[1], token_ids))
+
+    def _stop_or_show(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
+        """Take note of a token: the text it shows, and whether that is a special token's, which is not output."""
+        stop, prefix = batch.stopping_criterias[row], batch.prefix_offsets[row]
+        ids = batch.all_input_ids[row][prefix:, 0].tolist()
+        progress = self.detokenizer.advance(ids, 0, batch.read_offsets[row] - prefix)
+        pending = self.detokenizer.pending(ids, progress.prefix_offset, progress.read_offset)
+        stop(token_id, progress.text, pending)
+        batch.prefix_offsets[row] = prefix + progress.prefix_offset
+        batch.read_offsets[row] = prefix + progress.read_offset
+        is_special = self.detokenizer.is_special(token_id) and not stop.new_text
+        return (self.detokenizer.token_text(token_id) if is_special else stop.new_text), is_special
+
+    def _texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
+        if alternatives is None:
+            return []
+        texts = [self.detokenizer.token_text(token_id) for token_id in alternatives.token_ids]
+        return [AlternativeTokens(alternatives.token_ids, alternatives.logprobs, texts)]
+
+    def _prompt_tokens(self, batch: CausalLMBatch, row: int, logits: torch.Tensor) -> NextTokens:
+        """The prompt with the log probability of each of its tokens; nothing comes before the first."""
+        ids = batch.all_input_ids[row][:-1]
+        scores = logits[row, logits.shape[1] - len(ids) : -1].float()
+        logprobs = scores.gather(-1, ids[1:]).squeeze(-1) - scores.logsumexp(-1)
+        token_ids = ids[:, 0].tolist()
+        return NextTokens(
+            token_ids,
+            [math.nan, *logprobs.tolist()],
+            [self.detokenizer.token_text(token_id) for token_id in token_ids],
+            [self.detokenizer.is_special(token_id) for token_id in token_ids],
+        )
+
+    def _advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, past: list[LayerPast]) -> None:
+        is_first = batch.past_key_values is None
+        batch.input_ids = token_ids[:, None]
+        batch.attention_mask[:, batch.attention_mask.shape[1] - batch.padding_right_offset] = 1
+        batch.position_ids = batch.position_ids[:, -1:] + 1
+        batch.past_key_values = past
+        batch.max_input_length += 1
+        batch.padding_right_offset -= 1
+        if is_first:
+            batch.adapter_meta = adapter_meta_of(batch.requests, 1, self.device)
+
+
+def _generated_text(batch: CausalLMBatch, row: int) -> GeneratedText | None:
+    stop, params = batch.stopping_criterias[row], batch.next_token_choosers[row].params
+    if stop.finish_reason is None:
+        return None
+    seed = None if params.is_greedy else params.seed
+    return GeneratedText(stop.current_output, stop.current_tokens, 0, stop.finish_reason, seed)
+
+
+def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
+    failed = [request.id for request, logprob in zip(batch.requests, logprobs, strict=True) if math.isnan(logprob)]
+    if failed:
+        raise LoraxError(
+            f"the model's scores for the requests {failed} are not numbers (too large for its dtype?); "
+            "the batch is as it was, and the others can continue without them"
+        )

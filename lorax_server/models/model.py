@@ -1,0 +1,59 @@
+"""What every model that is served through messages offers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.models.types import Batch, Generation
+from lorax_server.text import Progress, make_detokenizer
+from lorax_server.utils.tokenizer import TokenizerManager
+
+
+class Model(ABC):
+    """A model, its tokenizer, and its place among the ranks."""
+
+    dynamic_adapter_loading_enabled = True
+
+    def __init__(
+        self,
+        model_id: str,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        *,
+        requires_padding: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.model_id = model_id
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.tokenizers = TokenizerManager()
+        self.detokenizer = make_detokenizer(tokenizer)
+        self.requires_padding = requires_padding
+        self.dtype = dtype
+        self.device = device
+        self.process_group = process_group or FakeGroup()
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.size()
+
+    @property
+    @abstractmethod
+    def batch_type(self) -> type[Batch]: ...
+
+    @abstractmethod
+    def generate_token(self, batch: Any) -> tuple[list[Generation], Batch | None]:
+        """One step: the next token of every request, and the batch to continue with, if any is left."""
+
+    def decode_token(self, all_input_ids: Sequence[int], prefix_offset: int = 0, read_offset: int = 0) -> Progress:
+        """The text that the ids from `read_offset` on complete."""
+        return self.detokenizer.advance(all_input_ids, prefix_offset, read_offset)

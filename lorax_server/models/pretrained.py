@@ -1,0 +1,150 @@
+"""Any HuggingFace causal language model and its tokenizer, loaded or refused."""
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layer that keep keys and values
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def load_config(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever transformers makes of a name or a file it cannot take
+        raise ConfigError(f"{model_id}: no config of a model that can be read: {error}") from error
+    other = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(ATTENTION))
+    if other:
+        raise _keeps_other_state(model_id, config.model_type, f"its layers are {', '.join(other)}")
+    return config
+
+
+def load_tokenizer(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            model_id,
+            revision=revision,
+            padding_side="left",
+            truncation_side="left",
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:
+        raise ConfigError(f"{model_id}: no tokenizer that can be read: {error}") from error
+
+
+def load_model(
+    model_id: str,
+    config: Any,
+    revision: str | None,
+    quantize: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Any:
+    placement = _placement(quantize, device)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_id,
+            config=config,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **placement,
+        )
+    except Exception as error:
+        raise WeightsError(f"{model_id}: cannot be loaded as a causal language model: {error}") from error
+    model, report = loaded
+    if report["missing_keys"]:
+        raise WeightsError(f"{model_id}: the checkpoint lacks {_some(report['missing_keys'])}")
+    if report["unexpected_keys"]:
+        logger.warning("%s: not used by the model: %s", model_id, _some(report["unexpected_keys"]))
+    if getattr(model, "_is_stateful", False):
+        raise _keeps_other_state(model_id, config.model_type, f"{type(model).__name__} is recurrent")
+    return model if "device_map" in placement else model.to(device)
+
+
+def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
+    """The token that fills up shorter prompts. It is masked, so any will do that the model knows."""
+    named = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *sorted(eos_token_ids(config, tokenizer)))
+    for token_id in named:
+        if token_id is not None and 0 <= token_id < vocab_size:
+            return int(token_id)
+    raise ConfigError(
+        f"neither the tokenizer nor the config names a pad or eos token among the model's {vocab_size}: "
+        "set pad_token_id or eos_token_id in config.json"
+    )
+
+
+def eos_token_ids(*named: Any) -> frozenset[int]:
+    """All eos tokens that a tokenizer or any config names, each one or a list."""
+    found: set[int] = set()
+    for each in named:
+        ids = getattr(each, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def max_positions(config: Any) -> int | None:
+    """How many tokens of a sequence the model takes; None where its config does not say.
+
+    Where rotary angles change beyond some length, transformers changes them for the whole batch. A request must not
+    depend on its neighbours, so that length is the limit.
+    """
+    text = config.get_text_config(decoder=True)
+    named = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    limits = [limit for limit in named if isinstance(limit, int) and limit > 0][:1]
+    for rope in _rope_parameters(text):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            unscaled = rope.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            limits += [unscaled] if unscaled else []
+    return min(limits, default=None)
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One set, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return []
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def _placement(quantize: str | None, device: torch.device) -> dict[str, Any]:
+    """How the weights are stored and where."""
+    several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
+    if quantize is None:
+        return {"device_map": "auto"} if several_gpus else {}
+    if quantize != "bitsandbytes":
+        raise ConfigError(f"quantize = {quantize!r} is not supported here; bitsandbytes (8 bit) is")
+    missing = [package for package in ("accelerate", "bitsandbytes") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"quantize = 'bitsandbytes' needs {' and '.join(missing)}: pip install lorax_server[quantize]"
+        )
+    return {
+        "quantization_config": BitsAndBytesConfig(load_in_8bit=True),
+        "device_map": "auto" if several_gpus else {"": device},
+    }
+
+
+def _keeps_other_state(model_id: str, model_type: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model_id}: model type {model_type!r} keeps state that is not keys and values ({why}), "
+        "which padded batches cannot join and split"
+    )
+
+
+def _some(names: Any, most: int = 5) -> str:
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,132 @@
+"""What a padded batch is, and what comes out of each of its steps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lorax_server.stopping import FinishReason
+
+if TYPE_CHECKING:
+    from lorax_server.pb import generate_pb2
+
+
+def messages() -> Any:
+    """The message types. Only who sends or wants messages needs protobuf."""
+    from lorax_server.pb import generate_pb2  # noqa: PLC0415
+
+    return generate_pb2
+
+
+class Batch(ABC):
+    """Requests that are computed together."""
+
+    @classmethod
+    @abstractmethod
+    def from_pb(
+        cls,
+        pb: "generate_pb2.Batch",
+        tokenizer: Any,
+        tokenizers: Any,
+        processor: Any,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Batch": ...
+
+    @abstractmethod
+    def to_pb(self) -> "generate_pb2.CachedBatch": ...
+
+    @abstractmethod
+    def filter(self, request_ids: list[int]) -> "Batch | None":
+        """Keep these requests, in this order."""
+
+    @classmethod
+    @abstractmethod
+    def concatenate(cls, batches: Sequence[Any]) -> "Batch": ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class GeneratedText:
+    """A finished request."""
+
+    text: str
+    generated_tokens: int
+    skipped_tokens: int
+    finish_reason: FinishReason
+    seed: int | None  # None if nothing was drawn
+
+    def to_pb(self) -> "generate_pb2.GeneratedText":
+        message: generate_pb2.GeneratedText = messages().GeneratedText(
+            text=self.text,
+            generated_tokens=self.generated_tokens,
+            skipped_tokens=self.skipped_tokens,
+            finish_reason=int(self.finish_reason),
+            seed=self.seed,
+        )
+        return message
+
+
+@dataclass
+class AlternativeTokens:
+    """What could have been chosen instead, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    texts: list[str]
+
+    def to_pb(self) -> "generate_pb2.AlternativeTokens":
+        message: generate_pb2.AlternativeTokens = messages().AlternativeTokens(
+            ids=self.token_ids, logprobs=self.logprobs, texts=self.texts
+        )
+        return message
+
+
+@dataclass
+class NextTokens:
+    """Tokens of a request. The texts of those that are not special, one after the other, are the request's text."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    texts: list[str]
+    is_special: list[bool]
+    alternative_tokens: list[AlternativeTokens] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def to_pb(self) -> "generate_pb2.NextTokens":
+        message: generate_pb2.NextTokens = messages().NextTokens(
+            ids=self.token_ids,
+            logprobs=self.logprobs,
+            texts=self.texts,
+            is_special=self.is_special,
+            alternative_tokens=[alternatives.to_pb() for alternatives in self.alternative_tokens],
+        )
+        return message
+
+
+@dataclass
+class Generation:
+    """One request's share of a step."""
+
+    request_id: int
+    prefill_tokens: NextTokens | None  # with the first token, if it was asked for
+    prefill_tokens_length: int  # of the prompt with the first token, else 0
+    next_tokens: NextTokens
+    generated_text: GeneratedText | None  # with the last token
+
+    def to_pb(self) -> "generate_pb2.Generation":
+        message: generate_pb2.Generation = messages().Generation(
+            request_id=self.request_id,
+            prefill_tokens=self.prefill_tokens and self.prefill_tokens.to_pb(),
+            prefill_tokens_length=self.prefill_tokens_length,
+            next_tokens=self.next_tokens.to_pb(),
+            generated_text=self.generated_text and self.generated_text.to_pb(),
+        )
+        return message

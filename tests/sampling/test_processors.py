@@ -1,0 +1,220 @@
+"""What is done to scores, against transformers' classes that do the same to one row at a time."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from lorax_server.sampling.processors import (
+    count_tokens,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+    penalize_counts,
+    penalize_repetition,
+    rank,
+    scale,
+)
+
+INF = math.inf
+VOCABS = [1, 2, 7, 257, 5003]
+
+
+def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Rows of every kind that is hard on something."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(14, vocab, generator=generator)
+    normal[1] *= 10
+    normal[2] *= 1e-3
+    normal[3] *= 1e30  # all probability on one token
+    normal[4] *= 1e-30  # none likelier than another, though no two scores are the same
+    normal[5] = (normal[5] * 2).round()  # ties
+    normal[6] = (normal[6] > 1).float() * 5  # two values only
+    normal[7] = 0
+    normal[8] = -3.25
+    normal[9, torch.rand(vocab, generator=generator) < 0.5] = -INF
+    normal[10] = -INF
+    normal[10, vocab // 2] = 1.5  # one left
+    normal[11] = (normal[11] * 2).round() * math.log(2)  # probabilities that are sums of powers of two
+    normal[11, ::3] = -INF
+    normal[9, -1] = normal[11, -1] = 0.5  # of a small vocabulary nothing else may be left
+    normal[12] = normal[12].bfloat16().float() * 4
+    normal[13] = -normal[13].abs() - 1e4
+    return normal.to(device)
+
+
+def processed_one_by_one(
+    scores: torch.Tensor, processor: LogitsProcessor, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.cat(
+        [processor(None if ids is None else ids[row, None], scores[row, None]) for row in range(len(scores))]
+    )
+
+
+def of_each(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((len(scores),), value, dtype=dtype, device=scores.device)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides by a number."""
+    rtol = 0 if found.device.type == "cpu" else 1e-6
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+
+
+def is_at_least_one_left(scores: torch.Tensor) -> bool:
+    return bool((scores > -INF).any(-1).all())
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.7, 1.0, 1.3, 100.0])
+def test_temperature(vocab: int, temperature: float, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    expected = processed_one_by_one(scores, TemperatureLogitsWarper(temperature))
+    check(scale(scores.clone(), of_each(scores, temperature)), expected)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("k", [1, 2, 3, 50, 256, 257, 5002, 5003, 10**6])
+def test_top_k(vocab: int, k: int, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    counts = of_each(scores, min(k, vocab), torch.int64)
+    expected = processed_one_by_one(scores, TopKLogitsWarper(k))
+    check(keep_top_k(scores.clone(), counts, min(k, vocab)), expected)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-7, 1 - 1e-12])
+def test_top_p(vocab: int, p: float, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    found = keep_top_p(scores.clone(), of_each(scores, 1 - p))
+    expected = processed_one_by_one(scores, TopPLogitsWarper(p))
+    check(found.sort(-1).values, expected.sort(-1).values)  # which of equals transformers keeps is left open
+    assert torch.equal(found[found > -INF], scores[found > -INF])
+    assert is_at_least_one_left(found)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("p", [1e-45, 1e-30, 0.01, 0.1, 0.25, 0.5, 0.99, 1.0])
+def test_min_p(vocab: int, p: float, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    found = keep_min_p(scores.clone(), of_each(scores, p))
+    check(found, processed_one_by_one(scores, MinPLogitsWarper(p)))
+    assert is_at_least_one_left(found)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-12])
+def test_typical(vocab: int, p: float, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    found = keep_typical(scores.clone(), of_each(scores, p))
+    check(found, processed_one_by_one(scores, TypicalLogitsWarper(p)))
+    assert is_at_least_one_left(found)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("penalty", [1e-3, 0.5, 1.0, 1.2, 1e3])
+def test_repetition(vocab: int, penalty: float, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    ids = torch.randint(vocab, (len(scores), 9), device=device)
+    seen = count_tokens(ids, torch.ones_like(ids, dtype=torch.bool), vocab) > 0
+    expected = processed_one_by_one(scores, RepetitionPenaltyLogitsProcessor(penalty), ids)
+    check(penalize_repetition(scores.clone(), seen, of_each(scores, penalty)), expected)
+
+
+def test_each_row_has_its_own_parameter(device: torch.device) -> None:
+    scores = hard_scores(257, device)
+    rows = range(len(scores))
+    cases: list[tuple[Callable[..., torch.Tensor], Callable[[float], LogitsProcessor], list[float], tuple[int, ...]]]
+    cases = [
+        (scale, TemperatureLogitsWarper, [0.1 + 0.2 * row for row in rows], ()),
+        (keep_top_k, TopKLogitsWarper, [1 + 13 * row for row in rows], (257,)),
+        (lambda s, p: keep_top_p(s, 1 - p), TopPLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
+        (keep_min_p, MinPLogitsWarper, [0.01 + 0.07 * row for row in rows], ()),
+        (keep_typical, TypicalLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
+    ]
+    for ours, theirs, values, more in cases:
+        expected = torch.cat([theirs(value)(None, scores[row, None]) for row, value in enumerate(values)])
+        found = ours(scores.clone(), torch.tensor(values, device=device), *more)
+        check(found.sort(-1).values, expected.sort(-1).values)
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 0.7), (1.5, -2.0), (-2.0, 2.0), (0.3, 0.4)])
+def test_frequency_and_presence(frequency: float, presence: float, device: torch.device) -> None:
+    vocab, prompt_length = 7, 4
+    rows = [[0, 1, 2, 3, 0, 0, 0, 5], [6, 6, 6, 6, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1, 1, 1]]
+    scores = hard_scores(vocab, device)[: len(rows)]
+    expected = scores.tolist()
+    for row, ids in enumerate(rows):
+        for token, times in Counter(ids[prompt_length:]).items():
+            expected[row][token] -= times * frequency + presence
+    ids = torch.tensor(rows, device=device)
+    counts = count_tokens(ids, (torch.arange(ids.shape[1], device=device) >= prompt_length).expand_as(ids), vocab)
+    found = penalize_counts(scores, counts, of_each(scores, frequency), of_each(scores, presence))
+    torch.testing.assert_close(found, torch.tensor(expected, device=device))
+
+
+def test_only_what_is_counted_and_in_the_vocabulary_counts(device: torch.device) -> None:
+    ids = torch.tensor([[3, 3, 0, 7, 8, 2**40, 3], [-1, -(2**40), 5, 5, 2**62, 6, 7]], device=device)
+    counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 0, 0, 1, 1]], dtype=torch.bool, device=device)
+    assert count_tokens(ids, counted, 7).tolist() == [[1, 0, 0, 2, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
+
+
+def test_nothing_is_counted_where_there_is_nothing(device: torch.device) -> None:
+    ids = torch.empty(2, 0, dtype=torch.int64, device=device)
+    assert count_tokens(ids, ids > 0, 3).tolist() == [[0, 0, 0]] * 2
+
+
+# --- draw
+
+
+def test_a_draw_takes_the_token_whose_share_the_number_falls_into(device: torch.device) -> None:
+    probabilities = [0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0]
+    scores = torch.tensor(probabilities, device=device).log()
+    wanted = {0.0: 1, 0.2499: 1, 0.25: 3, 0.5: 3, 0.7499: 3, 0.75: 4, 0.8749: 4, 0.875: 5, 1 - 2**-32: 5}
+    uniform = torch.tensor(list(wanted), dtype=torch.float64, device=device)
+    assert draw(scores.expand(len(wanted), -1), uniform).tolist() == list(wanted.values())
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_draw_never_takes_what_is_impossible(vocab: int, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    for number in (0.0, 2**-32, 0.5, 1 - 2**-31, 1 - 2**-32):
+        taken = draw(scores, of_each(scores, number, torch.float64))
+        assert (scores.softmax(-1).gather(-1, taken[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_a_draw_from_no_numbers_is_still_a_token(bad: float, device: torch.device) -> None:
+    for scores in (torch.full((3, 7), bad, device=device), torch.zeros(3, 7, device=device)):
+        scores[1, 3] = bad
+        taken = draw(scores, torch.tensor([0.0, 0.5, 1 - 2**-32], dtype=torch.float64, device=device))
+        assert ((taken >= 0) & (taken < 7)).all()
+
+
+# --- rank
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_ranks_order_scores_and_then_tokens(vocab: int, device: torch.device) -> None:
+    scores = hard_scores(vocab, device)
+    expected = scores.sort(-1, descending=True, stable=True).indices
+    assert torch.equal(rank(scores).sort(-1, descending=True).indices, expected)
+    assert torch.equal(rank(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
+
+
+def test_ranks_know_every_kind_of_number(device: torch.device) -> None:
+    numbers = torch.tensor([[-0.0, 0.0, 1e-45, -1e-45, INF, -INF, 3e38, -3e38, 1.0, -1.0, 0.0]], device=device)
+    assert rank(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]
