@@ -40,7 +40,7 @@ class StoppingCriteria:
             eos_token_ids=frozenset(eos),
             ignore_eos=ignore_eos_token,
             stop_token_ids=frozenset(stop_token_ids),
-            stop_strings=tuple(stop_strings),
+            stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
             include_stop=include_stop,
         )
         self.current_tokens = 0

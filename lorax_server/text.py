@@ -58,7 +58,8 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
         )
     added = backend.get_added_tokens_decoder()
     special = frozenset(token_id for token_id, token in added.items() if token.special)
-    scheme = _recognise(json.loads(backend.to_str())["decoder"])
+    # The decoder's part of tokenizer.json; writing all of it takes half a second for a large vocabulary.
+    scheme = _recognise(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     if scheme is None:
         vocabulary = frozenset(backend.get_vocab().values())
         return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special, vocabulary)

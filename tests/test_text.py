@@ -1,6 +1,5 @@
 """Text that comes token by token is the text that comes at once: for bytes exactly, whatever the bytes are."""
 
-import codecs
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +17,14 @@ from tests.tokenizers import (
     EOS,
     OTHER_KINDS,
     UNKNOWN_ID,
-    Kind,
     PythonTokenizer,
     byte_level,
+    check_every_step,
     metaspace,
     random_ends,
     random_texts,
     sentencepiece,
+    shown,
     stream,
     streamed,
     word_piece,
@@ -49,23 +49,6 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))
 
 
-def shown(spelled: bytes) -> str:
-    """What of a text can be shown when more may follow: all but a character that is not complete."""
-    return codecs.utf_8_decode(spelled, "replace", False)[0]
-
-
-def check_every_step(kind: Kind, ids: Sequence[int], prompt: int) -> None:
-    """After every token all is out that can be, and nothing that the next could change."""
-    before, text = shown(kind.joined(ids[:prompt])), ""
-    for end, (progress, pending) in enumerate(
-        stream(make_detokenizer(kind.tokenizer), ids, range(prompt, len(ids) + 1)), prompt + 1
-    ):
-        text += progress.text
-        spelled = kind.joined(ids[:end])
-        assert before + text == shown(spelled)
-        assert before + text + pending == spelled.decode(errors="replace")
-
-
 # --- Tokens that are bytes --------------------------------------------------------------------------------------------
 
 
@@ -83,7 +66,7 @@ def test_a_text_that_is_streamed_is_the_text(name: str) -> None:
         ids = encode(kind.tokenizer, text)
         assert kind.joined(ids).decode() == decode(kind.tokenizer, ids)  # the oracle of the next lines
         prompt = rng.randint(0, len(ids))
-        check_every_step(kind, ids, prompt)
+        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
         within += shown(kind.joined(ids[:prompt])) != kind.joined(ids[:prompt]).decode(errors="replace")
     assert (within > 50) == (name in WITH_BYTES)  # many a prompt ended within a character
 
@@ -123,7 +106,7 @@ def test_any_tokens_in_any_order(name: str) -> None:
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS // 2):
         ids = [rng.choice([rng.randrange(size), rng.randrange(300), UNKNOWN_ID]) for _ in range(rng.randint(1, 12))]
-        check_every_step(kind, ids, rng.randint(0, len(ids)))
+        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
@@ -136,7 +119,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
     spellings += [bytes(rng.choices(b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=8)) for _ in range(NUM_TEXTS)]
     for spelled in spellings:
         ids = [token[bytes([byte])] for byte in spelled]
-        check_every_step(kind, ids, rng.randint(0, len(ids)))
+        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
         if name == "byte-level":
             assert decode(kind.tokenizer, ids) == spelled.decode(errors="replace")
 
@@ -154,7 +137,8 @@ def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
 def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
     kind = byte_level()
     token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
-    check_every_step(kind, [token[bytes([byte])] for byte in spelled], data.draw(st.integers(0, len(spelled))))
+    ids, prompt = [token[bytes([byte])] for byte in spelled], data.draw(st.integers(0, len(spelled)))
+    check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
@@ -327,6 +311,22 @@ def test_the_offsets_stay_close(name: str) -> None:
     for end, (progress, _) in enumerate(stream(detokenizer, ids, range(50, len(ids) + 1)), 51):
         assert 0 <= end - progress.read_offset <= 3
         assert 0 <= progress.read_offset - progress.prefix_offset <= 6
+
+
+@pytest.mark.parametrize("name", [*BYTE_KINDS, *OTHER_KINDS])
+def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
+    tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
+    detokenizer, rng = make_detokenizer(tokenizer), random.Random(19)
+    special = getattr(tokenizer, "eos_token_id", None) or tokenizer.token_to_id(EOS)
+    for sample in random_texts(NUM_TEXTS // 4, seed=20):
+        ids = [t for token_id in encode(tokenizer, sample) for t in (token_id, *[special] * rng.choice([0, 0, 0, 2]))]
+        prompt, so_far = rng.randint(0, len(ids)), ""
+        prefix, read = detokenizer.start(ids[:prompt])
+        for end in range(prompt + 1, len(ids) + 1):
+            text, more, read = detokenizer.advance(ids[prefix:end], 0, read - prefix)
+            prefix, read, so_far = prefix + more, prefix + read, so_far + text
+        pending = detokenizer.pending(ids[prefix:], 0, read - prefix)
+        assert so_far + pending == streamed(detokenizer, ids, range(prompt, len(ids) + 1))
 
 
 class CountingList(list[int]):

@@ -1,5 +1,6 @@
 """Tokenizers of every kind, made here from a few sentences, and random text for them."""
 
+import codecs
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,6 +81,21 @@ class Kind(NamedTuple):
 
     def joined(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.strip([piece for token_id in ids if (piece := self.bytes_of(token_id))]))
+
+
+def shown(spelled: bytes) -> str:
+    """What of a text can be shown when more may follow: all but a character that is not complete."""
+    return codecs.utf_8_decode(spelled, "replace", False)[0]
+
+
+def check_every_step(detokenizer: Detokenizer, kind: Kind, ids: Sequence[int], prompt: int) -> None:
+    """After every token all is out that can be, and nothing that the next could change."""
+    before, text = shown(kind.joined(ids[:prompt])), ""
+    for end, (progress, pending) in enumerate(stream(detokenizer, ids, range(prompt, len(ids) + 1)), prompt + 1):
+        text += progress.text
+        spelled = kind.joined(ids[:end])
+        assert before + text == shown(spelled)
+        assert before + text + pending == spelled.decode(errors="replace")
 
 
 def _with_special(tokenizer: Tokenizer) -> Tokenizer:

@@ -1,0 +1,146 @@
+"""What a request may ask for: everything else is refused, and the message says which parameter it is about."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import InputError
+from lorax_server.types import MAX_SEED, SamplingParams, StopParams
+
+NO_NUMBER: list[Any] = ["1", "", b"1", None, [1], {}, True, False, 1j, object()]
+NOT_FINITE: list[Any] = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 1e39, -1e39]
+NO_COUNT: list[Any] = [*NO_NUMBER, -1, -(10**400), 0.0, 1.0, 1.5, math.nan, math.inf]
+NO_FLAG: list[Any] = ["false", "", 0, 1, None, 0.0, []]
+
+# Each parameter, its name in messages, what it may be and what not.
+NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 0.0, 1e-6, 1, 2.5, 1e6], [-1e-9, -1]),
+    "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2]),
+    "min_p": ([0, 0.0, 0.5, 1, 1.0], [-1e-9, 1.0000001]),
+    "typical_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2]),
+    "repetition_penalty": ([1e-6, 0.5, 1, 100], [0, 0.0, -1]),
+    "frequency_penalty": ([-2, -0.5, 0, 2.0], [-2.0000001, 2.0000001, 3]),
+    "presence_penalty": ([-2, -0.5, 0, 2.0], [-2.0000001, 2.0000001, 3]),
+}
+COUNTS: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "top_k": ("top_k", [0, 1, 2**31, 10**30], []),
+    "seed": ("seed", [0, 1, MAX_SEED], [MAX_SEED + 1, 10**400]),
+    "num_alternatives": ("return_k_alternatives", [0, 1, 50], []),
+}
+MAPPINGS: list[Any] = ["", "5", 5, None, [(1, 2.0)], {1}]
+BIASES: list[Any] = [{key: 1.0} for key in NO_COUNT if key.__hash__]
+BIASES += [{1: bias} for bias in (*NO_NUMBER, *NOT_FINITE)]
+
+
+def refused(kind: type, field: str, value: Any, named: str) -> None:
+    with pytest.raises(InputError, match=f"`{named}`"):
+        kind(**{field: value})
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_numbers_of_sampling(field: str) -> None:
+    good, bad = NUMBERS[field]
+    for value in good:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+    for value in (*bad, *NO_NUMBER, *NOT_FINITE):
+        refused(SamplingParams, field, value, field)
+
+
+@pytest.mark.parametrize("field", COUNTS)
+def test_counts_of_sampling(field: str) -> None:
+    named, good, bad = COUNTS[field]
+    for value in good:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+    for value in (*bad, *NO_COUNT):
+        refused(SamplingParams, field, value, named)
+
+
+@pytest.mark.parametrize("field", ["do_sample", "watermark", "raw_logprobs"])
+def test_flags_of_sampling(field: str) -> None:
+    assert getattr(SamplingParams(**{field: True}), field) is True
+    for value in NO_FLAG:
+        refused(SamplingParams, field, value, field)
+
+
+def test_a_bias_is_a_number_for_a_token() -> None:
+    assert SamplingParams(logit_bias={0: -100, 5: 1.5}).logit_bias == {0: -100, 5: 1.5}
+    for value in (*MAPPINGS, *BIASES):
+        refused(SamplingParams, "logit_bias", value, "logit_bias")
+
+
+def test_a_message_says_what_was_wrong_with_a_bias() -> None:
+    with pytest.raises(InputError, match="keyed by token ids, not '5'"):
+        SamplingParams(logit_bias={"5": 1.0})
+    with pytest.raises(InputError, match="of token 5 must be a finite number"):
+        SamplingParams(logit_bias={5: math.inf})
+
+
+@pytest.mark.parametrize(
+    ("params", "greedy"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(temperature=0.5), True),
+        (SamplingParams(do_sample=True), False),
+        (SamplingParams(do_sample=True, temperature=0), True),
+        (SamplingParams(do_sample=True, temperature=0.0, top_k=5), True),
+    ],
+)
+def test_it_is_greedy_unless_it_samples_at_some_temperature(params: SamplingParams, greedy: bool) -> None:
+    assert params.is_greedy is greedy
+
+
+def test_how_many_tokens() -> None:
+    assert StopParams(max_new_tokens=10**30, min_new_tokens=10**30).min_new_tokens == 10**30
+    for value in (0, *NO_COUNT):
+        refused(StopParams, "max_new_tokens", value, "max_new_tokens")
+    for value in NO_COUNT:
+        refused(StopParams, "min_new_tokens", value, "min_new_tokens")
+
+
+def test_a_minimum_above_the_maximum_is_refused_with_both() -> None:
+    assert StopParams(max_new_tokens=5, min_new_tokens=5)
+    with pytest.raises(InputError, match=r"`min_new_tokens` \(6\) must be <= `max_new_tokens` \(5\)"):
+        StopParams(max_new_tokens=5, min_new_tokens=6)
+
+
+@pytest.mark.parametrize("field", ["eos_token_ids", "stop_token_ids"])
+def test_tokens_that_stop(field: str) -> None:
+    assert getattr(StopParams(**{field: frozenset({0, 5})}), field) == {0, 5}
+    for token in NO_COUNT:
+        if token.__hash__:
+            refused(StopParams, field, frozenset({token}), field)
+    for value in (5, None, "5", "", b"5", [5]):
+        refused(StopParams, field, value, field)
+
+
+def test_strings_that_stop() -> None:
+    assert StopParams(stop_strings=("\n", " ")).stop_strings == ("\n", " ")
+    for value in (("a", ""), ("",), (None,), (5,), (b"a",), (True,), (["a"],), None, 5, True):
+        refused(StopParams, "stop_strings", value, "stop")
+
+
+def test_one_string_is_not_a_list_of_its_characters() -> None:
+    refused(StopParams, "stop_strings", "stop", "stop")
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "include_stop"])
+def test_flags_of_stopping(field: str) -> None:
+    assert getattr(StopParams(**{field: True}), field) is True
+    for value in NO_FLAG:
+        refused(StopParams, field, value, field)
+
+
+def test_the_tokens_that_end_a_request_by_themselves() -> None:
+    both = {"eos_token_ids": frozenset({1, 2}), "stop_token_ids": frozenset({2, 3})}
+    assert StopParams(**both).ending_token_ids == {1, 2, 3}
+    assert StopParams(**both, ignore_eos=True).ending_token_ids == {2, 3}
+    assert StopParams().ending_token_ids == frozenset()
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, StopParams])
+def test_parameters_do_not_change_and_the_defaults_are_accepted(kind: type) -> None:
+    params = kind()
+    with pytest.raises(AttributeError):
+        params.anything = 1
+    assert params == kind()
