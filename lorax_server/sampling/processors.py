@@ -6,6 +6,7 @@ Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes 
 import torch
 
 NEVER = float("-inf")
+FEW = 1024  # tokens among which the nucleus is looked for first
 
 
 def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -32,11 +33,32 @@ def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor
 
 
 def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """The fewest best that leave out at most the probability `rest`, which is 1 - p."""
-    ordered, order = scores.sort(dim=-1, stable=True)
-    left_out = ordered.softmax(-1).cumsum(-1) <= rest[:, None]
-    left_out[:, -1] = False
-    return scores.masked_fill_(torch.empty_like(left_out).scatter_(-1, order, left_out), NEVER)
+    """The fewest best that leave out at most the probability `rest`, which is 1 - p; of equals those of higher id."""
+    probabilities = scores.softmax(-1)
+    wanted = probabilities.sum(-1, keepdim=True, dtype=torch.float64) - rest[:, None]
+    best, place = _best_until(scores, probabilities, wanted)
+    share = probabilities.gather(-1, place)
+    count = (share.cumsum(-1, dtype=torch.float64) - share < wanted).sum(-1, keepdim=True).clamp(min=1)
+    last_kept = best.gather(-1, count - 1)
+    is_better, is_equal = scores > last_kept, scores == last_kept
+    num_equal = count - is_better.sum(-1, keepdim=True)
+    from_the_end = is_equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+    return scores.masked_fill_(~(is_better | (is_equal & (from_the_end <= num_equal))), NEVER)
+
+
+def _best_until(
+    scores: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores from the best on, at least until their probabilities sum up to what is wanted, and where they are.
+
+    A CPU sorts slowly, and a few are nearly always enough. A GPU sorts fast, and looking would make it wait.
+    """
+    if scores.device.type == "cpu":
+        best, place = scores.topk(min(FEW, scores.shape[-1]), dim=-1)
+        found = probabilities.gather(-1, place).sum(-1, keepdim=True, dtype=torch.float64)
+        if bool((found >= wanted).all()):
+            return best, place
+    return scores.sort(dim=-1, descending=True)
 
 
 def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -49,14 +71,18 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """Those whose surprise is closest to what is to be expected, until they have the probability `mass`."""
     log_probabilities = scores.log_softmax(-1)
     probabilities = log_probabilities.exp()
-    # A running sum, since a plain one is split over threads where there is one row only, and then rounds otherwise.
-    terms = (log_probabilities * probabilities).nan_to_num(nan=0.0)
-    expected = -terms.cumsum(-1, dtype=torch.float64)[:, -1:].float()
+    expected = -_running_sum((log_probabilities * probabilities).nan_to_num(nan=0.0))[:, -1:]
     distance = (-log_probabilities - expected).abs()
     ordered, order = distance.sort(dim=-1, stable=True)
-    below = (scores.gather(-1, order).softmax(-1).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
+    below = (_running_sum(scores.gather(-1, order).softmax(-1)) < mass[:, None]).sum(-1, keepdim=True)
     last_kept = ordered.gather(-1, below.clamp(max=scores.shape[-1] - 1))
     return scores.masked_fill_(distance > last_kept, NEVER)
+
+
+def _running_sum(x: torch.Tensor) -> torch.Tensor:
+    """In the order of the row. One row alone is summed in another order by a GPU, and a plain sum by threads of a CPU:
+    in float64, and rounded afterwards, no difference is left of that."""
+    return x.cumsum(-1, dtype=torch.float64).float()
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

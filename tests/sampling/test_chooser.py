@@ -1,0 +1,181 @@
+"""The next token of one sequence, and what a message asks for."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.pb.generate_pb2 import LogitBias, NextTokenChooserParameters
+from lorax_server.sampling import NextTokenChooser
+from lorax_server.sampling.chooser import params_from_pb
+from lorax_server.types import MAX_SEED, SamplingParams, StopParams
+
+
+def params(**fields: Any) -> SamplingParams:
+    return params_from_pb(NextTokenChooserParameters(**fields))
+
+
+def test_a_message_of_zeros_asks_for_nothing() -> None:
+    assert params() == SamplingParams(temperature=0.0)
+    assert params().is_greedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "samples"),
+    [
+        ({}, False),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "seed": 3}, False),
+        ({"temperature": 1.0, "repetition_penalty": 1.2}, False),
+        ({"temperature": 1.0, "watermark": True, "frequency_penalty": 1.0, "return_k_alternatives": 3}, False),
+        ({"temperature": 1.0, "do_sample": True}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 1.5}, True),
+        ({"temperature": 1e-30}, True),
+        ({"temperature": 1.0, "top_k": 1}, True),
+        ({"temperature": 1.0, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "typical_p": 0.9}, True),
+        ({"temperature": 1.0, "min_p": 0.1}, True),
+        ({"temperature": 0.0, "do_sample": True}, False),
+        ({"temperature": 0.0, "top_p": 0.9}, False),
+        ({"temperature": 0.0, "top_k": 10}, False),
+        ({"temperature": 0.0, "typical_p": 0.3, "min_p": 0.2, "do_sample": True}, False),
+    ],
+    ids=str,
+)
+def test_what_samples_is_loraxs_rule(fields: dict[str, Any], samples: bool) -> None:
+    assert params(**fields).is_greedy is not samples
+
+
+def test_every_field_arrives() -> None:
+    found = params(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        typical_p=0.75,
+        do_sample=True,
+        seed=MAX_SEED,
+        repetition_penalty=1.5,
+        frequency_penalty=-1.25,
+        presence_penalty=2.0,
+        watermark=True,
+        return_k_alternatives=4,
+        min_p=0.125,
+        logit_bias=[LogitBias(token_id=3, bias=-1.5), LogitBias(token_id=0, bias=2.0)],
+        raw_logprobs=True,
+    )
+    assert found == SamplingParams(
+        do_sample=True,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        min_p=0.125,
+        typical_p=0.75,
+        repetition_penalty=1.5,
+        frequency_penalty=-1.25,
+        presence_penalty=2.0,
+        logit_bias={3: -1.5, 0: 2.0},
+        watermark=True,
+        seed=MAX_SEED,
+        num_alternatives=4,
+        raw_logprobs=True,
+    )
+
+
+def test_a_message_that_went_over_the_wire_is_the_same() -> None:
+    sent = NextTokenChooserParameters(temperature=0.7, seed=2**63, logit_bias=[LogitBias(token_id=2**32 - 1, bias=1.0)])
+    received = NextTokenChooserParameters.FromString(sent.SerializeToString())
+    assert params_from_pb(received) == params_from_pb(sent)
+    assert params_from_pb(received).seed == 2**63
+
+
+@pytest.mark.parametrize("schema", ["{}", '{"type": "object"}'])
+def test_a_schema_is_refused(schema: str) -> None:
+    with pytest.raises(InputError, match="`schema`: structured output is not supported yet"):
+        params(schema=schema)
+
+
+def test_an_empty_schema_is_none() -> None:
+    assert params(schema="") == params()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-0.5, math.nan, math.inf, -math.inf)],
+        *[("top_p", value) for value in (-0.1, 1.5, math.nan, math.inf)],
+        *[("typical_p", value) for value in (-0.1, 1.5, math.nan)],
+        *[("min_p", value) for value in (-0.1, 1.5, math.nan)],
+        *[("repetition_penalty", value) for value in (-1.0, math.nan, math.inf)],
+        *[(f"{kind}_penalty", value) for kind in ("frequency", "presence") for value in (-2.5, 2.5, math.nan)],
+        *[("logit_bias", [LogitBias(token_id=1, bias=value)]) for value in (math.nan, math.inf, -math.inf)],
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"`{field}`"):
+        params(**{field: value})
+
+
+def test_numbers_of_32_bits_are_within_the_bounds_they_were_sent_with() -> None:
+    found = params(temperature=0.1, top_p=0.9999999999, typical_p=0.9999999999, min_p=1.0, frequency_penalty=2.0)
+    assert (found.top_p, found.typical_p, found.min_p, found.frequency_penalty) == (1.0, 1.0, 1.0, 2.0)
+
+
+def test_a_chooser_of_a_message_is_one_of_its_params(device: torch.device) -> None:
+    message = NextTokenChooserParameters(temperature=1.3, seed=11, repetition_penalty=1.2, return_k_alternatives=2)
+    stop = StopParams(min_new_tokens=2, eos_token_ids=frozenset({4}))
+    ids, scores = torch.tensor([[1, 2, 3]], device=device), torch.randn(1, 9, device=device)
+    found = NextTokenChooser.from_pb(message, stop, prompt_length=2)(ids, scores)
+    expected = NextTokenChooser(params_from_pb(message), stop, prompt_length=2)(ids, scores)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.logprobs, expected.logprobs)
+    assert found.alternatives.by_row() == expected.alternatives.by_row()
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(device: torch.device) -> None:
+    chooser = NextTokenChooser.from_pb(NextTokenChooserParameters(logit_bias=[LogitBias(token_id=9, bias=1.0)]))
+    with pytest.raises(InputError, match="token 9 is beyond the vocabulary of 9"):
+        chooser(torch.tensor([[1]], device=device), torch.zeros(1, 9, device=device))
+
+
+def test_a_chooser_may_be_asked_again_and_for_another_vocabulary(device: torch.device) -> None:
+    chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=1)
+    ids, scores = torch.tensor([[1, 2]], device=device), torch.randn(1, 50, device=device)
+    first, again = chooser(ids, scores), chooser(ids, scores)
+    assert torch.equal(first.token_ids, again.token_ids)
+    assert torch.equal(first.logprobs, again.logprobs)
+    assert chooser(ids, scores[:, :3]).token_ids.item() < 3
+
+
+def test_it_draws_anew_for_each_token(device: torch.device) -> None:
+    chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=3)
+    scores = torch.zeros(1, 1000, device=device)
+    drawn = [
+        chooser(torch.zeros(1, 3 + n, dtype=torch.int64, device=device), scores).token_ids.item() for n in range(9)
+    ]
+    assert len(set(drawn)) == 9
+
+
+def test_what_it_draws_depends_on_what_was_generated_and_not_on_the_prompt(device: torch.device) -> None:
+    scores = torch.randn(1, 1000, device=device)
+    drawn = set()
+    for prompt_length in (1, 5, 30):
+        chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=prompt_length)
+        ids = torch.zeros(1, prompt_length + 2, dtype=torch.int64, device=device)
+        drawn.add(chooser(ids, scores).token_ids.item())
+    assert len(drawn) == 1
+
+
+def test_the_prompt_is_repeated_but_not_frequent(device: torch.device) -> None:
+    ids, scores = torch.tensor([[0, 0, 0, 1]], device=device), torch.tensor([[4.0, 3.5, 3.0]], device=device)
+
+    def chosen(**asked: float) -> int:
+        return int(NextTokenChooser(SamplingParams(**asked), prompt_length=3)(ids, scores).token_ids)
+
+    assert chosen() == 0
+    assert chosen(repetition_penalty=1.5) == 2  # both were seen
+    assert chosen(frequency_penalty=1.0) == 0  # only token 1 was generated
+    assert chosen(presence_penalty=1.0) == 0

@@ -1,0 +1,635 @@
+"""Tokens of many sequences at once: each is what its row alone would get, and as likely as it should be."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+
+from lorax_server.errors import InputError
+from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
+from lorax_server.sampling.sampler import Alternatives, History, Wish
+from lorax_server.types import MAX_SEED, SamplingParams, StopParams
+
+INF = math.inf
+
+
+class Row(NamedTuple):
+    """One sequence, and the scores of its next token."""
+
+    params: SamplingParams
+    ids: tuple[int, ...]
+    prompt_length: int
+    logits: torch.Tensor  # [vocabulary]
+    stop: StopParams | None = None
+
+    @property
+    def wish(self) -> Wish:
+        return Wish(self.params) if self.stop is None else Wish.of(self.params, self.stop)
+
+
+def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
+    """Of all rows in one batch; what is beyond a row's length is `garbage`."""
+    width = max(len(row.ids) for row in rows) + extra
+    ids = torch.tensor([[*row.ids, *[garbage] * (width - len(row.ids))] for row in rows], device=device)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+    prompts = torch.tensor([row.prompt_length for row in rows], device=device)
+    logits = torch.stack([row.logits for row in rows]).to(device)
+    sampler = Sampler([row.wish for row in rows], logits.shape[1], device)
+    return sampler(logits, History(lengths, prompts, ids))
+
+
+def choose_alone(row: Row, device: torch.device) -> Sampled:
+    chooser = NextTokenChooser(row.params, row.stop, row.prompt_length)
+    return chooser(torch.tensor([row.ids], device=device), row.logits[None].to(device))
+
+
+def one(params: SamplingParams, logits: Sequence[float], *ids: int, stop: StopParams | None = None) -> Row:
+    return Row(params, ids or (0,), 1, torch.tensor(logits), stop)
+
+
+def bits(value: Any) -> Any:
+    """The same for the same bits only, and comparable though it may not be a number."""
+    if isinstance(value, Alternatives):
+        return value.token_ids, np.array(value.logprobs, np.float32).tobytes()
+    return value.cpu().numpy().tobytes()
+
+
+def of_row(sampled: Sampled, row: int) -> tuple[Any, ...]:
+    alternatives = sampled.alternatives.by_row() if sampled.alternatives is not None else {}
+    found = alternatives.get(row)
+    return int(sampled.token_ids[row]), bits(sampled.logprobs[row]), None if found is None else bits(found)
+
+
+# --- One row is many rows
+
+
+def params_of(vocab: int) -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        do_sample=st.sampled_from([True, True, False]),
+        temperature=st.sampled_from([1.0, 0.0, 0.01, 0.7, 1.9]),
+        top_k=st.sampled_from([0, 0, 1, 2, 5, 40, vocab - 1, vocab, 10**9]),
+        top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.9, 1 - 1e-9]),
+        min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+        typical_p=st.sampled_from([1.0, 1.0, 1e-9, 0.5, 0.95]),
+        repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, -1.0, 0.4]),
+        presence_penalty=st.sampled_from([0.0, 2.0, -0.6]),
+        logit_bias=st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-100.0, -1.0, 0.5, 3.0]), max_size=3),
+        watermark=st.sampled_from([False, False, True]),
+        seed=st.one_of(st.integers(0, 5), st.integers(0, MAX_SEED)),
+        num_alternatives=st.sampled_from([0, 0, 1, 2, 7, 30]),
+        raw_logprobs=st.booleans(),
+    )
+
+
+@st.composite
+def rows_of(draw: st.DrawFn, vocab: int) -> Row:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits = torch.randn(vocab, generator=generator) * 3
+    shape = draw(st.sampled_from(["plain", "ties", "holes", "nan", "inf", "empty"]))
+    if shape == "ties":
+        logits = logits.round()
+    elif shape == "holes":
+        logits[torch.rand(vocab, generator=generator) < 0.5] = -INF
+    elif shape in ("nan", "inf"):
+        logits[vocab // 2] = float(shape)
+    elif shape == "empty":
+        logits[:] = -INF
+    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9))
+    ending = frozenset(draw(st.lists(st.integers(0, vocab + 3), max_size=3)))
+    stop = StopParams(min_new_tokens=draw(st.sampled_from([0, 3, 20])), eos_token_ids=ending)
+    return Row(draw(params_of(vocab)), tuple(ids), draw(st.integers(0, len(ids))), logits, stop)
+
+
+@pytest.mark.parametrize("vocab", [7, 257, 5003])
+def test_a_row_in_any_batch_is_the_row_alone(vocab: int, device: torch.device) -> None:
+    @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        rows = data.draw(st.lists(rows_of(vocab), min_size=1, max_size=6))
+        garbage = data.draw(st.sampled_from([0, 1, rows[0].ids[0], vocab - 1, vocab, vocab + 5, 2**40, -1]))
+        alone = [of_row(choose_alone(row, device), 0) for row in rows]
+        together = choose(rows, device, garbage, extra=data.draw(st.integers(0, 3)))
+        assert [of_row(together, row) for row in range(len(rows))] == alone
+        order = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
+        regrouped = choose([rows[row] for row in order], device)
+        assert [of_row(regrouped, place) for place in range(len(order))] == [alone[row] for row in order]
+
+    check()
+
+
+VARIED = [
+    SamplingParams(),
+    SamplingParams(do_sample=True, seed=1),
+    SamplingParams(do_sample=True, typical_p=0.9, seed=2),
+    SamplingParams(do_sample=True, top_p=0.95, top_k=100, temperature=0.8, seed=3),
+    SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, num_alternatives=3),
+    SamplingParams(do_sample=True, min_p=0.05, watermark=True, seed=4, raw_logprobs=True, num_alternatives=20),
+    SamplingParams(do_sample=True, temperature=1.5, logit_bias={5: 4.0}, seed=5),
+    SamplingParams(do_sample=True, temperature=0.0, top_k=4),
+]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocab", [32_000, 50_257])  # a CPU splits the sum of one row over threads from 32,768 on
+def test_a_row_of_a_real_vocabulary_in_a_batch_is_the_row_alone(
+    vocab: int, device: torch.device, two_threads: None
+) -> None:
+    logits = torch.randn(3 * len(VARIED), vocab, generator=torch.Generator().manual_seed(0)) * 3
+    rows = [Row(VARIED[i % len(VARIED)], (1, 2, 3 + i, 2), 2, row.bfloat16().float()) for i, row in enumerate(logits)]
+    together = choose(rows, device, garbage=2, extra=2)
+    alone = [choose_alone(row, device) for row in rows]
+    if device.type != "cpu" and vocab % 4:  # a GPU reads four at once, and sums otherwise where a row starts in between
+        assert together.token_ids.tolist() == [int(each.token_ids) for each in alone]
+        torch.testing.assert_close(together.logprobs, torch.cat([each.logprobs for each in alone]), rtol=0, atol=4e-6)
+    else:
+        assert [of_row(together, i) for i in range(len(rows))] == [of_row(each, 0) for each in alone]
+
+
+def test_threads_do_not_sum_one_row_otherwise_than_many(device: torch.device, two_threads: None) -> None:
+    logits = torch.randn(100, 50_256, generator=torch.Generator().manual_seed(0)) * 3
+    rows = [Row(SamplingParams(), (0,), 1, row) for row in logits]
+    together = choose(rows, device)
+    assert [of_row(together, i) for i in range(len(rows))] == [of_row(choose_alone(row, device), 0) for row in rows]
+
+
+def test_what_is_beyond_a_rows_length_never_counts(device: torch.device) -> None:
+    params = SamplingParams(repetition_penalty=5.0, frequency_penalty=2.0, watermark=True, num_alternatives=7)
+    rows = [Row(params, (3, 4), 1, torch.randn(7)), Row(params, (1, 1, 1, 1, 1), 2, torch.randn(7))]
+    expected = of_row(choose_alone(rows[0], device), 0)
+    for garbage in (0, 3, 4, 6, 7, 2**60, -1):
+        assert of_row(choose(rows, device, garbage, extra=1), 0) == expected
+
+
+def test_a_row_without_tokens_disturbs_no_watermark(device: torch.device) -> None:
+    logits = torch.zeros(7)
+    marked = Row(SamplingParams(watermark=True, num_alternatives=7), (3,), 1, logits)
+    together = choose([Row(SamplingParams(), (), 0, logits), marked], device)
+    assert of_row(together, 1) == of_row(choose_alone(marked, device), 0)
+
+
+def test_the_order_of_alternatives_does_not_depend_on_how_many_others_ask_for(device: torch.device) -> None:
+    logits = torch.zeros(257)
+    logits[100:] = 1.0
+    for others in (1, 3, 4, 50, 257):
+        rows = [Row(SamplingParams(num_alternatives=n), (0,), 1, logits) for n in (3, others)]
+        assert choose(rows, device).alternatives.by_row()[0].token_ids == [100, 101, 102]
+
+
+# --- Temperature 0
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"typical_p": 0.2}, {"seed": 9, "top_k": 7}], ids=str
+)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_temperature_0_is_greedy_beside_whatever(more: dict[str, Any], do_sample: bool, device: torch.device) -> None:
+    logits = torch.randn(257)
+    cold = Row(SamplingParams(do_sample=do_sample, temperature=0.0, **more), (0,), 1, logits)
+    hot = Row(SamplingParams(do_sample=True, temperature=5.0, seed=3), (0,), 1, logits)
+    greedy = of_row(choose_alone(cold._replace(params=SamplingParams()), device), 0)
+    assert greedy[0] == logits.argmax()
+    assert of_row(choose_alone(cold, device), 0) == greedy
+    together = choose([hot, cold, hot, cold], device)
+    assert of_row(together, 1) == of_row(together, 3) == greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-38, 1e-45, 1e-300])
+def test_the_colder_the_greedier(temperature: float, device: torch.device) -> None:
+    """Also where the scores, divided by it, or the temperature itself would be no number of 32 bits any more."""
+    for seed in range(20):
+        logits = torch.randn(257, generator=torch.Generator().manual_seed(seed)) * 10
+        sampled = choose_alone(Row(SamplingParams(True, temperature, seed=seed), (0,), 1, logits), device)
+        assert sampled.token_ids.tolist() == [logits.argmax()]
+        assert sampled.logprobs.tolist() == [0.0]
+
+
+# --- Against the chain of transformers' classes
+
+CHAINS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5, "logit_bias": {3: 2.0, 200: -4.0}},
+    {"temperature": 0.5, "top_k": 20},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"top_k": 30, "top_p": 0.7, "min_p": 0.05},
+    {"top_k": 100, "typical_p": 0.6},
+    {"top_p": 0.9, "typical_p": 0.5, "temperature": 0.8},
+    {"watermark": True, "repetition_penalty": 0.7},
+    {
+        "watermark": True,
+        "repetition_penalty": 1.3,
+        "logit_bias": {1: 3.0, 7: 5.0, 9: -2.0},
+        "temperature": 0.9,
+        "top_k": 60,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "typical_p": 0.9,
+    },
+]
+ENDING = [7, 9]
+
+
+def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[LogitsProcessor]:
+    biases = {(token,): bias for token, bias in params.logit_bias.items()}
+    listed = [
+        (params.watermark, lambda: WatermarkLogitsProcessor(vocab, "cpu", greenlist_ratio=0.5)),
+        (params.repetition_penalty != 1, lambda: RepetitionPenaltyLogitsProcessor(params.repetition_penalty)),
+        (biases, lambda: SequenceBiasLogitsProcessor(biases)),
+        (True, lambda: MinNewTokensLengthLogitsProcessor(prompt_length, 4, ENDING)),
+        (params.temperature != 1, lambda: TemperatureLogitsWarper(params.temperature)),
+        (params.top_k, lambda: TopKLogitsWarper(params.top_k)),
+        (params.top_p < 1, lambda: TopPLogitsWarper(params.top_p)),
+        (params.min_p, lambda: MinPLogitsWarper(params.min_p)),
+        (params.typical_p < 1, lambda: TypicalLogitsWarper(params.typical_p)),
+    ]
+    return [make() for is_wanted, make in listed if is_wanted]
+
+
+@pytest.mark.parametrize("asked", CHAINS, ids=" ".join)
+@pytest.mark.parametrize("num_generated", [0, 3, 4, 6])
+def test_all_together_are_transformers_in_the_same_order(
+    asked: dict[str, Any], num_generated: int, device: torch.device
+) -> None:
+    vocab = 257
+    params = SamplingParams(do_sample=True, num_alternatives=vocab, **asked)
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(1, vocab, generator=generator) * 3
+        ids = torch.randint(vocab, (1, 5 + num_generated), generator=generator)
+        expected = logits
+        for processor in chain(params, vocab, 5):
+            expected = processor(ids, expected)
+        stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset(ENDING))
+        found = choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives
+        in_order = found.logprobs.cpu().scatter(-1, found.token_ids.cpu(), found.logprobs.cpu())
+        torch.testing.assert_close(in_order, expected.log_softmax(-1), rtol=1e-5, atol=1e-5)
+
+
+# --- Against probabilities of numpy's making
+
+LOGITS = np.array([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -INF, 0.9, -2.5, 1.1, -0.7, 0.0])
+PROMPT, GENERATED = [0, 3, 3, 9], [1, 1, 1, 4, 7]
+DRAWS = 20_000
+
+
+def normalized(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def keep(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
+    return np.where(np.isin(np.arange(len(scores)), kept), scores, -INF)
+
+
+def until(order: Sequence[int], probabilities: np.ndarray, mass: float) -> list[int]:
+    """The first of an order that have the mass together."""
+    kept: list[int] = []
+    for token in order:
+        if kept and probabilities[kept].sum() >= mass:
+            break
+        kept.append(token)
+    return kept
+
+
+def probabilities_of(params: SamplingParams) -> np.ndarray:
+    scores = LOGITS.copy()
+    for token in {*PROMPT, *GENERATED}:
+        scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+    for token in set(GENERATED):
+        scores[token] -= params.frequency_penalty * GENERATED.count(token) + params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    scores /= params.temperature
+    by_score = sorted(range(len(scores)), key=lambda token: -scores[token])
+    if params.top_k:
+        scores = keep(scores, by_score[: params.top_k])
+    if params.top_p < 1:
+        scores = keep(scores, until(by_score, normalized(scores), params.top_p))
+    if params.min_p:
+        scores = keep(scores, np.flatnonzero(normalized(scores) >= params.min_p * normalized(scores).max()))
+    if params.typical_p < 1:
+        probabilities = normalized(scores)
+        with np.errstate(divide="ignore"):
+            surprise = -np.log(probabilities)
+        entropy = sum(p * s for p, s in zip(probabilities, surprise, strict=True) if p)
+        by_distance = sorted(range(len(scores)), key=lambda token: abs(surprise[token] - entropy))
+        scores = keep(scores, until(by_distance, probabilities, params.typical_p))
+    return normalized(scores)
+
+
+def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
+    """Pearson's test; one honest sample in a thousand fails."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    if counts[probabilities == 0].any():
+        return False
+    possible = probabilities > 0
+    counts, expected = counts[possible], probabilities[possible] * len(tokens)
+    rare = expected < 5
+    if rare.any():  # too rare by themselves
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    freedom = len(counts) - 1
+    if freedom == 0:
+        return True
+    spread = 2 / (9 * freedom)  # Wilson and Hilferty: the cube root is almost normal
+    return bool(((counts - expected) ** 2 / expected).sum() < freedom * (1 - spread + 3.09 * spread**0.5) ** 3)
+
+
+def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
+    """A token of each of many seeds, at one position."""
+    wishes = [Wish(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
+    prompts = torch.full((DRAWS,), len(PROMPT), device=device)
+    ids = torch.tensor([PROMPT + GENERATED], device=device).expand(DRAWS, -1)
+    logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
+    sampled = Sampler(wishes, len(LOGITS), device)(logits, History(prompts + len(GENERATED), prompts, ids))
+    return sampled.token_ids.cpu().numpy()
+
+
+def draw_positions(asked: dict[str, Any], device: torch.device) -> np.ndarray:
+    """A token of each of many positions, with one seed."""
+    lengths = torch.arange(DRAWS, device=device) + 3
+    sampler = Sampler([Wish(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device)
+    logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
+    return sampler(logits, History(lengths, torch.full_like(lengths, 3))).token_ids.cpu().numpy()
+
+
+WARPERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "hot": {"temperature": 2.5},
+    "top-k": {"top_k": 4},
+    "top-p": {"top_p": 0.75},
+    "min-p": {"min_p": 0.2},
+    "typical": {"typical_p": 0.6},
+    "bias": {"logit_bias": {5: 3.0, 0: -1.5, 6: 50.0}},
+    "all": {"temperature": 1.4, "top_k": 9, "top_p": 0.97, "min_p": 0.03, "typical_p": 0.9, "logit_bias": {8: 3.0}},
+}
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.8},
+    "frequency": {"frequency_penalty": 0.5},
+    "presence": {"presence_penalty": 1.5},
+    "rewards": {"frequency_penalty": -0.4, "presence_penalty": -0.5, "repetition_penalty": 0.8},
+    "penalties": {"frequency_penalty": 0.3, "presence_penalty": 0.5, "repetition_penalty": 1.2, "top_k": 8},
+}
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_positions_draw_as_often_as_is_likely(name: str, device: torch.device) -> None:
+    assert is_drawn_from(draw_positions(WARPERS[name], device), probabilities_of(SamplingParams(**WARPERS[name])))
+
+
+@pytest.mark.parametrize("name", [*WARPERS, *PENALTIES])
+def test_seeds_draw_as_often_as_is_likely(name: str, device: torch.device) -> None:
+    asked = (WARPERS | PENALTIES)[name]
+    assert is_drawn_from(draw_seeds(asked, device), probabilities_of(SamplingParams(**asked)))
+
+
+def test_what_is_drawn_otherwise_is_found_out(device: torch.device) -> None:
+    plain = draw_seeds({}, device)
+    assert is_drawn_from(plain, probabilities_of(SamplingParams()))
+    for wrong in ({"temperature": 1.1}, {"top_p": 0.99}, {"top_k": 11, "logit_bias": {8: -50.0}}, {"min_p": 0.02}):
+        assert not is_drawn_from(plain, probabilities_of(SamplingParams(**wrong))), wrong
+    for name, asked in (WARPERS | PENALTIES).items():
+        if name != "plain":
+            assert not is_drawn_from(plain, probabilities_of(SamplingParams(**asked))), name
+    off = probabilities_of(SamplingParams())
+    off[[0, 1]] += [0.01, -0.01]
+    assert not is_drawn_from(plain, off)
+
+
+# --- What is reported
+
+
+def test_log_probabilities_are_after_processing_or_before(device: torch.device) -> None:
+    logits = torch.randn(50)
+    asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
+    biased = logits.clone()
+    biased[4] += 1
+    warped = TopKLogitsWarper(3)(None, biased[None] / 0.5)[0].log_softmax(-1)
+    for is_raw, expected in ((False, warped), (True, logits.log_softmax(-1))):
+        found = choose_alone(Row(SamplingParams(**asked, raw_logprobs=is_raw), (0,), 1, logits), device)
+        token = int(found.token_ids)
+        torch.testing.assert_close(found.logprobs.cpu(), expected[token, None])
+        best = expected.sort(descending=True, stable=True)
+        assert found.alternatives.token_ids[0].tolist() == best.indices[:6].tolist()
+        torch.testing.assert_close(found.alternatives.logprobs[0].cpu(), best.values[:6])
+
+
+def test_greedy_log_probabilities_know_penalties_but_no_temperature(device: torch.device) -> None:
+    logits = torch.randn(50)
+    row = Row(SamplingParams(temperature=0.3, top_k=2, repetition_penalty=2.0), (7, 8), 1, logits)
+    penalized = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([[7, 8]]), logits[None])
+    found = choose_alone(row, device)
+    assert found.token_ids.tolist() == penalized.argmax(-1).tolist()
+    torch.testing.assert_close(found.logprobs.cpu(), penalized.log_softmax(-1).amax(-1))
+
+
+def test_each_row_gets_as_many_alternatives_as_it_asks_for(device: torch.device) -> None:
+    counts = [0, 3, 1, 0, 100, 7]
+    found = choose([Row(SamplingParams(num_alternatives=n), (0,), 1, torch.randn(7)) for n in counts], device)
+    by_row = found.alternatives.by_row()
+    assert {row: len(top.token_ids) for row, top in by_row.items()} == {1: 3, 2: 1, 4: 7, 5: 7}
+    for row, top in by_row.items():
+        assert len(top.logprobs) == len(top.token_ids) == len(set(top.token_ids))
+        assert top.logprobs == sorted(top.logprobs, reverse=True)
+        assert (top.token_ids[0], top.logprobs[0]) == (found.token_ids[row].item(), found.logprobs[row].item())
+
+
+def test_nobody_asks_for_alternatives(device: torch.device) -> None:
+    assert choose([one(SamplingParams(), [1.0, 2.0])], device).alternatives is None
+
+
+EVERYTHING = SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, 1.2, 0.3, 0.4, {3: 1.0}, True, 5, 4, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_logits_stay_as_they_are(dtype: torch.dtype, device: torch.device) -> None:
+    stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset({1, 2}))
+    logits = torch.randn(57).to(dtype)
+    batches = [
+        [Row(EVERYTHING, (1, 2, 3), 1, logits, stop)] * 3,
+        [Row(EVERYTHING, (1, 2, 3), 1, logits, stop), Row(SamplingParams(), (1,), 1, logits)],
+        [Row(SamplingParams(raw_logprobs=True, num_alternatives=2), (1,), 1, logits)],
+        [Row(SamplingParams(do_sample=True, top_k=2), (1,), 1, logits)] * 2,
+    ]
+    for rows in batches:
+        given_logits = torch.stack([row.logits for row in rows]).to(device)
+        before = given_logits.clone()
+        ids = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
+        lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+        sampler = Sampler([row.wish for row in rows], 57, device)
+        found = sampler(given_logits, History(lengths, torch.ones_like(lengths), ids))
+        assert torch.equal(given_logits, before)
+        assert found.logprobs.dtype == torch.float32
+        as_wide = sampler(before.float(), History(lengths, torch.ones_like(lengths), ids))
+        assert [of_row(found, i) for i in range(len(rows))] == [of_row(as_wide, i) for i in range(len(rows))]
+
+
+# --- Scores that are no numbers
+
+ASKED = [
+    SamplingParams(),
+    SamplingParams(do_sample=True),
+    SamplingParams(do_sample=True, top_k=1),
+    SamplingParams(do_sample=True, top_p=0.5, temperature=0.7),
+    SamplingParams(do_sample=True, min_p=0.1),
+    SamplingParams(do_sample=True, typical_p=0.5),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=1.0, logit_bias={0: 1.0}),
+    SamplingParams(do_sample=True, raw_logprobs=True, num_alternatives=3),
+    EVERYTHING,
+]
+
+
+@pytest.mark.parametrize("params", ASKED, ids=range(len(ASKED)))
+@pytest.mark.parametrize("kind", ["one nan", "all nan", "one inf", "all inf", "all -inf", "nan and inf"])
+def test_no_number_gives_no_log_probability_but_a_token(
+    kind: str, params: SamplingParams, device: torch.device
+) -> None:
+    bad = torch.randn(57)
+    what, _, more = kind.partition(" ")
+    bad[slice(None) if what == "all" else 3] = float("nan" if what == "nan" else more)
+    if more == "and inf":
+        bad[[3, 4]] = torch.tensor([math.nan, INF])
+    good = torch.randn(57)
+    rows = [Row(params, (1, 2), 1, logits) for logits in (good, bad, good)]
+    found = choose(rows, device)
+    assert all(0 <= token < 57 for token in found.token_ids.tolist())
+    assert found.logprobs.isnan().tolist() == [False, True, False]
+    assert of_row(found, 0) == of_row(found, 2) == of_row(choose_alone(rows[0], device), 0)
+    if found.alternatives is not None:
+        assert all(0 <= token < 57 for token in found.alternatives.by_row()[1].token_ids)
+
+
+# --- Ends that come too early
+
+
+@pytest.mark.parametrize("num_generated", range(6))
+def test_ending_tokens_are_forbidden_until_enough_are_generated(num_generated: int, device: torch.device) -> None:
+    stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({5, 6, 10**9}))
+    params = SamplingParams(num_alternatives=8)
+    row = Row(params, (0,) * (4 + num_generated), 4, torch.tensor([0.0, 1, 9, 2, 3, 8, 7, 4]), stop)
+    alternatives = choose_alone(row, device).alternatives.by_row()[0]
+    impossible = {t for t, p in zip(alternatives.token_ids, alternatives.logprobs, strict=True) if p == -INF}
+    assert impossible == ({2, 5, 6} if num_generated < 3 else set())
+    assert alternatives.token_ids[0] == (7 if num_generated < 3 else 2)
+
+
+def test_an_end_that_is_ignored_is_not_forbidden(device: torch.device) -> None:
+    stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), ignore_eos=True)
+    assert choose_alone(one(SamplingParams(), [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [2]
+
+
+def test_no_bias_makes_a_forbidden_token_possible(device: torch.device) -> None:
+    stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
+    params = SamplingParams(logit_bias={2: 100.0})
+    assert choose_alone(one(params, [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [1]
+
+
+def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: torch.device) -> None:
+    stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
+    rows = [one(SamplingParams(do_sample=True, seed=i), [0.0, 1.0, 9.0], stop=stop) for i in range(200)]
+    assert 2 not in choose(rows, device).token_ids.tolist()
+    free = [row._replace(stop=None) for row in rows]
+    assert 2 in choose(rows + free, device).token_ids.tolist()[200:]
+    assert 2 not in choose(rows + free, device).token_ids.tolist()[:200]
+
+
+# --- What cannot be
+
+
+@pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])
+def test_a_bias_beyond_the_vocabulary_is_refused(token: int, device: torch.device) -> None:
+    with pytest.raises(InputError, match=f"`logit_bias`: token {token} is beyond the vocabulary of 7"):
+        Sampler([Wish(SamplingParams()), Wish(SamplingParams(logit_bias={token: 1.0}))], 7, device)
+
+
+def test_a_bias_of_the_last_token_is_not_refused(device: torch.device) -> None:
+    assert choose_alone(one(SamplingParams(logit_bias={2: 5.0}), [0.0, 1.0, -1.0]), device).token_ids.tolist() == [2]
+
+
+# --- Sizes
+
+
+def test_no_rows(device: torch.device) -> None:
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    sampler = Sampler([], 7, device)
+    found = sampler(torch.empty(0, 7, device=device), History(none, none))
+    assert (found.token_ids.shape, found.logprobs.shape, found.alternatives) == ((0,), (0,), None)
+    assert not sampler.needs_tokens
+
+
+@pytest.mark.parametrize("params", [*ASKED[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
+def test_a_vocabulary_of_one_token(params: SamplingParams, device: torch.device) -> None:
+    found = choose([one(params, [-3.0], 0, 0)] * 2, device)
+    assert found.token_ids.tolist() == [0, 0]
+    assert found.logprobs.tolist() == [0.0, 0.0]
+
+
+def test_512_rows(device: torch.device) -> None:
+    logits = torch.randn(512, 257, generator=torch.Generator().manual_seed(0))
+    rows = [Row(VARIED[i % len(VARIED)], (1, i % 257), 1, row) for i, row in enumerate(logits)]
+    found = choose(rows, device)
+    for row in range(0, 512, 37):
+        assert of_row(found, row) == of_row(choose_alone(rows[row], device), 0)
+
+
+def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> None:
+    for params in (
+        SamplingParams(watermark=True),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(frequency_penalty=0.1),
+        SamplingParams(presence_penalty=-0.1),
+    ):
+        assert Sampler([Wish(SamplingParams()), Wish(params)], 7, device).needs_tokens
+    free = SamplingParams(True, 0.7, 3, 0.9, 0.1, 0.9, logit_bias={1: 2.0}, num_alternatives=2, raw_logprobs=True)
+    sampler = Sampler([Wish(free, 3, frozenset({1}))], 7, device)
+    length = torch.tensor([3], device=device)
+    assert not sampler.needs_tokens
+    assert len(sampler(torch.zeros(1, 7, device=device), History(length, length)).token_ids) == 1
+
+
+# --- GPU
+
+
+@pytest.mark.gpu
+def test_the_cpu_waits_for_the_gpu_only_because_of_a_watermark() -> None:
+    rows, vocab = 8, 5003
+    wishes = [Wish(SamplingParams(**{**vars(EVERYTHING), "watermark": False}), 5, frozenset({1, 2}))] * (rows - 1)
+    sampler = Sampler([*wishes, Wish(SamplingParams())], vocab, "cuda")
+    ids = torch.zeros(rows, 6, dtype=torch.int64, device="cuda")
+    lengths = torch.full((rows,), 5, device="cuda")
+    history = History(lengths, lengths - 2, ids)
+    logits = torch.randn(rows, vocab, device="cuda")
+    sampler(logits, history)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampler(logits, history)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
