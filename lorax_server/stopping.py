@@ -75,6 +75,10 @@ class StoppingCriteria:
         """All that was shown."""
         return "".join(self._shown)
 
+    def may_end_with(self, token_id: int) -> bool:
+        """Whether this would be the last token whatever its text is; only then is there pending text to be shown."""
+        return self.remaining_tokens <= 1 or token_id in self.params.ending_token_ids
+
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
         """Take a token and the text it completed; `pending_text` is what more there would be if nothing followed."""
         self.current_tokens += 1

@@ -46,14 +46,15 @@ class CausalLM(Model):
         self.dynamic_adapter_loading_enabled = False
         self.config = config
         self.vocab_size = config.get_text_config(decoder=True).vocab_size
-        config.eos_token_id = sorted(eos_token_ids(config, model.generation_config, tokenizer)) or None
-        tokenizer.pad_token_id = resolve_pad_token(tokenizer, config, self.vocab_size)
+        eos = sorted(eos_token_ids(config, model.generation_config, tokenizer)) or None
+        object.__setattr__(config, "eos_token_id", eos)  # past the check of those configs that take one only
+        pad = resolve_pad_token(tokenizer, config, self.vocab_size)
+        tokenizer.pad_token_id = pad  # stays None where the tokenizer has no such token, but only the model
         self._takes_positions = takes(model, "position_ids")
         self._takes_logits_to_keep = takes(model, "logits_to_keep")
         self._sampler: tuple[list[NextTokenChooser], Sampler] | None = None
-        check_padding(
-            self.forward, f"{model_id} ({type(model).__name__})", self.vocab_size, tokenizer.pad_token_id, dtype, device
-        )
+        rounded_to = dtype if quantize is None else torch.float16  # 8-bit layers take no more, whatever they are given
+        check_padding(self.forward, f"{model_id} ({type(model).__name__})", self.vocab_size, pad, rounded_to, device)
 
     @property
     def batch_type(self) -> type[CausalLMBatch]:
@@ -155,7 +156,9 @@ class CausalLM(Model):
         stop, prefix = batch.stopping_criterias[row], batch.prefix_offsets[row]
         ids = batch.all_input_ids[row][prefix:, 0].tolist()
         progress = self.detokenizer.advance(ids, 0, batch.read_offsets[row] - prefix)
-        pending = self.detokenizer.pending(ids, progress.prefix_offset, progress.read_offset)
+        pending = ""
+        if stop.may_end_with(token_id):
+            pending = self.detokenizer.pending(ids, progress.prefix_offset, progress.read_offset)
         stop(token_id, progress.text, pending)
         batch.prefix_offsets[row] = prefix + progress.prefix_offset
         batch.read_offsets[row] = prefix + progress.read_offset
@@ -186,6 +189,9 @@ class CausalLM(Model):
         batch.input_ids = token_ids[:, None]
         batch.attention_mask[:, batch.attention_mask.shape[1] - batch.padding_right_offset] = 1
         batch.position_ids = batch.position_ids[:, -1:] + 1
+        for row, stop in enumerate(batch.stopping_criterias):
+            if stop.finish_reason is not None:  # stands still: the model may not have a position beyond its last
+                batch.position_ids[row] -= 1
         batch.past_key_values = past
         batch.max_input_length += 1
         batch.padding_right_offset -= 1
@@ -202,7 +208,8 @@ def _generated_text(batch: CausalLMBatch, row: int) -> GeneratedText | None:
 
 
 def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
-    failed = [request.id for request, logprob in zip(batch.requests, logprobs, strict=True) if math.isnan(logprob)]
+    rows = zip(batch.requests, batch.stopping_criterias, logprobs, strict=True)
+    failed = [request.id for request, stop, logprob in rows if stop.finish_reason is None and math.isnan(logprob)]
     if failed:
         raise LoraxError(
             f"the model's scores for the requests {failed} are not numbers (too large for its dtype?); "

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lorax_server.adapters.batch import AdapterBatchMetadata
 from lorax_server.models.past import LayerPast, join_pasts, select_past, unfold_heads
-from lorax_server.models.pretrained import eos_token_ids
+from lorax_server.models.pretrained import eos_token_ids, resolve_pad_token
 from lorax_server.models.requests import check_prompt, prompt_ids, stop_from_pb
 from lorax_server.models.types import Batch, messages
 from lorax_server.sampling import NextTokenChooser
@@ -82,7 +82,7 @@ class CausalLMBatch(Batch):
             prompts.append(ids)
             choosers.append(NextTokenChooser.from_pb(request.parameters, stop, len(ids)))
             stops.append(StoppingCriteria.from_params(stop))
-        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        pad = _pad_token(tokenizer, config)
         return cls.from_prompts(pb.id, list(pb.requests), prompts, choosers, stops, pad, device)
 
     @classmethod
@@ -97,6 +97,8 @@ class CausalLMBatch(Batch):
         device: torch.device,
     ) -> "CausalLMBatch":
         """A batch of tokenised prompts. Of a request, only `id`, `adapter_index` and `prefill_logprobs` are used."""
+        if not requests:
+            raise ValueError(f"batch {batch_id} has no requests")
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
         width, room = max(lengths), max(stop.remaining_tokens for stop in stops)
@@ -147,7 +149,7 @@ class CausalLMBatch(Batch):
         self.requests_idx_mapping = _index(self.requests)
 
         index = torch.tensor(rows, device=self.input_ids.device)
-        width, room = max(self.input_lengths), max(stop.remaining_tokens for stop in self.stopping_criterias)
+        width, room = max(self.input_lengths), self._room()
         end = self.attention_mask.shape[1] - self.padding_right_offset
         columns = slice(-width, None) if self.past_key_values is None else slice(None)
         self.input_ids = self.input_ids[index, columns]
@@ -198,11 +200,23 @@ class CausalLMBatch(Batch):
     def __len__(self) -> int:
         return len(self.requests)
 
+    def _room(self) -> int:
+        """For tokens to come. Those that a finished request was allowed and did not need would be beyond the mask."""
+        running = [stop for stop in self.stopping_criterias if stop.finish_reason is None]
+        return max((stop.remaining_tokens for stop in running), default=0)
+
     def _rows_of(self, request_ids: list[int]) -> list[int]:
         unknown = [request_id for request_id in request_ids if request_id not in self.requests_idx_mapping]
         if unknown or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"batch {self.batch_id} holds {list(self.requests_idx_mapping)}, asked for {request_ids}")
         return [self.requests_idx_mapping[request_id] for request_id in request_ids]
+
+
+def _pad_token(tokenizer: Any, config: Any) -> int:
+    """One that the model has. Without a config any will do: it is masked."""
+    if config is not None:
+        return resolve_pad_token(tokenizer, config, config.get_text_config(decoder=True).vocab_size)
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def _index(requests: Sequence[Any]) -> dict[int, int]:
@@ -216,6 +230,8 @@ def adapter_meta_of(requests: Sequence[Any], width: int, device: torch.device) -
 
 
 def _check_joinable(batches: Sequence[CausalLMBatch]) -> None:
+    if not batches:
+        raise ValueError("there are no batches to join")
     if any(batch.past_key_values is None for batch in batches):
         raise ValueError("only batches that have taken their first step can be joined")
     if len({batch.keys_head_dim_last for batch in batches}) != 1:

@@ -67,6 +67,8 @@ def load_model(
         raise WeightsError(f"{model_id}: the checkpoint lacks {_some(report['missing_keys'])}")
     if report["unexpected_keys"]:
         logger.warning("%s: not used by the model: %s", model_id, _some(report["unexpected_keys"]))
+    if quantize and not any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        raise ConfigError(f"{model_id}: bitsandbytes finds nothing to quantize in {type(model).__name__}")
     if getattr(model, "_is_stateful", False):
         raise _keeps_other_state(model_id, config.model_type, f"{type(model).__name__} is recurrent")
     return model if "device_map" in placement else model.to(device)
@@ -85,12 +87,12 @@ def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
 
 
 def eos_token_ids(*named: Any) -> frozenset[int]:
-    """All eos tokens that a tokenizer or any config names, each one or a list."""
+    """All eos tokens that a tokenizer or any config names, each one or a list. Some configs say -1 for none."""
     found: set[int] = set()
     for each in named:
         ids = getattr(each, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
-    return frozenset(found)
+    return frozenset(token_id for token_id in found if token_id >= 0)
 
 
 def max_positions(config: Any) -> int | None:

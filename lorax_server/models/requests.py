@@ -41,6 +41,11 @@ def check_prompt(request: Any, ids: list[int], max_new_tokens: int, config: Any)
             f"request {request.id}: token {beyond[0]} is beyond the model's vocabulary of {vocab_size}; "
             "its tokenizer knows more tokens than the model"
         )
+    for entry in request.parameters.logit_bias:  # here it is one request's; in a step it would be the whole batch's
+        if entry.token_id >= vocab_size:
+            raise InputError(
+                f"request {request.id}: `logit_bias`: token {entry.token_id} is beyond the vocabulary of {vocab_size}"
+            )
     limit = max_positions(config)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise InputError(

@@ -1,0 +1,380 @@
+"""A model step by step: what comes out for each request, and what happens to bad ones."""
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import AdapterError, InputError, LoraxError
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from lorax_server.pb import generate_pb2 as pb
+from lorax_server.stopping import FinishReason
+from tests.models.driving import Answer, Driver, batch_of, request, run
+from tests.models.tiny import EOS_ID, VOCAB, Zoo
+
+PROMPT, SHORT = [5, 9, 20, 33, 41], [7, 8]
+ENDLESS = {"ignore_eos_token": True}
+SURE = 1e4  # a bias that decides
+
+
+@pytest.fixture(scope="session")
+def lm(zoo: Zoo) -> CausalLM:
+    return zoo.served("llama")
+
+
+@pytest.fixture(scope="session")
+def oracle(zoo: Zoo) -> Any:
+    return zoo.pair("llama").oracle
+
+
+@torch.no_grad()
+def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
+    return oracle(torch.tensor([list(ids)], device=oracle.device)).logits[0].log_softmax(-1).cpu()
+
+
+class Script:
+    """Has the model answer with these tokens, one after another, whoever asks and in whatever batch.
+
+    What follows depends on the last token only, so no token may come twice.
+    """
+
+    def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> None:
+        following = dict(pairwise(tokens))
+        assert len(set(tokens)) == len(tokens)
+        forward = lm.model.forward
+
+        def scripted(**inputs: Any) -> Any:
+            output = forward(**inputs)
+            for row, last in enumerate(inputs["input_ids"][:, -1].tolist()):
+                output.logits[row, -1, following.get(last, EOS_ID)] += SURE
+            return output
+
+        monkeypatch.setattr(lm.model, "forward", scripted)
+        self.prompt = [tokens[0]]
+
+
+def tokens_of(lm: CausalLM, text: str) -> list[int]:
+    return list(lm.tokenizer(text)["input_ids"])
+
+
+def bytes_of(lm: CausalLM, text: str) -> list[int]:
+    """One token for each byte."""
+    names = bytes_to_unicode()
+    return [lm.tokenizer.convert_tokens_to_ids(names[byte]) for byte in text.encode()]
+
+
+# --- Against transformers ---------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_tokens_are_those_of_transformers(lm: CausalLM, oracle: Any) -> None:
+    answers = run(lm, request(0, PROMPT, stop=ENDLESS), request(1, SHORT, stop=ENDLESS))
+    for prompt, answer in zip((PROMPT, SHORT), answers, strict=True):
+        expected = log_probabilities(oracle, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        chosen = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+
+
+def test_prompt_tokens_come_with_the_first_token_and_their_logprobs(lm: CausalLM, oracle: Any) -> None:
+    asking = {"prefill_logprobs": True}
+    answers = run(
+        lm, request(0, PROMPT, fields=asking), request(1, SHORT), request(2, [250], fields=asking), request(3, PROMPT)
+    )
+    for prompt, answer in ((PROMPT, answers[0]), ([250], answers[2])):
+        assert answer.prompt is not None
+        assert answer.prompt.token_ids == prompt
+        assert math.isnan(answer.prompt.logprobs[0])
+        expected = log_probabilities(oracle, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert answer.prompt.logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert answer.prompt.texts == [lm.detokenizer.token_text(token_id) for token_id in prompt]
+    assert answers[1].prompt is None
+    assert answers[3].prompt is None
+
+
+def test_the_length_of_the_prompt_comes_with_the_first_token(lm: CausalLM) -> None:
+    for answer, length in zip(run(lm, request(0, PROMPT), request(1, SHORT)), (5, 2), strict=True):
+        assert [each.prefill_tokens_length for each in answer.generations] == [length] + [0] * 7
+
+
+def test_prompt_tokens_come_once_also_in_a_joined_batch(lm: CausalLM) -> None:
+    driver = Driver(lm)
+    batches = [driver.start(request(i, PROMPT, fields={"prefill_logprobs": True})) for i in range(2)]
+    driver.finish(CausalLMBatch.concatenate(batches))
+    for answer in driver.answers.values():
+        assert [each.prefill_tokens is not None for each in answer.generations] == [True] + [False] * 7
+
+
+def test_alternatives_are_the_likeliest_best_first(lm: CausalLM, oracle: Any) -> None:
+    answer, silent = run(lm, request(0, PROMPT, return_k_alternatives=3, stop=ENDLESS), request(1, SHORT))
+    expected = log_probabilities(oracle, [*PROMPT, *answer.token_ids])[len(PROMPT) - 1 : -1].topk(3)
+    for i, each in enumerate(answer.generations):
+        (alternatives,) = each.next_tokens.alternative_tokens
+        assert alternatives.token_ids == expected.indices[i].tolist()
+        assert alternatives.logprobs == pytest.approx(expected.values[i].tolist(), abs=1e-4)
+        assert alternatives.texts == [lm.detokenizer.token_text(token_id) for token_id in alternatives.token_ids]
+        assert alternatives.token_ids[0] == each.next_tokens.token_ids[0]  # greedy
+    assert all(each.next_tokens.alternative_tokens == [] for each in silent.generations)
+
+
+def test_more_alternatives_than_there_are_tokens_are_all_of_them(lm: CausalLM) -> None:
+    (answer,) = run(lm, request(0, PROMPT, 1, return_k_alternatives=1000))
+    (alternatives,) = answer.generations[0].next_tokens.alternative_tokens
+    assert sorted(alternatives.token_ids) == list(range(VOCAB))
+
+
+def test_raw_logprobs_are_the_models_own(lm: CausalLM, oracle: Any) -> None:
+    settings = {"do_sample": True, "temperature": 0.3, "top_k": 4, "repetition_penalty": 1.5, "seed": 5}
+    raw, processed = run(lm, request(0, PROMPT, raw_logprobs=True, **settings), request(1, PROMPT, **settings))
+    assert raw.token_ids == processed.token_ids
+    expected = log_probabilities(oracle, [*PROMPT, *raw.token_ids])[len(PROMPT) - 1 : -1]
+    chosen = expected.gather(-1, torch.tensor(raw.token_ids)[:, None])[:, 0]
+    assert raw.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert raw.logprobs != pytest.approx(processed.logprobs, abs=1e-2)
+
+
+# --- Where it ends ----------------------------------------------------------------------------------------------------
+
+
+def bias(*token_ids: int) -> list[pb.LogitBias]:
+    return [pb.LogitBias(token_id=token_id, bias=SURE) for token_id in token_ids]
+
+
+def end_of(answer: Answer) -> tuple[str, int, FinishReason]:
+    assert answer.end is not None
+    return answer.end.text, answer.end.generated_tokens, answer.end.finish_reason
+
+
+def test_eos_ends_a_request_and_is_not_part_of_its_text(lm: CausalLM) -> None:
+    (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(EOS_ID)))
+    assert answer.token_ids == [EOS_ID]
+    assert end_of(answer) == ("", 1, FinishReason.EOS_TOKEN)
+    (shown,) = [each.next_tokens for each in answer.generations]
+    assert (shown.texts, shown.is_special) == (["</s>"], [True])
+
+
+def test_eos_is_one_token_among_others_where_it_is_ignored(lm: CausalLM) -> None:
+    (answer,) = run(lm, request(0, PROMPT, 4, logit_bias=bias(EOS_ID), stop=ENDLESS))
+    assert answer.token_ids == [EOS_ID] * 4
+    assert end_of(answer) == ("", 4, FinishReason.LENGTH)
+
+
+def test_neither_eos_nor_stop_tokens_come_before_the_least_number_of_tokens(lm: CausalLM) -> None:
+    stop = {"min_new_tokens": 3, "stop_token_ids": [77]}
+    for ending in (EOS_ID, 77):
+        (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(ending), stop=stop))
+        assert len(answer.token_ids) == 4
+        assert answer.token_ids.index(ending) == 3
+
+
+def test_a_stop_token_ends_a_request_and_is_shown_unless_excluded(lm: CausalLM) -> None:
+    (letter,) = tokens_of(lm, "q")
+    for exclude, text in ((False, "q"), (True, "")):
+        stop = {"stop_token_ids": [letter], "exclude_stop": exclude}
+        (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(letter), stop=stop))
+        assert answer.token_ids == [letter]
+        assert end_of(answer) == (text, 1, FinishReason.STOP_SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "count"),
+    [
+        ({"stop_sequences": ["ef"]}, "bcdef", 5),
+        ({"stop_sequences": ["ef"], "exclude_stop": True}, "bcd", 5),
+        ({"stop_sequences": ["fg", "de"]}, "bcde", 4),
+        ({"stop_sequences": ["de"], "min_new_tokens": 4}, "bcdefgh", 8),
+        ({"stop_sequences": ["gh", "ghi"]}, "bcdefgh", 7),
+        ({"stop_sequences": ["ab"]}, "bcdefgh", 8),  # the prompt is not looked at
+        ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back, and shown in the end
+    ],
+)
+def test_stop_strings_over_several_tokens(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch, stop: dict[str, Any], text: str, count: int
+) -> None:
+    script = Script(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
+    answer, _ = run(lm, request(0, script.prompt, 12, stop=stop), request(1, SHORT, 12))
+    assert end_of(answer)[:2] == (text, count)
+    assert "".join(answer.texts) == text
+
+
+def test_characters_of_several_bytes_are_shown_when_they_are_complete(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "é日👋"
+    script = Script(lm, monkeypatch, [250, *bytes_of(lm, text)])
+    answer, other = run(lm, request(0, [250], 20), request(1, [*SHORT, 250], 20))
+    for each in (answer, other):
+        assert end_of(each) == (text, 10, FinishReason.EOS_TOKEN)
+        assert each.texts == ["", "é", "", "", "日", "", "", "", "👋"]
+    assert script.prompt == [250]
+
+
+def test_a_character_that_stays_incomplete_is_shown_as_such_at_the_end(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Script(lm, monkeypatch, [250, *tokens_of(lm, "x"), *bytes_of(lm, "日")])
+    (answer,) = run(lm, request(0, [250], 3))
+    assert end_of(answer) == ("x\ufffd", 3, FinishReason.LENGTH)
+    assert "".join(answer.texts) == "x\ufffd"
+
+
+def test_a_prompt_that_ends_within_a_character_is_completed(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *rest = bytes_of(lm, "é")
+    Script(lm, monkeypatch, [first, *rest])
+    (answer,) = run(lm, request(0, [5, first], 4))
+    assert end_of(answer)[0] == "é"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_texts_that_are_not_special_add_up_to_the_whole(lm: CausalLM, seed: int) -> None:
+    requests = [
+        request(i, PROMPT[: i + 1], 20, do_sample=True, temperature=2.0, seed=seed * 10 + i, stop=stop)
+        for i, stop in enumerate([{}, ENDLESS, {"stop_sequences": ["e"], "exclude_stop": True}, {"min_new_tokens": 9}])
+    ]
+    for answer in run(lm, *requests):
+        assert "".join(answer.texts) == end_of(answer)[0]
+        assert len(answer.generations) == end_of(answer)[1] == len(answer.token_ids)
+
+
+# --- Drawing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_regrouping(lm: CausalLM) -> None:
+    drawn = {"do_sample": True, "temperature": 1.5, "seed": 2**64 - 1}
+    (alone,) = run(lm, request(0, PROMPT, 12, stop=ENDLESS, **drawn))
+    together = run(lm, request(1, SHORT, 12), request(0, PROMPT, 12, stop=ENDLESS, **drawn))[1]
+    driver = Driver(lm)
+    batch = driver.start(request(0, PROMPT, 12, stop=ENDLESS, **drawn), request(1, SHORT, 12, stop=ENDLESS), steps=3)
+    batch = driver.steps(CausalLMBatch.concatenate([driver.start(request(2, [9] * 9, 12, stop=ENDLESS)), batch]), 2)
+    driver.finish(batch.filter([0, 2]))
+    assert alone.token_ids == together.token_ids == driver.answers[0].token_ids
+    assert alone.end == together.end == driver.answers[0].end
+    assert alone.end is not None
+    assert alone.end.seed == 2**64 - 1
+
+
+def test_requests_with_different_seeds_differ(lm: CausalLM) -> None:
+    answers = run(lm, *(request(i, PROMPT, do_sample=True, temperature=2.0, seed=i, stop=ENDLESS) for i in range(4)))
+    assert len({tuple(answer.token_ids) for answer in answers}) == 4
+
+
+def test_temperature_zero_is_greedy_beside_others(lm: CausalLM) -> None:
+    (greedy,) = run(lm, request(0, PROMPT))
+    cold, warm = run(
+        lm, request(0, PROMPT, temperature=0.0, do_sample=True, seed=3), request(1, PROMPT, temperature=3.0, seed=3)
+    )
+    assert cold.token_ids == greedy.token_ids
+    assert cold.end is not None
+    assert cold.end.seed is None
+    assert warm.token_ids != greedy.token_ids
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request(i, PROMPT[: i + 1], 4, stop=ENDLESS) for i in range(5)]
+    whole = run(lm, *requests)
+    seen: dict[int, list[int]] = {}
+    for rank in range(2):
+        monkeypatch.setattr(lm, "process_group", FakeGroup(rank, 2))
+        batch: CausalLMBatch | None = batch_of(lm, *requests)
+        while batch is not None:
+            generations, batch = lm.generate_token(batch)
+            assert [each.request_id for each in generations] == list(range(rank, 5, 2))
+            for each in generations:
+                seen.setdefault(each.request_id, []).extend(each.next_tokens.token_ids)
+    assert seen == {i: answer.token_ids for i, answer in enumerate(whole)}
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_refused(lm: CausalLM) -> None:
+    batch = batch_of(lm, request(0), request(1, fields={"adapter_index": 1}))
+    with pytest.raises(AdapterError, match="served without adapters"):
+        lm.generate_token(batch)
+    kept = batch.filter([0])
+    assert kept is not None
+    assert lm.generate_token(kept)[0]
+    ids = torch.tensor([[5]], device=lm.device)
+    with pytest.raises(AdapterError, match="served without adapters"):
+        lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), adapter_data=object())
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused_before_it_meets_others(lm: CausalLM) -> None:
+    with pytest.raises(InputError, match="request 1: `logit_bias`: token 300 is beyond the vocabulary of 300"):
+        batch_of(lm, request(0), request(1, logit_bias=bias(VOCAB)))
+
+
+def spoil(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float = math.nan) -> None:
+    """The scores of one row are not numbers."""
+    forward = lm.model.forward
+
+    def spoiling(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits[row] = value
+        return output
+
+    monkeypatch.setattr(lm.model, "forward", spoiling)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scores_that_are_not_numbers_name_the_request_and_the_others_go_on(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    (expected,) = run(lm, request(0, PROMPT))
+    with monkeypatch.context() as patch:
+        spoil(lm, patch, 1, value)
+        batch = batch_of(lm, request(0, PROMPT), request(1, [123, 8]))
+        with pytest.raises(LoraxError, match=r"scores for the requests \[1\] are not numbers"):
+            lm.generate_token(batch)
+    driver = Driver(lm)
+    kept = batch.filter([0])
+    driver.finish(kept)
+    assert driver.answers[0].token_ids == expected.token_ids
+
+
+def test_scores_that_stop_being_numbers_midway_leave_the_batch_as_it_was(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(lm, request(0, PROMPT, 12, stop=ENDLESS))[0]
+    driver = Driver(lm)
+    batch = driver.start(request(0, PROMPT, 12, stop=ENDLESS), request(1, SHORT, 12, stop=ENDLESS), steps=3)
+    with monkeypatch.context() as patch:
+        spoil(lm, patch, 1)
+        for _ in range(2):
+            with pytest.raises(LoraxError, match=r"\[1\]"):
+                lm.generate_token(batch)
+    driver.finish(batch.filter([0]))
+    assert driver.answers[0].token_ids == expected.token_ids
+
+
+def test_a_finished_request_whose_scores_are_not_numbers_disturbs_nobody(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(lm)
+    batch = driver.step(batch_of(lm, request(0, PROMPT, 1), request(1, SHORT, 5, stop=ENDLESS)), keep_finished=True)
+    spoil(lm, monkeypatch, 0)
+    while batch is not None:
+        batch = driver.step(batch, keep_finished=True)
+    assert len(driver.answers[1].token_ids) == 5
+
+
+def test_nothing_is_logged_in_a_step(lm: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        run(lm, request(0, PROMPT), request(1, SHORT))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_text_is_read_from_offsets_of_the_caller(lm: CausalLM) -> None:
+    ids = tokens_of(lm, "hello world")
+    assert lm.decode_token(ids).text == "hello world"
+    text, prefix, read = lm.decode_token(ids, 0, 2)
+    assert "hello world".endswith(text)
+    assert read == len(ids)
+    assert prefix <= read

@@ -1,0 +1,467 @@
+"""A padded batch: how requests come in, leave and join, field by field."""
+
+import copy
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from lorax_server.models.types import Batch
+from lorax_server.pb import generate_pb2 as pb
+from lorax_server.stopping import FinishReason
+from lorax_server.utils.tokenizer import TokenizerManager
+from tests.models.driving import Driver, batch_of, request, run
+from tests.models.tiny import Zoo, make_tokenizer
+
+LONG, SHORT, ONE = [5, 9, 20, 33, 41], [7, 8], [250]
+
+
+@pytest.fixture(scope="session")
+def lm(zoo: Zoo) -> CausalLM:
+    return zoo.served("llama")
+
+
+def ids_of(batch: CausalLMBatch) -> list[int]:
+    return [each.id for each in batch.requests]
+
+
+def three(lm: CausalLM) -> CausalLMBatch:
+    return batch_of(lm, request(0, LONG, 4), request(1, SHORT, 6), request(2, ONE, 3), batch_id=7)
+
+
+# --- The contract -----------------------------------------------------------------------------------------------------
+
+
+def test_fields_are_those_of_the_contract_in_its_order() -> None:
+    assert [field.name for field in fields(CausalLMBatch)] == [
+        "batch_id",
+        "requests",
+        "requests_idx_mapping",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "all_input_ids",
+        "input_lengths",
+        "prefix_offsets",
+        "read_offsets",
+        "next_token_choosers",
+        "stopping_criterias",
+        "adapter_meta",
+        "max_input_length",
+        "padding_right_offset",
+        "max_tokens",
+        "keys_head_dim_last",
+    ]
+    defaults = {field.name: field.default for field in fields(CausalLMBatch) if field.default is not MISSING}
+    assert defaults == {"keys_head_dim_last": True}
+    assert issubclass(CausalLMBatch, Batch)
+
+
+def test_both_names_are_found_where_the_contract_has_them(lm: CausalLM) -> None:
+    assert lm.batch_type is CausalLMBatch
+
+
+# --- Coming in --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_padded_on_the_left(lm: CausalLM) -> None:
+    batch, pad = three(lm), lm.tokenizer.pad_token_id
+    assert batch.input_ids.tolist() == [LONG, [pad] * 3 + SHORT, [pad] * 4 + ONE]
+    assert batch.input_lengths == [5, 2, 1]
+    assert batch.max_input_length == 5
+    assert [ids.tolist() for ids in batch.all_input_ids] == [[[i] for i in ids] for ids in (LONG, SHORT, ONE)]
+    assert batch.past_key_values is None
+    assert batch.requests_idx_mapping == {0: 0, 1: 1, 2: 2}
+    assert batch.batch_id == 7
+    assert len(batch) == 3
+
+
+def test_mask_has_room_for_all_tokens_to_come(lm: CausalLM) -> None:
+    batch = three(lm)
+    assert batch.padding_right_offset == 6
+    assert batch.attention_mask.tolist() == [
+        [1, 1, 1, 1, 1, *[0] * 6],
+        [0, 0, 0, 1, 1, *[0] * 6],
+        [0, 0, 0, 0, 1, *[0] * 6],
+    ]
+    assert batch.max_tokens == 3 * (5 + 6)
+
+
+def test_positions_count_from_the_first_token_of_each(lm: CausalLM) -> None:
+    assert three(lm).position_ids.tolist() == [[0, 1, 2, 3, 4], [1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
+
+
+def test_text_continues_the_prompt(lm: CausalLM) -> None:
+    batch = three(lm)
+    assert batch.read_offsets == batch.input_lengths
+    assert batch.prefix_offsets == [0, 0, 0]
+
+
+def test_every_cell_has_an_adapter_and_after_the_first_step_every_row(lm: CausalLM) -> None:
+    message = pb.Batch(
+        requests=[
+            request(0, LONG, fields={"adapter_index": 2}),
+            request(1, SHORT, fields={"adapter_index": 2}),
+            request(2, ONE),
+        ]
+    )
+    batch = CausalLMBatch.from_pb(
+        message, lm.tokenizer, TokenizerManager(), None, None, torch.float32, torch.device("cpu")
+    )
+    meta = batch.adapter_meta
+    assert meta.adapter_indices.tolist() == [2] * 10 + [0] * 5
+    assert (meta.adapter_segments, meta.segment_indices) == ([0, 10, 15], [2, 0])
+    kept = batch.filter([2, 1])
+    assert kept is not None
+    assert kept.adapter_meta.adapter_indices.tolist() == [0, 0, 2, 2]
+
+    batch = Driver(lm).start(request(0, LONG), request(1, SHORT))
+    assert batch.adapter_meta.adapter_indices.tolist() == [0, 0]
+    assert batch.adapter_meta.adapter_segments == [0, 2]
+
+
+def test_ids_are_taken_instead_of_text(lm: CausalLM) -> None:
+    carried = request(0, LONG)
+    carried.inputs = "hello hello"
+    batch = batch_of(lm, carried, request(1, "hello hello"))
+    assert batch.all_input_ids[0][:, 0].tolist() == LONG
+    assert batch.all_input_ids[1][:, 0].tolist() == lm.tokenizer("hello hello")["input_ids"]
+
+
+def test_each_request_is_truncated_to_its_own_last_tokens(lm: CausalLM) -> None:
+    texts = [request(i, "the quick brown fox", fields={"truncate": truncate}) for i, truncate in enumerate((0, 3, 1))]
+    batch = batch_of(lm, *texts, request(3, LONG, fields={"truncate": 2}), request(4, SHORT, fields={"truncate": 9}))
+    full = lm.tokenizer("the quick brown fox")["input_ids"]
+    prompts = [ids[:, 0].tolist() for ids in batch.all_input_ids]
+    assert prompts == [full, full[-3:], full[-1:], LONG[-2:], SHORT]
+
+
+def test_an_adapter_can_have_its_own_tokenizer(lm: CausalLM) -> None:
+    own = make_tokenizer(eos_token="t", pad_token="<s>")
+    tokenizers = TokenizerManager()
+    tokenizers.add_tokenizer(3, lambda text: {"input_ids": [len(text)]})
+    tokenizers.add_tokenizer(4, own)
+    message = pb.Batch(
+        requests=[request(i, "hello", fields={"adapter_index": adapter}) for i, adapter in enumerate((0, 3, 4))]
+    )
+    batch = CausalLMBatch.from_pb(message, lm.tokenizer, tokenizers, None, None, torch.float32, torch.device("cpu"))
+    assert [ids[:, 0].tolist() for ids in batch.all_input_ids[1:]] == [[5], own("hello")["input_ids"]]
+    eos = [stop.params.eos_token_ids for stop in batch.stopping_criterias]
+    assert eos == [{lm.tokenizer.eos_token_id}, frozenset(), {own.eos_token_id}]
+
+
+def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
+    message = pb.Batch(requests=[request(0, [99_999] * 500)])
+    batch = CausalLMBatch.from_pb(message, lm.tokenizer, lm.tokenizers, None, None, torch.float32, torch.device("cpu"))
+    assert batch.max_input_length == 500
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(5, ""), "request 5: `inputs` cannot be empty"),
+        (request(5, [5] * 121, 8), "request 5: `inputs` tokens [+] `max_new_tokens` must be <= 128. Given: 121"),
+        (request(5, [5], 128), "request 5: .* Given: 1 `inputs` tokens and 128 `max_new_tokens`"),
+        (request(5, [5, 300]), "request 5: token 300 is beyond the model's vocabulary of 300"),
+        (request(5, [5], 0), "`max_new_tokens` must be strictly positive"),
+        (request(5, [5], stop={"stop_sequences": [""]}), "`stop` must not hold empty strings"),
+        (request(5, [5], temperature=-1), "`temperature` must be non-negative"),
+        (request(5, [5], schema="{}"), "`schema`"),
+    ],
+)
+def test_a_bad_request_is_refused_and_says_why(lm: CausalLM, bad: pb.Request, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        batch_of(lm, request(0), bad)
+
+
+def test_images_are_refused(lm: CausalLM) -> None:
+    image = request(5, LONG)
+    image.tokenized_inputs.input_chunks.add().image.data = b"png"
+    with pytest.raises(InputError, match="request 5: images are not supported"):
+        batch_of(lm, image)
+
+
+def test_a_prompt_of_just_the_limit_runs_to_its_end(zoo: Zoo) -> None:
+    for name in ("gpt2", "llama", "mpt"):
+        (answer,) = run(zoo.served(name), request(0, [5] * 120, 8, stop={"ignore_eos_token": True}))
+        assert answer.end is not None
+        assert answer.end.generated_tokens == 8
+
+
+def test_a_message_tells_what_a_batch_holds(lm: CausalLM) -> None:
+    batch = three(lm)
+    assert batch.to_pb() == pb.CachedBatch(id=7, request_ids=[0, 1, 2], size=3, max_tokens=33, current_tokens=15)
+    batch = Driver(lm).steps(batch, 1)
+    assert batch.to_pb() == pb.CachedBatch(id=7, request_ids=[0, 1, 2], size=3, max_tokens=33, current_tokens=18)
+
+
+# --- After a step -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_moves_everything_by_one(lm: CausalLM) -> None:
+    batch, driver = three(lm), Driver(lm)
+    batch = driver.steps(batch, 1)
+    first = [driver.answers[i].token_ids for i in range(3)]
+    assert batch.input_ids.tolist() == first
+    assert batch.position_ids.tolist() == [[5], [2], [1]]
+    assert batch.attention_mask.tolist() == [
+        [1, 1, 1, 1, 1, 1, *[0] * 5],
+        [0, 0, 0, 1, 1, 1, *[0] * 5],
+        [0, 0, 0, 0, 1, 1, *[0] * 5],
+    ]
+    assert (batch.max_input_length, batch.padding_right_offset) == (6, 5)
+    assert batch.input_lengths == [6, 3, 2]
+    assert batch.past_key_values is not None
+    assert [part.shape for past in batch.past_key_values for part in past] == [(3, 2, 5, 8)] * 4
+    batch = driver.steps(batch, 1)
+    assert batch.input_ids.shape == batch.position_ids.shape == (3, 1)
+    assert batch.past_key_values is not None
+    assert batch.past_key_values[0][0].shape == (3, 2, 6, 8)
+
+
+def test_a_finished_request_is_silent_until_it_is_filtered_out(lm: CausalLM) -> None:
+    driver, batch = Driver(lm), three(lm)
+    for _ in range(5):
+        following = driver.step(batch, keep_finished=True)
+        assert following is not None
+        batch = following
+    assert ids_of(batch) == [0, 1, 2]
+    assert [len(driver.answers[i].token_ids) for i in range(3)] == [4, 5, 3]
+    generations, following = lm.generate_token(batch)
+    assert [each.request_id for each in generations] == [1]
+    assert following is None
+
+
+def test_a_batch_of_finished_requests_gives_nothing_and_ends(lm: CausalLM) -> None:
+    batch = three(lm)
+    for _ in range(3):
+        _, following = lm.generate_token(batch)
+        assert following is not None
+    kept = following.filter([2])
+    assert kept is not None
+    assert lm.generate_token(kept) == ([], None)
+
+
+@pytest.mark.parametrize("name", ["codegen", "gpt-j", "gpt2", "llama", "opt"])
+def test_a_finished_request_at_the_models_limit_does_not_stop_its_neighbours(name: str, zoo: Zoo) -> None:
+    lm, endless = zoo.served(name), {"ignore_eos_token": True}
+    driver = Driver(lm)
+    batch: Any = batch_of(lm, request(0, [20] * 120, 8, stop=endless), request(1, SHORT, 30, stop=endless))
+    while batch is not None:
+        batch = driver.step(batch, keep_finished=True)
+    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 30, stop=endless))[0].token_ids
+
+
+# --- Leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_requests_in_their_order_are_the_batch_itself(lm: CausalLM) -> None:
+    batch = three(lm)
+    mask = batch.attention_mask
+    assert batch.filter([0, 1, 2]) is batch
+    assert batch.attention_mask is mask
+
+
+def test_nothing_kept_is_nothing(lm: CausalLM) -> None:
+    assert three(lm).filter([]) is None
+
+
+@pytest.mark.parametrize("wrong", [[3], [0, 3], [1, 1], [0, 1, 2, 2]])
+def test_unknown_and_repeated_ids_are_refused_and_change_nothing(lm: CausalLM, wrong: list[int]) -> None:
+    batch = three(lm)
+    with pytest.raises(ValueError, match=r"batch 7 holds \[0, 1, 2\], asked for"):
+        batch.filter(wrong)
+    assert ids_of(batch) == [0, 1, 2]
+    assert len(batch.input_ids) == 3
+
+
+def test_leaving_before_the_first_step_gives_back_the_padding(lm: CausalLM) -> None:
+    batch = three(lm).filter([2, 1])
+    assert batch is not None
+    assert batch.input_ids.tolist() == [[lm.tokenizer.pad_token_id, 250], SHORT]
+    assert batch.position_ids.tolist() == [[1, 0], [0, 1]]
+    assert batch.attention_mask.tolist() == [[0, 1, *[0] * 6], [1, 1, *[0] * 6]]
+    assert (batch.max_input_length, batch.padding_right_offset, batch.max_tokens) == (2, 6, 16)
+    assert batch.requests_idx_mapping == {2: 0, 1: 1}
+    driver = Driver(lm)
+    driver.finish(batch)
+    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
+
+
+@pytest.mark.parametrize("kept", [[0], [1], [2], [0, 1], [1, 2], [0, 2], [2, 0], [2, 1, 0], [1, 0, 2]])
+def test_who_stays_keeps_all_that_is_theirs(lm: CausalLM, kept: list[int]) -> None:
+    batch = Driver(lm).steps(three(lm), 2)
+    before = copy.deepcopy(batch)
+    after = batch.filter(list(kept))
+    assert after is batch
+    assert ids_of(batch) == kept
+    lengths = [before.input_lengths[i] for i in kept]
+    width, room = max(lengths), max(before.stopping_criterias[i].remaining_tokens for i in kept)
+    assert batch.input_lengths == lengths
+    assert (batch.max_input_length, batch.padding_right_offset) == (width, room)
+    assert batch.max_tokens == len(kept) * (width + room)
+    assert batch.attention_mask.shape == (len(kept), width + room)
+    assert torch.equal(batch.attention_mask[:, :width], before.attention_mask[kept, 7 - width : 7])
+    assert not batch.attention_mask[:, width:].any()
+    assert torch.equal(batch.input_ids, before.input_ids[kept])
+    assert torch.equal(batch.position_ids, before.position_ids[kept])
+    assert [ids.tolist() for ids in batch.all_input_ids] == [before.all_input_ids[i].tolist() for i in kept]
+    assert len(batch.adapter_meta.adapter_indices) == len(kept)
+    assert batch.past_key_values is not None
+    assert before.past_key_values is not None
+    for past, past_before in zip(batch.past_key_values, before.past_key_values, strict=True):
+        for part, part_before in zip(past, past_before, strict=True):
+            assert torch.equal(part, part_before[kept, :, part_before.shape[2] - (width - 1) :])
+
+
+def test_a_finished_request_that_stays_takes_no_room_it_does_not_need(lm: CausalLM) -> None:
+    """It was allowed many more tokens than there is room for now: counting on them would shift everyone's mask."""
+    (alone,) = run(lm, request(0, LONG, 30))
+    driver = Driver(lm)
+    ending = request(0, LONG, 30, stop={"stop_token_ids": alone.token_ids[:1]})
+    batch: Any = batch_of(lm, ending, request(1, SHORT, 10), request(2, ONE, 10))
+    for _ in range(3):
+        batch = driver.step(batch, keep_finished=True)
+    batch = batch.filter([0, 1])
+    assert batch.padding_right_offset == 7
+    assert batch.attention_mask.shape[1] == batch.max_input_length + 7
+    while batch is not None:
+        batch = driver.step(batch, keep_finished=True)
+    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 10))[0].token_ids
+    assert driver.answers[0].end is not None
+    assert driver.answers[0].end.finish_reason is FinishReason.STOP_SEQUENCE
+
+
+# --- Joining ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_of_different_sizes_and_lengths_are_aligned_on_the_right(lm: CausalLM) -> None:
+    driver = Driver(lm)
+    batches = [
+        driver.steps(batch_of(lm, request(2, ONE, 9), batch_id=5), 1),
+        driver.steps(batch_of(lm, request(0, LONG, 6), request(1, SHORT, 6), batch_id=4), 3),
+        driver.steps(batch_of(lm, request(3, [9] * 7, 4), batch_id=3), 1),
+    ]
+    before = copy.deepcopy(batches)
+    joined = CausalLMBatch.concatenate(batches)
+    assert joined.batch_id == 5
+    assert ids_of(joined) == [2, 0, 1, 3]
+    assert joined.requests_idx_mapping == {2: 0, 0: 1, 1: 2, 3: 3}
+    assert joined.input_lengths == [2, 8, 5, 8]
+    assert (joined.max_input_length, joined.padding_right_offset) == (8, 8)
+    assert joined.max_tokens == 4 * 16
+    assert joined.attention_mask.tolist() == [
+        [0] * (8 - length) + [1] * length + [0] * 8 for length in joined.input_lengths
+    ]
+    assert joined.position_ids.tolist() == [[1], [7], [4], [7]]
+    assert torch.equal(joined.input_ids, torch.cat([batch.input_ids for batch in before]))
+    assert joined.adapter_meta.adapter_indices.tolist() == [0] * 4
+    assert joined.past_key_values is not None
+    for layer, past in enumerate(joined.past_key_values):
+        for i, part in enumerate(past):
+            assert part.shape == (4, 2, 7, 8)
+            row = 0
+            for batch in before:
+                assert batch.past_key_values is not None
+                own = batch.past_key_values[layer][i]
+                assert torch.equal(part[row : row + len(own), :, 7 - own.shape[2] :], own)
+                assert not part[row : row + len(own), :, : 7 - own.shape[2]].any()
+                row += len(own)
+    assert all(batch.past_key_values is None for batch in batches)  # let go of
+
+
+def test_one_batch_joined_goes_on(lm: CausalLM) -> None:
+    driver = Driver(lm)
+    driver.finish(CausalLMBatch.concatenate([driver.steps(three(lm), 1)]))
+    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
+
+
+def test_a_batch_without_its_first_step_cannot_join(lm: CausalLM) -> None:
+    started = Driver(lm).start(request(9))
+    with pytest.raises(ValueError, match="first step"):
+        CausalLMBatch.concatenate([started, three(lm)])
+    assert started.past_key_values is not None  # and the other can go on
+
+
+def test_requests_of_one_id_cannot_join(lm: CausalLM) -> None:
+    batches = [Driver(lm).start(request(9)) for _ in range(2)]
+    with pytest.raises(ValueError, match="same id"):
+        CausalLMBatch.concatenate(batches)
+
+
+def test_batches_with_different_layouts_cannot_join(lm: CausalLM) -> None:
+    batches = [Driver(lm).start(request(i)) for i in range(2)]
+    batches[0].keys_head_dim_last = False
+    with pytest.raises(ValueError, match="layouts"):
+        CausalLMBatch.concatenate(batches)
+
+
+# --- The other layout of keys -----------------------------------------------------------------------------------------
+
+HEADS, SIZE = 2, 3
+
+
+def hand_made(lm: CausalLM, ids: list[int], folded: bool) -> CausalLMBatch:
+    """A batch after its first step, its keys [rows, heads, size, columns]; folded, rows and heads are one axis."""
+    prompts = {0: LONG, 1: SHORT, 2: ONE}
+    batch = Driver(lm).start(*(request(i, prompts[i]) for i in ids))
+    columns = batch.max_input_length - 1
+    keys = torch.randn(len(ids), HEADS, SIZE, columns)
+    values = torch.randn(len(ids), HEADS, columns, SIZE)
+    if folded:
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    batch.past_key_values = [(keys, values)]
+    batch.keys_head_dim_last = False
+    return batch
+
+
+def unfolded(batch: CausalLMBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert batch.past_key_values is not None
+    keys, values = batch.past_key_values[0]
+    rows = len(batch)
+    return keys.reshape(rows, HEADS, SIZE, -1), values.reshape(rows, HEADS, -1, SIZE)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_leaving_cuts_keys_with_their_size_before_their_columns(lm: CausalLM, folded: bool) -> None:
+    batch = hand_made(lm, [0, 1, 2], folded)
+    keys, values = unfolded(batch)
+    kept = batch.filter([2, 1])
+    assert kept is not None
+    assert kept.past_key_values is not None
+    assert torch.equal(kept.past_key_values[0][0], keys[[2, 1], :, :, -2:])
+    assert torch.equal(kept.past_key_values[0][1], values[[2, 1], :, -2:])
+    assert not kept.keys_head_dim_last
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_joining_pads_keys_with_their_size_before_their_columns(lm: CausalLM, folded: bool) -> None:
+    batches = [hand_made(lm, [1], folded), hand_made(lm, [0, 2], folded)]
+    (short_keys, short_values), (keys, values) = map(unfolded, batches)
+    joined = CausalLMBatch.concatenate(batches)
+    assert joined.past_key_values is not None
+    pad = torch.nn.functional.pad
+    assert torch.equal(joined.past_key_values[0][0], torch.cat([pad(short_keys, (3, 0)), keys]))
+    assert torch.equal(joined.past_key_values[0][1], torch.cat([pad(short_values, (0, 0, 3, 0)), values]))
+    assert not joined.keys_head_dim_last
+    assert joined.filter([2, 1]) is not None  # what came out can go in again
+    assert joined.past_key_values[0][0].shape == (2, HEADS, SIZE, 2)
+
+
+def test_folded_heads_in_the_usual_layout(lm: CausalLM) -> None:
+    batch = Driver(lm).steps(three(lm), 1)
+    before = copy.deepcopy(batch)
+    assert batch.past_key_values is not None
+    batch.past_key_values = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in batch.past_key_values]
+    driver = Driver(lm)
+    kept, expected = batch.filter([1, 0]), before.filter([1, 0])
+    driver.finish(kept)
+    assert expected is not None
+    assert expected.past_key_values is not None
+    reference = Driver(lm)
+    reference.finish(expected)
+    assert driver.answers[1].token_ids == reference.answers[1].token_ids

@@ -1,0 +1,399 @@
+"""What `CausalLM` loads, what it makes of configs and tokenizers, and what it refuses."""
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorax_server.errors import ConfigError, InputError, UnsupportedModelError, WeightsError
+from lorax_server.models.causal_lm import CausalLM
+from lorax_server.models.pretrained import eos_token_ids, max_positions, resolve_pad_token
+from tests.models.driving import request, run
+from tests.models.tiny import STATEFUL, UNFIT, VOCAB, Zoo, change_json, make_tokenizer
+
+Variant = Callable[..., Path]
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+
+
+@pytest.fixture
+def variant(zoo: Zoo, tmp_path: Path) -> Variant:
+    """A copy of a model whose files may be changed."""
+
+    def make(name: str = "llama", tokenizer: Any = None, **config: Any) -> Path:
+        folder = shutil.copytree(zoo.folder(name), tmp_path / "model")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        change_json(folder / "config.json", **config)
+        (folder / "generation_config.json").unlink()
+        return folder
+
+    return make
+
+
+def load(folder: Path, **arguments: Any) -> CausalLM:
+    return CausalLM(str(folder), **{"dtype": torch.float32, **arguments})
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+@CPU_ONLY
+def test_on_a_cpu_the_default_is_float32(zoo: Zoo) -> None:
+    lm = CausalLM(str(zoo.folder("gpt2")))
+    assert lm.dtype == torch.float32
+    assert lm.device == torch.device("cpu")
+    assert {parameter.dtype for parameter in lm.model.parameters()} == {torch.float32}
+
+
+@CPU_ONLY
+def test_another_dtype_is_taken(zoo: Zoo) -> None:
+    lm = load(zoo.folder("llama"), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in lm.model.parameters()} == {torch.bfloat16}
+    answers = run(lm, request(0, [5] * 30), request(1, [7]))
+    assert all(answer.end is not None for answer in answers)
+
+
+def test_a_model_says_what_it_is(zoo: Zoo) -> None:
+    lm = zoo.served("llama")
+    assert lm.requires_padding
+    assert lm.dynamic_adapter_loading_enabled is False
+    assert (lm.rank, lm.world_size) == (0, 1)
+    assert not lm.model.training
+    assert lm.tokenizer.padding_side == lm.tokenizer.truncation_side == "left"
+
+
+def test_compiling_is_logged_as_not_supported(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="lorax_server"):
+        load(zoo.folder("gpt2"), compile=True)
+    assert "compile is not supported here" in caplog.text
+
+
+def test_an_unknown_way_to_quantize_is_refused(zoo: Zoo) -> None:
+    with pytest.raises(ConfigError, match="quantize = 'gptq' is not supported here; bitsandbytes"):
+        load(zoo.folder("gpt2"), quantize="gptq")
+
+
+@pytest.mark.parametrize("missing", [["bitsandbytes"], ["accelerate", "bitsandbytes"]])
+def test_quantizing_without_its_packages_says_what_to_install(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, missing: list[str]
+) -> None:
+    monkeypatch.setattr("lorax_server.models.pretrained.find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(ConfigError, match=rf"needs {' and '.join(missing)}: pip install lorax_server\[quantize\]"):
+        load(zoo.folder("gpt2"), quantize="bitsandbytes")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_eight_bits_are_close_to_float32(zoo: Zoo) -> None:
+    pytest.importorskip("bitsandbytes")
+    lm, reference = load(zoo.folder("llama"), quantize="bitsandbytes"), zoo.served("llama")
+    ids = torch.tensor([[5, 9, 20, 33, 41, 7, 8, 9]], device=lm.device)
+    positions = torch.arange(8, device=lm.device)[None]
+    logits, _ = lm.forward(ids, torch.ones_like(ids), positions)
+    expected, _ = reference.forward(ids, torch.ones_like(ids), positions)
+    assert 0 < (logits.float() - expected).abs().mean() < 0.1 * expected.std()
+    answers = run(lm, request(0), request(1, [7, 8]))
+    assert all(answer.end is not None and answer.end.generated_tokens == 8 for answer in answers)
+    assert any("8bit" in type(module).__name__ for module in lm.model.modules())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_model_in_which_nothing_is_quantized_is_refused(zoo: Zoo) -> None:
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(ConfigError, match="finds nothing to quantize in FalconForCausalLM"):
+        load(zoo.folder("falcon"), quantize="bitsandbytes")
+
+
+# --- Pad and eos ------------------------------------------------------------------------------------------------------
+
+
+def named(pad: int | None = None, eos: Any = None) -> Any:
+    return SimpleNamespace(pad_token_id=pad, eos_token_id=eos)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config", "pad"),
+    [
+        (named(pad=3, eos=4), named(pad=5, eos=6), 3),
+        (named(eos=4), named(pad=5, eos=6), 5),
+        (named(eos=6), named(eos=6), 6),
+        (named(eos=4), named(), 4),
+        (named(), named(eos=[8, 7]), 7),
+        (named(), named(pad=0), 0),
+        (named(pad=100), named(pad=5), 5),
+        (named(pad=100), named(pad=-1, eos=[200, 99]), 99),
+    ],
+)
+def test_the_pad_token_is_the_first_that_the_model_knows(tokenizer: Any, config: Any, pad: int) -> None:
+    assert resolve_pad_token(tokenizer, config, 100) == pad
+
+
+@pytest.mark.parametrize(("tokenizer", "config"), [(named(), named()), (named(pad=100, eos=101), named(pad=-1))])
+def test_no_pad_token_is_an_error_that_says_what_to_do(tokenizer: Any, config: Any) -> None:
+    with pytest.raises(ConfigError, match="set pad_token_id or eos_token_id"):
+        resolve_pad_token(tokenizer, config, 100)
+
+
+def test_eos_tokens_are_all_that_anyone_names() -> None:
+    assert eos_token_ids(named(eos=1), named(eos=[2, 3]), named(eos=(3, 4)), named(), None) == {1, 2, 3, 4}
+    assert eos_token_ids(named(eos=-1), named(eos=[-1, 0])) == {0}
+
+
+def test_eos_comes_from_the_config_the_generation_config_and_the_tokenizer(variant: Variant) -> None:
+    folder = variant(eos_token_id=[7, 9])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [11, 7], "transformers_version": "5.0.0"}')
+    lm = load(folder)
+    assert lm.config.eos_token_id == [1, 7, 9, 11]
+    for eos in (1, 7, 9, 11):
+        (answer,) = run(lm, request(0, logit_bias=[{"token_id": eos, "bias": 1e4}]))
+        assert answer.token_ids == [eos]
+
+
+def test_an_eos_of_minus_one_is_none(variant: Variant) -> None:
+    lm = load(variant(eos_token_id=-1))
+    assert lm.config.eos_token_id == [1]  # the tokenizer's
+    assert run(lm, request(0))[0].end is not None
+
+
+@pytest.mark.parametrize("special", [{"bos_token": "<s>"}, {"bos_token": "<s>", "eos_token": "</s>"}])
+def test_a_pad_token_that_only_the_model_has_will_do(variant: Variant, special: dict[str, str]) -> None:
+    lm = load(variant(tokenizer=make_tokenizer(**special), pad_token_id=VOCAB - 1, eos_token_id=None))
+    answers = run(lm, request(0), request(1, [7, 8]))
+    assert answers[1].token_ids == run(lm, request(1, [7, 8]))[0].token_ids
+
+
+def test_neither_pad_nor_eos_is_refused(variant: Variant) -> None:
+    with pytest.raises(ConfigError, match="pad or eos token"):
+        load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None))
+
+
+def test_padding_with_a_token_of_the_text_does_not_make_it_special(variant: Variant) -> None:
+    lm = load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None, pad_token_id=66))
+    letter = lm.tokenizer.convert_ids_to_tokens(66)
+    (answer,) = run(lm, request(0, "hello", 3, logit_bias=[{"token_id": 66, "bias": 1e4}]))
+    assert answer.end is not None
+    assert answer.end.text == 3 * letter
+    assert lm.tokenizer(f"b{letter}b")["input_ids"] == make_tokenizer()(f"b{letter}b")["input_ids"]
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_can_be_used_within_it(variant: Variant) -> None:
+    larger = make_tokenizer()
+    larger.add_tokens([f"<new{i}>" for i in range(30)])
+    lm = load(variant(tokenizer=larger))
+    assert run(lm, request(0, "hello <new3>"))[0].end is not None
+    with pytest.raises(InputError, match="token 309 is beyond the model's vocabulary of 300"):
+        run(lm, request(0, "hello <new29>"))
+
+
+# --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "limit"),
+    [
+        ("gpt2", {"n_positions": 128}, 128),
+        ("mpt", {"max_seq_len": 128}, 128),
+        ("bloom", {}, None),
+        ("llama", {"max_position_embeddings": 128}, 128),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            32,
+        ),
+    ],
+)
+def test_a_model_takes_as_many_tokens_as_its_positions_hold(
+    variant: Variant, name: str, config: dict[str, Any], limit: int | None
+) -> None:
+    lm = load(variant(name, **config))
+    assert max_positions(lm.config) == limit
+    if limit is not None:
+        run(lm, request(0, [5] * (limit - 1), 1))
+        with pytest.raises(InputError, match=f"must be <= {limit}"):
+            run(lm, request(0, [5] * limit, 1))
+
+
+# --- Code of strangers ------------------------------------------------------------------------------------------------
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({marker!r}).write_text("run")
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A model that brings its own code, and the file that the code writes when it runs."""
+    marker = tmp_path / "marker"
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    folder = variant(model_type="own", architectures=["OwnModel"], auto_map=auto_map)
+    (folder / "own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return folder, marker
+
+
+def test_code_of_a_model_does_not_run_unasked(strange: tuple[Path, Path]) -> None:
+    folder, marker = strange
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load(folder)
+    assert not marker.exists()
+
+
+def test_code_of_a_model_runs_when_it_is_trusted(strange: tuple[Path, Path]) -> None:
+    folder, marker = strange
+    lm = load(folder, trust_remote_code=True)
+    assert type(lm.model).__name__ == "OwnModel"
+    assert marker.exists()
+    assert run(lm, request(0))[0].end is not None
+
+
+class Planted:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.write_text, (self.marker, "run")
+
+
+def test_code_in_a_pickled_checkpoint_does_not_run(variant: Variant, tmp_path: Path) -> None:
+    folder, marker = variant(), tmp_path / "marker"
+    tensors: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    load(folder)  # without code it is a checkpoint as any other
+    torch.save(tensors | {"planted": Planted(marker)}, folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError):
+        load(folder)
+    assert not marker.exists()
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_with_other_state_than_keys_and_values_is_refused_by_name(name: str, zoo: Zoo) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"model type '{name}' keeps state that is not keys and values"):
+        load(zoo.folder(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bart", "when a shorter prompt is padded"),
+        ("bert", "when another token follows"),
+        ("openai-gpt", "keeps no keys and values"),
+        ("xlnet", "keeps no keys and values"),
+    ],
+)
+def test_a_model_that_padded_batches_would_make_wrong_is_refused(name: str, why: str, zoo: Zoo) -> None:
+    """Bart ignores padding, an encoder sees the future, others keep nothing."""
+    assert name in UNFIT
+    with pytest.raises(UnsupportedModelError, match=f"cannot run in padded batches: .*{why}"):
+        load(zoo.folder(name))
+
+
+def test_missing_tensors_are_named(variant: Variant) -> None:
+    folder = variant()
+    tensors = load_file(folder / "model.safetensors")
+    lost = [name for name in tensors if "layers.1.mlp" in name]
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in lost},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(WeightsError, match=r"lacks .*layers\.1\.mlp\.down_proj\.weight"):
+        load(folder)
+
+
+def test_tensors_of_another_shape_are_refused(variant: Variant) -> None:
+    folder = variant()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError):
+        load(folder)
+
+
+def test_tensors_that_are_not_used_are_logged(variant: Variant, caplog: pytest.LogCaptureFixture) -> None:
+    folder = variant()
+    tensors = load_file(folder / "model.safetensors") | {"visual.proj": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="lorax_server"):
+        load(folder)
+    assert "not used by the model: visual.proj" in caplog.text
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": "no-such"}', ""])
+def test_a_damaged_config_is_refused(variant: Variant, content: str) -> None:
+    folder = variant()
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="no config of a model that can be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"not tensors at all", b"\xff" * 64])
+def test_damaged_weights_are_refused(variant: Variant, content: bytes) -> None:
+    folder = variant()
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightsError, match="cannot be loaded as a causal language model"):
+        load(folder)
+
+
+def test_truncated_weights_are_refused(variant: Variant) -> None:
+    folder = variant()
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(WeightsError):
+        load(folder)
+
+
+def test_no_weights_are_refused(variant: Variant) -> None:
+    folder = variant()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError):
+        load(folder)
+
+
+def test_a_damaged_tokenizer_is_refused(variant: Variant) -> None:
+    folder = variant()
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="no tokenizer that can be read"):
+        load(folder)
+
+
+def test_weights_that_are_not_numbers_are_refused(variant: Variant) -> None:
+    folder = variant()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full((32,), float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="nan"):
+        load(folder)

@@ -1,0 +1,377 @@
+"""Keys and values that grow, leave and join in buffers with room, against plain copies; and the memory they hold."""
+
+import copy
+import gc
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from lorax_server.models.past import (
+    MIN_ROOM,
+    GrowingCache,
+    LayerPast,
+    RoomyPast,
+    join_pasts,
+    select_past,
+    unfold_heads,
+)
+from tests.models.driving import Driver, request
+from tests.models.tiny import Zoo
+
+HEADS, KEY, VALUE = 2, 3, 5  # some models' values are not as large as their keys
+
+
+def make(rows: int, columns: int, room: int = 0, start: int = 0) -> RoomyPast:
+    keys, values = (torch.randn(rows, HEADS, start + columns + room, size) for size in (KEY, VALUE))
+    return RoomyPast(keys, values, start, start + columns)
+
+
+def step(rows: int, columns: int = 1) -> LayerPast:
+    return torch.randn(rows, HEADS, columns, KEY), torch.randn(rows, HEADS, columns, VALUE)
+
+
+def plain(past: LayerPast) -> LayerPast:
+    return past[0].clone(), past[1].clone()
+
+
+def same(past: LayerPast, expected: LayerPast) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(past, expected, strict=True))
+
+
+def storages(pasts: Iterable[LayerPast]) -> dict[int, int]:
+    """Bytes by storage: of the tensors, and of the buffers they are views of."""
+    tensors = [part for past in pasts for part in (*past, *getattr(past, "buffers", ()))]
+    return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
+
+
+# --- One past ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_past_is_a_pair_of_its_columns() -> None:
+    past = make(2, 4, room=3, start=2)
+    keys, values = past
+    assert isinstance(past, tuple)
+    assert keys.shape == (2, HEADS, 4, KEY)
+    assert values.shape == (2, HEADS, 4, VALUE)
+    assert past.room == 3
+
+
+def test_appending_within_the_room_copies_nothing() -> None:
+    past = make(2, 4, room=3)
+    expected, new = plain(past), step(2, 3)
+    grown = past.append(*new)
+    assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
+    assert storages([grown]) == storages([past])
+    assert grown.room == 0
+    assert same(past, expected)  # who appended can be asked again
+
+
+def test_appending_beyond_the_room_moves_and_makes_more() -> None:
+    past = make(2, 4, room=1)
+    expected, new = plain(past), step(2, 2)
+    grown = past.append(*new)
+    assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
+    assert storages([grown]).keys().isdisjoint(storages([past]))
+    assert grown.room == MIN_ROOM
+
+
+def test_growing_token_by_token_moves_seldom() -> None:
+    past, moves = make(3, 40), 0
+    for _ in range(400):
+        grown = past.append(*step(3))
+        moves += storages([grown]).keys() != storages([past]).keys()
+        past = grown
+    assert past[0].shape[2] == 440
+    assert moves <= 20
+
+
+def test_a_failed_step_can_be_taken_again() -> None:
+    past, new = make(2, 4, room=3), step(2)
+    past.append(*step(2))  # of a step whose scores were not numbers
+    grown = past.append(*new)
+    assert torch.equal(grown[0][:, :, -1:], new[0])
+    assert grown.stop == 5
+
+
+def test_moving_keeps_all_and_lets_go_of_what_comes_before() -> None:
+    past = make(2, 4, room=1, start=30)
+    moved = past.moved(1)
+    assert same(moved, past)
+    assert (moved.start, moved.stop, moved.room) == (0, 4, 1 + MIN_ROOM)
+
+
+def test_fused_or_expanded_keys_can_be_appended_to() -> None:
+    """As models hand them over: views of a fused projection, or one head for all."""
+    fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
+    keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
+    new = step(2)
+    grown = RoomyPast(keys, values, 0, 4).append(*new)
+    assert torch.equal(grown[0], torch.cat([keys, new[0]], dim=2))
+    assert torch.equal(grown[1], torch.cat([values, new[1]], dim=2))
+
+
+def test_a_deep_copy_is_independent() -> None:
+    past = make(2, 4, room=3, start=1)
+    copied = copy.deepcopy(past)
+    assert isinstance(copied, RoomyPast)
+    assert same(copied, past)
+    assert (copied.start, copied.stop, copied.room) == (past.start, past.stop, past.room)
+    assert storages([copied]).keys().isdisjoint(storages([past]))
+    assert {part.untyped_storage().data_ptr() for part in copied} == {
+        part.untyped_storage().data_ptr() for part in copied.buffers
+    }
+    expected = plain(past)
+    copied.append(*step(2))
+    copied[0].zero_()
+    assert same(past, expected)
+
+
+def test_a_batch_can_be_copied_and_both_go_on(zoo: Zoo) -> None:
+    lm = zoo.served("llama")
+    one = Driver(lm)
+    batch = one.steps(one.start(request(0), request(1, [7, 8], 12)), 2)
+    other = Driver(lm)
+    other.answers = copy.deepcopy(one.answers)
+    copied = copy.deepcopy(batch)
+    one.finish(batch)
+    other.finish(copied)
+    assert one.answers[1].token_ids == other.answers[1].token_ids
+
+
+# --- Leaving and joining ----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_stay_together_are_a_view() -> None:
+    past = make(4, 6, room=4)
+    kept = select_past(past, [1, 2, 3], 5)
+    assert same(kept, tuple(part[1:4, :, -5:] for part in past))  # type: ignore[arg-type]
+    assert storages([kept]) == storages([past])
+
+
+def test_rows_that_would_keep_much_else_in_memory_are_copied() -> None:
+    past = make(8, 6, room=4)
+    kept = select_past(past, [1, 2], 6)
+    assert same(kept, tuple(part[1:3] for part in past))  # type: ignore[arg-type]
+    assert storages([kept]).keys().isdisjoint(storages([past]))
+
+
+def test_views_of_views_do_not_keep_more_and_more_in_memory() -> None:
+    past: Any = make(64, 20, room=4)
+    for rows in range(63, 0, -1):
+        past = select_past(past, list(range(rows)), 20)
+        held, needed = sum(storages([past]).values()), sum(part.nbytes for part in past.buffers)
+        assert held <= 2 * needed
+
+
+def test_a_view_writes_to_its_own_rows_only() -> None:
+    """The rows left out may be held by another batch: a copy shares nothing, a view none of its cells."""
+    past = make(4, 6, room=4)
+    whole = plain(past.buffers)
+    view = select_past(past, [1, 2], 6)
+    assert isinstance(view, RoomyPast)
+    assert storages([view]) == storages([past])
+    view.append(*step(2))
+    for buffer, before in zip(past.buffers, whole, strict=True):
+        assert torch.equal(buffer[[0, 3]], before[[0, 3]])
+        assert torch.equal(buffer[1:3, :, :6], before[1:3, :, :6])
+
+
+def test_two_halves_of_one_past_can_grow_side_by_side() -> None:
+    past = make(4, 6, room=4)
+    expected = plain(past)
+    halves = [select_past(past, rows, 6) for rows in ([0, 1], [2, 3])]
+    new = [step(2) for _ in halves]
+    grown = [half.append(*added) for half, added in zip(halves, new, strict=True) if isinstance(half, RoomyPast)]
+    for i, half in enumerate(grown):
+        for part, before, added in zip(half, expected, new[i], strict=True):
+            assert torch.equal(part, torch.cat([before[2 * i : 2 * i + 2], added], dim=2))
+
+
+def test_what_was_joined_does_not_share_memory_with_its_parts() -> None:
+    parts = [make(2, 4, room=3), make(1, 9)]
+    joined = join_pasts(parts, 9)
+    assert storages([joined]).keys().isdisjoint(storages(parts))
+
+
+def reference_select(past: LayerPast, rows: Sequence[int], length: int) -> LayerPast:
+    keys, values = (part[list(rows)][:, :, part.shape[2] - length :].clone() for part in past)
+    return keys, values
+
+
+def reference_join(pasts: Sequence[LayerPast], length: int) -> LayerPast:
+    def padded(part: torch.Tensor) -> torch.Tensor:
+        part = part[:, :, max(0, part.shape[2] - length) :]
+        return torch.nn.functional.pad(part, (0, 0, length - part.shape[2], 0))
+
+    keys, values = (torch.cat([padded(past[i]) for past in pasts]) for i in range(2))
+    return keys, values
+
+
+def turned(past: LayerPast) -> LayerPast:
+    return past[0].mT, past[1]
+
+
+@given(st.data())
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st.DataObject) -> None:
+    draw = data.draw
+    held: list[tuple[LayerPast, LayerPast]] = []
+    for _ in range(draw(st.integers(2, 3))):
+        past = make(draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(0, 20)))
+        held.append((past, plain(past)))
+    for _ in range(draw(st.integers(1, 12))):
+        i = draw(st.integers(0, len(held) - 1))
+        past, expected = held[i]
+        action = draw(st.sampled_from(["append", "select", "run", "join"]))
+        rows, columns = expected[0].shape[0], expected[0].shape[2]
+        if action == "append":
+            new = step(rows, draw(st.integers(1, 3)))
+            assert isinstance(past, RoomyPast)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True))
+            held[i] = (past.append(*new), (keys, values))
+        elif action == "join" and len(held) > 1:
+            order = draw(st.permutations(range(len(held))))
+            length = max(both[1][0].shape[2] for both in held)
+            joined = join_pasts([held[j][0] for j in order], length)
+            held = [(joined, reference_join([held[j][1] for j in order], length))]
+        else:
+            count = draw(st.integers(1, rows))
+            first = draw(st.integers(0, rows - count))
+            kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
+            length = draw(st.integers(0, columns))
+            held[i] = (select_past(past, kept, length), reference_select(expected, kept, length))
+        assert all(same(*both) for both in held)  # also those that nothing was done to
+
+
+@given(st.data())
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+def test_the_other_layout_of_keys_is_the_same_turned(data: st.DataObject) -> None:
+    draw = data.draw
+    pasts = [plain(make(draw(st.integers(1, 3)), draw(st.integers(1, 6)))) for _ in range(2)]
+    length = max(past[0].shape[2] for past in pasts)
+    joined = join_pasts([turned(past) for past in pasts], length, keys_head_dim_last=False)
+    assert same(turned(joined), join_pasts(pasts, length))
+    rows = draw(st.permutations(range(len(joined[0]))))[: draw(st.integers(1, 3))]
+    kept = draw(st.integers(0, length))
+    selected = select_past(joined, rows, kept, keys_head_dim_last=False)
+    assert same(turned(selected), reference_select(turned(joined), rows, kept))
+
+
+def test_folded_rows_and_heads_are_told_apart() -> None:
+    past = plain(make(3, 4))
+    folded = past[0].flatten(0, 1), past[1].flatten(0, 1)
+    assert same(unfold_heads(folded, 3), past)
+    assert unfold_heads(past, 3) is past
+
+
+# --- At the edge to transformers --------------------------------------------------------------------------------------
+
+
+def test_a_cache_starts_empty_and_gives_back_what_it_was_fed() -> None:
+    cache, new, more = GrowingCache(None), step(2, 4), step(2)
+    assert cache.get_seq_length() == 0
+    assert same(cache.update(*new, 0), new)
+    cache.update(*more, 0)
+    assert cache.get_seq_length() == 5
+    (past,) = cache.pasts()
+    assert same(past, tuple(torch.cat(pair, dim=2) for pair in zip(new, more, strict=True)))  # type: ignore[arg-type]
+
+
+def test_a_cache_does_not_change_what_it_was_made_from() -> None:
+    past = make(2, 4, room=2)
+    expected, pasts = plain(past), [past]
+    cache = GrowingCache(pasts)
+    cache.update(*step(2), 0)
+    assert pasts == [past]
+    assert same(past, expected)
+    assert cache.pasts()[0][0].shape[2] == 5
+
+
+def test_a_cache_takes_pairs_of_plain_tensors() -> None:
+    new, more = step(2, 4), step(2)
+    cache = GrowingCache([new])
+    cache.update(*more, 0)
+    assert cache.pasts()[0][0].shape[2] == 5
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def needed_by(batch: CausalLMBatch) -> int:
+    """Bytes of all rows at the width of the longest, with the room that is made for what comes."""
+    assert batch.past_key_values is not None
+    columns = batch.max_input_length - 1
+    with_room = columns + max(MIN_ROOM, columns // 8)
+    return sum(part.nbytes // part.shape[2] * with_room for past in batch.past_key_values for part in past)
+
+
+def join_and_leave(lm: CausalLM, count: int, seed: int) -> tuple[float, float]:
+    """The largest ratio of bytes held to bytes needed with room, and to the bytes of the columns alone."""
+    rng, driver = random.Random(seed), Driver(lm)
+    batch: CausalLMBatch | None = None
+    worst = worst_bare = 0.0
+    for i in range(count):
+        prompt = [rng.randrange(2, 280) for _ in range(rng.choice([1, 3, 10, 60]))]
+        new = driver.start(request(i, prompt, rng.randint(2, 40), stop={"ignore_eos_token": True}))
+        batch = new if batch is None else CausalLMBatch.concatenate(rng.sample([batch, new], 2))
+        for _ in range(rng.randint(0, 6)):
+            batch = driver.step(batch) if batch is not None else None
+        while batch is not None and len(batch) > rng.randint(1, 9):
+            ids = [each.id for each in batch.requests]
+            ids.pop(rng.choice([0, len(ids) // 2, -1]))  # the front, the middle or the end
+            batch = batch.filter(ids)
+        if batch is not None:
+            assert batch.past_key_values is not None
+            held = sum(storages(batch.past_key_values).values())
+            worst = max(worst, held / needed_by(batch))
+            bare = sum(part.nbytes for past in batch.past_key_values for part in past)
+            worst_bare = max(worst_bare, held / bare)
+    return worst, worst_bare
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(1 for each in gc.get_objects() if type(each) is torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
+def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak_nothing(name: str, zoo: Zoo) -> None:
+    lm = zoo.served(name)
+    join_and_leave(lm, 5, seed=0)  # what is made once
+    before = live_tensors()
+    worst, worst_bare = join_and_leave(lm, 200, seed=1)
+    print(f"\n{name}: at most {worst:.2f} times the columns and their room, {worst_bare:.2f} times the columns alone")
+    assert worst <= 2
+    assert live_tensors() - before <= 20  # the sampler of the last batch
+
+
+@pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
+def test_what_a_prompt_leaves_behind_is_given_back_with_the_next_step(name: str, zoo: Zoo) -> None:
+    """After its prompt a batch holds whatever the model handed over, be it a fused projection; a step later it does
+    not."""
+    driver = Driver(zoo.served(name))
+    batch = driver.steps(driver.start(request(0, [5] * 60), request(1, [5] * 60)), 1)
+    assert batch.past_key_values is not None
+    assert sum(storages(batch.past_key_values).values()) <= needed_by(batch) * 1.1
+
+
+def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never is more than one layer in memory twice."""
+    driver = Driver(zoo.served("llama"))
+    batches = [driver.steps(driver.start(request(i, [5] * 40)), 1) for i in range(2)]
+    lists = [batch.past_key_values or [] for batch in batches]
+    held: list[int] = []
+
+    def watching(parts: Sequence[LayerPast], *args: Any) -> LayerPast:
+        held.append(sum(past[0].numel() > 0 for pasts in lists for past in pasts))
+        return join_pasts(parts, *args)
+
+    monkeypatch.setattr("lorax_server.models.causal_lm_batch.join_pasts", watching)
+    CausalLMBatch.concatenate(batches)
+    assert held == [2, 0]  # of the two layers of two batches, those not yet handed over

@@ -1,0 +1,147 @@
+"""What is computed: every prompt once, then one token for each row and step. Who joins computes nothing anew."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from tests.models.driving import Driver, generate, request
+from tests.models.tiny import Zoo
+from tests.parity.causal_lm.test_greedy import ENDLESS, PROMPTS
+
+NAMES = ["bloom", "gemma3-window", "gpt2", "llama"]
+COUNT = 9
+
+
+class Counted:
+    """Notes the shape of the ids of every forward."""
+
+    def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        forward = lm.model.forward
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.shapes.append(tuple(kwargs["input_ids"].shape))
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(lm.model, "forward", counting)
+
+
+def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+    """The tokens, and the shapes of ids that are to be computed."""
+    driver, expected = Driver(lm), []
+    requests = [request(i, prompt, COUNT, stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
+    batch = driver.start(requests[0], requests[1])
+    expected.append((2, 5))
+    for joining in requests[2:]:
+        batch = driver.steps(batch, 1)
+        expected.append((len(batch), 1))
+        batch = CausalLMBatch.concatenate([batch, driver.start(joining)])
+        expected.append((1, len(joining.tokenized_inputs.ids)))
+    kept = batch.filter([4, 2, 5, 0])
+    while kept is not None:
+        expected.append((len(kept), 1))
+        kept = driver.step(kept)
+    return {i: answer.token_ids for i, answer in driver.answers.items()}, expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_prompt_is_computed_once_and_then_one_token_per_row_and_step(
+    name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = zoo.served(name)
+    counted = Counted(lm, monkeypatch)
+    tokens, expected = one_joins_after_another(lm)
+    assert counted.shapes == expected
+    prompts = 2 * 5 + sum(len(prompt) for prompt in PROMPTS[2:])  # the first two are padded to the longer
+    decoded = sum(len(ids) - 1 for ids in tokens.values())  # the first token of each comes with its prompt
+    assert sum(rows * columns for rows, columns in counted.shapes) == prompts + decoded
+
+
+def test_starting_together_computes_the_padded_prompts_in_one_forward(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = zoo.served("llama")
+    counted = Counted(lm, monkeypatch)
+    Driver(lm).start(*(request(i, prompt) for i, prompt in enumerate(PROMPTS)))
+    assert counted.shapes == [(6, 14)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_last_column_of_a_prompt_goes_through_the_head(
+    name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model can be told so: a vocabulary of scores for every token of a long prompt is a lot of memory."""
+    lm = zoo.served(name)
+    head, seen = lm.model.get_output_embeddings(), []
+    hook = head.register_forward_hook(lambda *args: seen.append(args[-1].shape[1]))
+    driver = Driver(lm)
+    driver.start(*(request(i, prompt) for i, prompt in enumerate(PROMPTS)), steps=2)
+    driver.start(request(9, PROMPTS[0], fields={"prefill_logprobs": True}))
+    hook.remove()
+    assert seen == [1, 1, 5]
+
+
+def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
+    """What joining must not be: right, but every token of everyone is computed once more."""
+    lists = {
+        name: [each for batch in batches for each in getattr(batch, name)]
+        for name in ("requests", "next_token_choosers", "stopping_criterias", "prefix_offsets", "read_offsets")
+    }
+    prompts = [ids[:, 0].tolist() for batch in batches for ids in batch.all_input_ids]
+    choosers, stops = lists["next_token_choosers"], lists["stopping_criterias"]
+    device = batches[0].input_ids.device
+    joined = CausalLMBatch.from_prompts(0, lists["requests"], prompts, choosers, stops, 0, device)
+    joined.prefix_offsets, joined.read_offsets = lists["prefix_offsets"], lists["read_offsets"]
+    return joined
+
+
+def test_computing_everything_anew_would_give_the_same_tokens_and_be_noticed(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = zoo.served("llama")
+    tokens, _ = one_joins_after_another(lm)
+    counted = Counted(lm, monkeypatch)
+    monkeypatch.setattr(CausalLMBatch, "concatenate", computing_anew)
+    tokens_anew, expected = one_joins_after_another(lm)
+    assert tokens_anew == tokens
+    assert counted.shapes != expected
+    assert len(counted.shapes) == len(expected)  # as many forwards: only their sizes tell
+
+
+def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
+    """Joins, and then has the padding of the shorter seen."""
+    joined = join(batches)
+    joined.attention_mask = torch.cat(
+        [
+            torch.ones_like(joined.attention_mask[:, : joined.max_input_length]),
+            joined.attention_mask[:, joined.max_input_length :],
+        ],
+        dim=1,
+    )
+    return joined
+
+
+def shifted(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
+    """Joins, and takes all to be as long as the longest."""
+    joined = join(batches)
+    joined.position_ids = torch.full_like(joined.position_ids, joined.max_input_length - 1)
+    return joined
+
+
+@pytest.mark.parametrize("spoiled", [without_padding, shifted])
+def test_the_tokens_tell_a_join_that_gets_the_mask_or_the_positions_wrong(
+    spoiled: Callable[..., CausalLMBatch], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, lm = zoo.pair("gpt2")
+    join = CausalLMBatch.concatenate
+    expected = {i: generate(oracle, prompt, COUNT) for i, prompt in enumerate(PROMPTS)}
+
+    def agrees(tokens: dict[int, list[int]]) -> bool:
+        return all(ids == expected[i][: len(ids)] for i, ids in tokens.items())
+
+    assert agrees(one_joins_after_another(lm)[0])
+    monkeypatch.setattr(CausalLMBatch, "concatenate", lambda batches: spoiled(batches, join))
+    assert not agrees(one_joins_after_another(lm)[0])

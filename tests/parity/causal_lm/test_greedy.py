@@ -1,0 +1,76 @@
+"""Any causal model in batches that requests join and leave, token for token against `transformers.generate`."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from tests.models.driving import Answer, Driver, generate, request, run
+from tests.models.tiny import SERVED, Zoo
+
+PROMPTS: list[list[int]] = [
+    [5, 9, 20, 33, 41],
+    [7, 8],
+    [100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110],
+    [250],
+    [60, 61, 62, 160, 161, 162, 63],
+    [30, 200, 31, 201, 32, 202, 33, 203, 34, 204, 35, 205, 36, 206],
+]
+COUNTS = [14, 6, 9, 12, 10, 7]
+ENDLESS = {"ignore_eos_token": True}
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPTBigCode
+
+
+def join_and_leave(lm: CausalLM) -> dict[int, Answer]:
+    """A long one joins short ones, a short one long ones; some leave from the front, the middle and the end."""
+    requests = [request(i, prompt, COUNTS[i], stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
+    driver = Driver(lm)
+    batch = driver.start(requests[0], requests[1], steps=3)
+    longer = driver.start(requests[2])
+    batch = driver.steps(CausalLMBatch.concatenate([batch, longer]), 2)  # 0 1 2
+    shorter = driver.start(requests[3], steps=2)
+    batch = driver.steps(CausalLMBatch.concatenate([shorter, batch]), 1)  # 3 0 1 2; 1 is finished: the middle
+    batch = driver.steps(_keep(batch, [2, 3, 0]), 1)  # in another order
+    last = driver.start(requests[4], requests[5], steps=2)
+    batch = driver.steps(CausalLMBatch.concatenate([last, batch]), 1)  # 4 5 2 3 0
+    batch = driver.steps(_keep(batch, [5, 2, 3, 0]), 1)  # 4 leaves the front and is not finished
+    batch = driver.steps(_keep(batch, [5, 2, 3]), 1)  # 0 leaves the end
+    driver.finish(batch)
+    return driver.answers
+
+
+def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
+    kept = batch.filter(request_ids)
+    assert kept is not None
+    return kept
+
+
+def check(answer: Answer, expected: Sequence[int]) -> int:
+    """How many tokens were compared."""
+    compared = min(len(answer.token_ids), len(expected))
+    assert answer.token_ids[:compared] == list(expected[:compared])
+    return compared
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_joining_and_leaving_changes_no_token(name: str, zoo: Zoo) -> None:
+    oracle, lm = zoo.pair(name)
+    answers = join_and_leave(lm)
+    assert len(answers) == len(PROMPTS)
+    compared = 0
+    for i, prompt in enumerate(PROMPTS):
+        compared += check(answers[i], generate(oracle, prompt, COUNTS[i]))
+    assert compared >= 25  # of 46: not all was too close to tell
+    tokens = [token_id for answer in answers.values() for token_id in answer.token_ids]
+    assert len(set(tokens)) >= 5  # nor one token again and again
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_prompts_of_all_lengths_side_by_side(name: str, zoo: Zoo) -> None:
+    oracle, lm = zoo.pair(name)
+    answers = run(lm, *(request(i, prompt, 5) for i, prompt in enumerate(PROMPTS)))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected = generate(oracle, prompt, 5, lm.config.eos_token_id)
+        assert answer.token_ids[: len(expected)] == expected
+        assert answer.end is not None
