@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 from lorax_server.adapters.config import REFUSED_FIELDS
+from lorax_server.models.registry import MODELS
+from tests.models.tiny import SERVED
 from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -19,6 +21,11 @@ def test_every_kind_of_adapter_is_in_the_table() -> None:
 def test_the_readme_counts_what_is_compared() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     assert f"{len(CASES)} adapters of {len({case.kind for case in CASES.values()})} kinds" in readme
+
+
+def test_the_readme_counts_the_architectures_without_a_model_of_our_own() -> None:
+    types = {make().model_type for make in SERVED.values()} - set(MODELS)
+    assert f"{len(types)} such architectures" in (DOCS.parent / "README.md").read_text()
 
 
 def test_what_is_refused_is_listed() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from lorax_server.errors import AdapterError, LoraxError
@@ -21,6 +22,10 @@ from lorax_server.sampling.sampler import Alternatives, History
 __all__ = ["CausalLM", "CausalLMBatch"]
 
 logger = logging.getLogger(__name__)
+
+# All but cuDNN's, which on a GPU plans anew for every length it has not seen, and a growing batch has a new one at
+# every step: with 160M parameters on an H200 such a step takes 77 ms instead of 12.
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CausalLM(Model):
@@ -80,14 +85,15 @@ class CausalLM(Model):
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         if only_last and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **arguments,
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            output = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
         return output.logits.to(self.device), cache.pasts()
 
     @torch.inference_mode()
