@@ -49,9 +49,11 @@ class Served:
     seconds: float
     first_token: list[float]
     last_token: list[float]
+    tokens: dict[int, list[int]]
 
 
 Serve = Callable[[Sequence[Wanted]], Served]
+Shown = dict[int, list[tuple[float, int]]]  # by request: when, and which token
 
 
 def main() -> None:
@@ -89,7 +91,13 @@ def compare(ours: Served, peer: Served, total: int) -> list[Record]:
         Record("tokens per second", peer.seconds / ours.seconds, "x", PEER, 1.5),
         Record("median time to first token", peer_first / ours_first, "x", PEER, None),
         Record("median time to last token", peer_last / ours_last, "x", PEER, None),
+        Record("requests with the same tokens", same_tokens(ours, peer), "of 1", PEER, None),
     ]
+
+
+def same_tokens(ours: Served, peer: Served) -> float:
+    """The share of requests. All but for those where two logits are so close that rounding decides."""
+    return statistics.mean(ours.tokens[i] == tokens for i, tokens in peer.tokens.items())
 
 
 def make_load() -> list[Wanted]:
@@ -130,27 +138,27 @@ def make_model(folder: Path) -> None:
 
 def serve_joining(model: CausalLM, load: Sequence[Wanted]) -> Served:
     waiting, batch = list(load), None
-    times: dict[int, list[float]] = {wanted.request_id: [] for wanted in load}
+    shown: Shown = {wanted.request_id: [] for wanted in load}
     start = time.perf_counter()
     while waiting or batch is not None:
         room = MAX_ROWS - (0 if batch is None else len(batch))
         arrived = take_arrived(waiting, room, start, wait=batch is None)
         batches = [] if batch is None else [batch]
         if arrived:
-            joining = step(model, make_batch(model, arrived), times, start)
+            joining = step(model, make_batch(model, arrived), shown, start)
             batches += [] if joining is None else [joining]
         batch = CausalLMBatch.concatenate(batches) if len(batches) > 1 else batches[0] if batches else None
         if batch is not None:
-            batch = step(model, batch, times, start)
-    return measured(load, times, time.perf_counter() - start)
+            batch = step(model, batch, shown, start)
+    return measured(load, shown, time.perf_counter() - start)
 
 
-def step(model: CausalLM, batch: CausalLMBatch, times: dict[int, list[float]], start: float) -> CausalLMBatch | None:
+def step(model: CausalLM, batch: CausalLMBatch, shown: Shown, start: float) -> CausalLMBatch | None:
     """One step, after which what is finished leaves."""
     generations, after = model.generate_token(batch)
     now = time.perf_counter() - start
     for generation in generations:
-        times[generation.request_id].append(now)
+        shown[generation.request_id].append((now, generation.next_tokens.token_ids[0]))
     finished = {generation.request_id for generation in generations if generation.generated_text is not None}
     if after is None or not finished:
         return after
@@ -177,13 +185,13 @@ def make_batch(model: CausalLM, arrived: Sequence[Wanted]) -> CausalLMBatch:
 
 def serve_static(model: CausalLM, load: Sequence[Wanted]) -> Served:
     waiting = list(load)
-    times: dict[int, list[float]] = {wanted.request_id: [] for wanted in load}
+    shown: Shown = {}
     start = time.perf_counter()
     while waiting:
         arrived = take_arrived(waiting, MAX_ROWS, start, wait=True)
         batch = make_batch(model, arrived)
         watch = Watch(start)
-        model.model.generate(
+        output = model.model.generate(
             batch.input_ids,
             attention_mask=batch.attention_mask[:, : batch.max_input_length],
             max_new_tokens=max(wanted.num_tokens for wanted in arrived),
@@ -192,9 +200,9 @@ def serve_static(model: CausalLM, load: Sequence[Wanted]) -> Served:
             pad_token_id=0,
             streamer=watch,
         )
-        for wanted in arrived:
-            times[wanted.request_id] = watch.times[: wanted.num_tokens]
-    return measured(load, times, time.perf_counter() - start)
+        for wanted, row in zip(arrived, output[:, batch.max_input_length :].tolist(), strict=True):
+            shown[wanted.request_id] = list(zip(watch.times, row, strict=True))[: wanted.num_tokens]
+    return measured(load, shown, time.perf_counter() - start)
 
 
 class Watch:
@@ -225,13 +233,14 @@ def take_arrived(waiting: list[Wanted], most: int, start: float, wait: bool) -> 
     return taken
 
 
-def measured(load: Sequence[Wanted], times: dict[int, list[float]], seconds: float) -> Served:
+def measured(load: Sequence[Wanted], shown: Shown, seconds: float) -> Served:
     for wanted in load:
-        assert len(times[wanted.request_id]) == wanted.num_tokens, f"request {wanted.request_id} is not complete"
+        assert len(shown[wanted.request_id]) == wanted.num_tokens, f"request {wanted.request_id} is not complete"
     return Served(
         seconds,
-        [times[wanted.request_id][0] - wanted.arrival for wanted in load],
-        [times[wanted.request_id][-1] - wanted.arrival for wanted in load],
+        [shown[wanted.request_id][0][0] - wanted.arrival for wanted in load],
+        [shown[wanted.request_id][-1][0] - wanted.arrival for wanted in load],
+        {request_id: [token for _, token in tokens] for request_id, tokens in shown.items()},
     )
 
 

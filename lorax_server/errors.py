@@ -2,7 +2,7 @@
 
 LoraxError                   500
 ├── ConfigError              500   a setting, or a field of a model's config, that cannot be honoured
-│   └── UnsupportedModelError      a model type the registry does not know
+│   └── UnsupportedModelError      a model that cannot be served, by its type or by what it does
 ├── WeightsError             500   a checkpoint that is missing, damaged or does not fit its config
 ├── AdapterError             424   an adapter that cannot be served; the message says which, what and why
 │   ├── AdapterNotFoundError 404   no adapter of this name
@@ -16,6 +16,13 @@ class LoraxError(Exception):
     """Base of every error that is shown to a user; anything else that escapes is a bug of ours."""
 
     status = 500
+    request_ids: tuple[int, ...] = ()  # whose fault it is, where several requests were at stake
+
+    def of(self, *request_ids: int) -> "LoraxError":
+        """The same error, of these requests."""
+        named = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
+        named.request_ids = request_ids
+        return named
 
 
 class ConfigError(LoraxError):
@@ -23,7 +30,7 @@ class ConfigError(LoraxError):
 
 
 class UnsupportedModelError(ConfigError):
-    """A model type that no class is registered for."""
+    """A model whose type is not known, or that does not do what it would have to."""
 
 
 class WeightsError(LoraxError):

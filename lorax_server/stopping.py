@@ -1,6 +1,5 @@
 """When a request ends, and which of its text is shown."""
 
-from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from lorax_server.types import StopParams
@@ -22,45 +21,14 @@ class StoppingCriteria:
     string which is not to be shown is held back.
     """
 
-    def __init__(
-        self,
-        eos_token_ids: int | Iterable[int] = (),
-        stop_strings: Sequence[str] = (),
-        max_new_tokens: int = 20,
-        ignore_eos_token: bool = False,
-        *,
-        stop_token_ids: Iterable[int] = (),
-        min_new_tokens: int = 0,
-        include_stop: bool = True,
-    ) -> None:
-        eos = {eos_token_ids} if isinstance(eos_token_ids, int) else eos_token_ids
-        self.params = StopParams(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            eos_token_ids=frozenset(eos),
-            ignore_eos=ignore_eos_token,
-            stop_token_ids=frozenset(stop_token_ids),
-            stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
-            include_stop=include_stop,
-        )
+    def __init__(self, params: StopParams) -> None:
+        self.params = params
         self.current_tokens = 0
         self.new_text = ""  # what the last token showed
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
         self._held = ""
-        self._matchers = [_Matcher(text) for text in self.params.stop_strings]
-
-    @classmethod
-    def from_params(cls, params: StopParams) -> "StoppingCriteria":
-        return cls(
-            params.eos_token_ids,
-            params.stop_strings,
-            params.max_new_tokens,
-            params.ignore_eos,
-            stop_token_ids=params.stop_token_ids,
-            min_new_tokens=params.min_new_tokens,
-            include_stop=params.include_stop,
-        )
+        self._matchers = [_Matcher(text) for text in params.stop_strings]
 
     @property
     def max_new_tokens(self) -> int:

@@ -50,20 +50,28 @@ class Detokenizer(Protocol):
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
     """For a tokenizer of `tokenizers`, or of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    special = frozenset(special_tokens(tokenizer).values())
     if not isinstance(backend, Tokenizer):
         return WindowDetokenizer(
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
-            frozenset(tokenizer.all_special_ids),
+            special,
             frozenset(tokenizer.get_vocab().values()),
         )
-    added = backend.get_added_tokens_decoder()
-    special = frozenset(token_id for token_id, token in added.items() if token.special)
     # The decoder's part of tokenizer.json; writing all of it takes half a second for a large vocabulary.
     scheme = _recognise(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     if scheme is None:
         vocabulary = frozenset(backend.get_vocab().values())
         return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special, vocabulary)
     return ByteDetokenizer(backend.id_to_token, scheme, special)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that are no text, by name."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    added = backend.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
 # --- Tokenizers whose tokens are bytes -------------------------------------------------------------------------------

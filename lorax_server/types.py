@@ -7,6 +7,8 @@ from lorax_server.errors import InputError
 
 MAX_SEED = 2**64 - 1
 MAX_FLOAT = 3.4028234663852886e38  # of 32 bits, which is what a model computes with
+MAX_BIAS = 1e6  # beyond what any score can make up for, and far from where scores stop being numbers
+PENALTIES = (1e-3, 1e3)
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,18 @@ class SamplingParams:
             _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
             "`repetition_penalty` must be strictly positive",
         )
+        least, most = PENALTIES
+        _check(least <= self.repetition_penalty <= most, f"`repetition_penalty` must be >= {least:g} and <= {most:g}")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
         _check(isinstance(self.logit_bias, Mapping), "`logit_bias` must be a mapping from token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _check(_is_count(token_id), f"`logit_bias` must be keyed by token ids, not {token_id!r}")
-            _check(_is_finite(bias), f"`logit_bias` of token {token_id} must be a finite number")
+            _check(
+                _is_finite(bias) and abs(bias) <= MAX_BIAS,
+                f"`logit_bias` of token {token_id} must be a number >= {-MAX_BIAS:g} and <= {MAX_BIAS:g}",
+            )
         _check(_is_count(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
         _check(_is_count(self.num_alternatives), "`return_k_alternatives` must be strictly positive")
         for name in ("do_sample", "watermark", "raw_logprobs"):

@@ -176,7 +176,7 @@ lm = CausalLM(sys.argv[1], dtype=torch.float32)
 prompts, stop = [[5, 9, 20], [7]], StopParams(max_new_tokens=4, ignore_eos=True)
 requests = [SimpleNamespace(id=i, adapter_index=0, prefill_logprobs=i == 0) for i in range(2)]
 choosers = [NextTokenChooser(SamplingParams(), stop, len(prompt)) for prompt in prompts]
-stops = [StoppingCriteria.from_params(stop) for _ in prompts]
+stops = [StoppingCriteria(stop) for _ in prompts]
 batch, tokens = CausalLMBatch.from_prompts(3, requests, prompts, choosers, stops, 0, lm.device), {0: [], 1: []}
 while batch is not None:
     generations, batch = lm.generate_token(batch)

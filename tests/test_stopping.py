@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorax_server.errors import InputError
 from lorax_server.pb import generate_pb2
 from lorax_server.stopping import FinishReason, StoppingCriteria
 from lorax_server.types import StopParams
@@ -18,9 +17,24 @@ EOS, OTHER = 2, 7
 ENOUGH = 10_000
 
 
+def rules(
+    eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: object
+) -> StoppingCriteria:
+    ids = frozenset(more.pop("stop_token_ids", ()))
+    return StoppingCriteria(
+        StopParams(
+            eos_token_ids=frozenset(eos),
+            stop_strings=tuple(stop),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=ids,
+            **more,
+        )
+    )
+
+
 def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = ENOUGH) -> StoppingCriteria:
     """After these texts, each of a token, or fewer if it ended."""
-    criteria = StoppingCriteria(EOS, stop, max_new_tokens, include_stop=include)
+    criteria = rules([EOS], stop, max_new_tokens, include_stop=include)
     for text in texts:
         if criteria(OTHER, text)[0]:
             break
@@ -31,60 +45,60 @@ def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: 
 
 
 def test_it_goes_on_until_the_length_is_reached() -> None:
-    criteria = StoppingCriteria(max_new_tokens=3)
+    criteria = rules(max_new_tokens=3)
     assert criteria.remaining_tokens == criteria.max_new_tokens == 3
     assert [criteria(OTHER, text) for text in "abc"] == [(False, None), (False, None), (True, LENGTH)]
     assert (criteria.current_output, criteria.current_tokens, criteria.remaining_tokens) == ("abc", 3, 0)
 
 
-@pytest.mark.parametrize("eos", [2, [2], {1, 2}, frozenset({2, 3}), iter([2, 9])])
-def test_any_of_the_eos_tokens_ends_it(eos: int | Iterable[int]) -> None:
-    criteria = StoppingCriteria(eos)
+@pytest.mark.parametrize("eos", [{2}, {1, 2}])
+def test_any_of_the_eos_tokens_ends_it(eos: set[int]) -> None:
+    criteria = rules(eos)
     assert criteria(OTHER, "a") == (False, None)
     assert criteria(EOS, "") == (True, EOS_TOKEN)
     assert criteria.finish_reason is EOS_TOKEN
 
 
 def test_without_eos_tokens_none_ends_it() -> None:
-    criteria = StoppingCriteria()
+    criteria = rules()
     assert [criteria(token, "")[0] for token in range(10)] == [False] * 10
 
 
 @pytest.mark.parametrize("include", [True, False])
 def test_the_text_of_eos_is_never_shown(include: bool) -> None:
-    criteria = StoppingCriteria(EOS, include_stop=include)
+    criteria = rules([EOS], include_stop=include)
     criteria(OTHER, "a")
     criteria(EOS, "</s>")
     assert (criteria.current_output, criteria.new_text) == ("a", "")
 
 
 def test_eos_that_is_ignored_is_text() -> None:
-    criteria = StoppingCriteria(EOS, max_new_tokens=2, ignore_eos_token=True)
+    criteria = rules([EOS], max_new_tokens=2, ignore_eos=True)
     assert criteria(EOS, "</s>") == (False, None)
     assert criteria(EOS, "</s>") == (True, LENGTH)
     assert criteria.current_output == "</s></s>"
 
 
 def test_a_stop_token_ends_it_also_when_eos_is_ignored() -> None:
-    criteria = StoppingCriteria(EOS, ignore_eos_token=True, stop_token_ids=[5, 6])
+    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[5, 6])
     assert criteria(EOS, "") == (False, None)
     assert criteria(6, "") == (True, STOP_SEQUENCE)
 
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab"), (False, "a")])
 def test_the_text_of_a_stop_token_is_shown_if_asked_for(include: bool, output: str) -> None:
-    criteria = StoppingCriteria(stop_token_ids=[5], include_stop=include)
+    criteria = rules(stop_token_ids=[5], include_stop=include)
     criteria(OTHER, "a")
     assert criteria(5, "b") == (True, STOP_SEQUENCE)
     assert criteria.current_output == output
 
 
 def test_a_token_that_is_both_is_eos() -> None:
-    assert StoppingCriteria(EOS, stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
+    assert rules([EOS], stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
 
 
 def test_a_token_that_is_both_is_a_stop_token_when_eos_is_ignored() -> None:
-    criteria = StoppingCriteria(EOS, ignore_eos_token=True, stop_token_ids=[EOS])
+    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[EOS])
     assert criteria(EOS, "") == (True, STOP_SEQUENCE)
 
 
@@ -92,23 +106,23 @@ def test_a_token_that_is_both_is_a_stop_token_when_eos_is_ignored() -> None:
     ("token", "text", "reason"), [(EOS, "", EOS_TOKEN), (5, "", STOP_SEQUENCE), (7, "x", STOP_SEQUENCE)]
 )
 def test_what_ends_it_counts_more_than_the_length(token: int, text: str, reason: FinishReason) -> None:
-    assert StoppingCriteria(EOS, ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
+    assert rules([EOS], ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
 
 
 def test_nothing_ends_it_before_there_are_enough_tokens() -> None:
-    criteria = StoppingCriteria(EOS, ["x"], stop_token_ids=[5], min_new_tokens=3)
+    criteria = rules([EOS], ["x"], stop_token_ids=[5], min_new_tokens=3)
     assert [criteria(*token)[0] for token in [(EOS, "</s>"), (5, "five"), (OTHER, "x")]] == [False] * 3
     assert criteria.current_output == "</s>fivex"
     assert criteria(EOS, "") == (True, EOS_TOKEN)
 
 
 def test_of_a_stop_string_nothing_may_be_among_the_first_tokens() -> None:
-    criteria = StoppingCriteria(stop_strings=["ab"], min_new_tokens=1)
+    criteria = rules(stop=["ab"], min_new_tokens=1)
     assert [criteria(OTHER, text)[0] for text in ("a", "b", "a", "b")] == [False, False, False, True]
 
 
 def test_a_minimum_that_is_the_maximum_ends_by_length() -> None:
-    criteria = StoppingCriteria(EOS, min_new_tokens=2, max_new_tokens=2)
+    criteria = rules([EOS], min_new_tokens=2, max_new_tokens=2)
     assert [criteria(EOS, "") for _ in range(2)] == [(False, None), (True, LENGTH)]
 
 
@@ -155,7 +169,7 @@ def test_what_is_not_quite_a_stop_string_does_not(include: bool) -> None:
 
 
 def test_what_may_become_a_hidden_stop_string_is_held_back_until_it_cannot() -> None:
-    criteria = StoppingCriteria(stop_strings=["<|end|>"], include_stop=False)
+    criteria = rules(stop=["<|end|>"], include_stop=False)
     shown = []
     for text in ("a <", "|e", "nd", "x<", "<|", "end", "|>b"):
         criteria(OTHER, text)
@@ -164,7 +178,7 @@ def test_what_may_become_a_hidden_stop_string_is_held_back_until_it_cannot() -> 
 
 
 def test_what_may_become_a_stop_string_that_is_shown_anyway_is_not_held_back() -> None:
-    criteria = StoppingCriteria(stop_strings=["<|end|>"])
+    criteria = rules(stop=["<|end|>"])
     for text in ("a <", "|e", "nd", "|>"):
         criteria(OTHER, text)
         assert criteria.new_text == text
@@ -174,7 +188,7 @@ def test_what_may_become_a_stop_string_that_is_shown_anyway_is_not_held_back() -
     ("token", "last", "reason"), [(OTHER, "", LENGTH), (EOS, "", EOS_TOKEN), (5, "x", STOP_SEQUENCE)]
 )
 def test_what_was_held_back_is_shown_when_it_ends_otherwise(token: int, last: str, reason: FinishReason) -> None:
-    criteria = StoppingCriteria(EOS, ["stop"], 2, stop_token_ids=[5], include_stop=False)
+    criteria = rules([EOS], ["stop"], 2, stop_token_ids=[5], include_stop=False)
     criteria(OTHER, "a sto")
     assert criteria.current_output == "a "
     assert criteria(token, last) == (True, reason)
@@ -182,7 +196,7 @@ def test_what_was_held_back_is_shown_when_it_ends_otherwise(token: int, last: st
 
 
 def test_what_is_pending_is_shown_only_at_the_end() -> None:
-    criteria = StoppingCriteria(max_new_tokens=2)
+    criteria = rules(max_new_tokens=2)
     criteria(OTHER, "a", "\ufffd")
     assert criteria.current_output == "a"
     criteria(OTHER, "b", "\ufffd")
@@ -191,13 +205,13 @@ def test_what_is_pending_is_shown_only_at_the_end() -> None:
 
 @pytest.mark.parametrize("include", [True, False])
 def test_what_is_pending_is_not_shown_after_a_stop_string(include: bool) -> None:
-    criteria = StoppingCriteria(stop_strings=["b"], include_stop=include)
+    criteria = rules(stop=["b"], include_stop=include)
     assert criteria(OTHER, "abc", "\ufffd")[0]
     assert criteria.current_output == ("ab" if include else "a")
 
 
 def test_what_is_pending_comes_after_what_was_held_back() -> None:
-    criteria = StoppingCriteria(EOS, ["stop"], include_stop=False)
+    criteria = rules([EOS], ["stop"], include_stop=False)
     criteria(OTHER, "a st", "\ufffd")
     criteria(EOS, "", "\ufffd")
     assert criteria.current_output == "a st\ufffd"
@@ -205,7 +219,7 @@ def test_what_is_pending_comes_after_what_was_held_back() -> None:
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab\ufffd"), (False, "a")])
 def test_a_stop_string_may_end_in_what_is_pending(include: bool, output: str) -> None:
-    criteria = StoppingCriteria(EOS, ["b\ufffd"], 2, include_stop=include)
+    criteria = rules([EOS], ["b\ufffd"], 2, include_stop=include)
     assert criteria(OTHER, "ab", "\ufffd") == (False, None)
     assert criteria(OTHER, "", "\ufffd and more") == (True, STOP_SEQUENCE)
     assert criteria.current_output == output
@@ -246,7 +260,7 @@ def held(text: str, stop: Sequence[str]) -> str:
 
 
 def check(pieces: Sequence[str], stop: Sequence[str], include: bool) -> None:
-    criteria = StoppingCriteria(EOS, stop, len(pieces), include_stop=include)
+    criteria = rules([EOS], stop, len(pieces), include_stop=include)
     stopped, output = by_definition("".join(pieces), stop, include)
     so_far = streamed = ""
     for piece in pieces:
@@ -302,31 +316,6 @@ def test_stop_strings_taken_from_the_text_itself() -> None:
 # --- The rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_rule_is_taken_from_the_parameters() -> None:
-    params = StopParams(
-        max_new_tokens=9,
-        min_new_tokens=2,
-        eos_token_ids=frozenset({1}),
-        ignore_eos=True,
-        stop_token_ids=frozenset({3}),
-        stop_strings=("x", "y"),
-        include_stop=False,
-    )
-    assert StoppingCriteria.from_params(params).params == params
-
-
-def test_one_string_is_one_stop_string() -> None:
-    assert StoppingCriteria(stop_strings="stop").params.stop_strings == ("stop",)
-
-
 def test_reasons_are_numbered_as_in_the_messages() -> None:
     names = {f"FINISH_REASON_{reason.name}": int(reason) for reason in FinishReason}
     assert names == dict(generate_pb2.FinishReason.items())
-
-
-@pytest.mark.parametrize(
-    "bad", [{"max_new_tokens": 0}, {"stop_strings": [""]}, {"min_new_tokens": 21}, {"eos_token_ids": [-1]}]
-)
-def test_rules_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(InputError):
-        StoppingCriteria(**bad)

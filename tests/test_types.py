@@ -19,7 +19,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2]),
     "min_p": ([0, 0.0, 0.5, 1, 1.0], [-1e-9, 1.0000001]),
     "typical_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2]),
-    "repetition_penalty": ([1e-6, 0.5, 1, 100], [0, 0.0, -1]),
+    "repetition_penalty": ([1e-3, 0.5, 1, 1000], [0, 0.0, -1, 1e-45, 1e-4, 1001]),
     "frequency_penalty": ([-2, -0.5, 0, 2.0], [-2.0000001, 2.0000001, 3]),
     "presence_penalty": ([-2, -0.5, 0, 2.0], [-2.0000001, 2.0000001, 3]),
 }
@@ -72,7 +72,7 @@ def test_a_bias_is_a_number_for_a_token() -> None:
 def test_a_message_says_what_was_wrong_with_a_bias() -> None:
     with pytest.raises(InputError, match="keyed by token ids, not '5'"):
         SamplingParams(logit_bias={"5": 1.0})
-    with pytest.raises(InputError, match="of token 5 must be a finite number"):
+    with pytest.raises(InputError, match="of token 5 must be a number >= -1e"):
         SamplingParams(logit_bias={5: math.inf})
 
 

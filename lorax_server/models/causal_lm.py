@@ -13,7 +13,15 @@ from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.models.causal_lm_batch import CausalLMBatch, adapter_meta_of
 from lorax_server.models.model import Model
 from lorax_server.models.past import GrowingCache, LayerPast
-from lorax_server.models.pretrained import eos_token_ids, load_config, load_model, load_tokenizer, resolve_pad_token
+from lorax_server.models.pretrained import (
+    eos_token_ids,
+    is_stored_in_8_bits,
+    load_config,
+    load_generation_eos,
+    load_model,
+    load_tokenizer,
+    resolve_pad_token,
+)
 from lorax_server.models.probe import check_padding, takes
 from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
 from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
@@ -45,16 +53,18 @@ class CausalLM(Model):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
         config = load_config(model_id, revision, trust_remote_code)
+        generation_eos = load_generation_eos(model_id, revision)
         tokenizer = load_tokenizer(model_id, revision, trust_remote_code)
+        quantize = "bitsandbytes" if is_stored_in_8_bits(model_id, config) else quantize
         model = load_model(model_id, config, revision, quantize, dtype, device, trust_remote_code)
         super().__init__(model_id, model, tokenizer, requires_padding=True, dtype=dtype, device=device)
         self.dynamic_adapter_loading_enabled = False
         self.config = config
         self.vocab_size = config.get_text_config(decoder=True).vocab_size
-        eos = sorted(eos_token_ids(config, model.generation_config, tokenizer)) or None
+        eos = sorted(generation_eos | eos_token_ids(config, tokenizer)) or None
         object.__setattr__(config, "eos_token_id", eos)  # past the check of those configs that take one only
         pad = resolve_pad_token(tokenizer, config, self.vocab_size)
-        tokenizer.pad_token_id = pad  # stays None where the tokenizer has no such token, but only the model
+        tokenizer.pad_token_id = pad  # as LoRAX does, for who pads with the tokenizer; it stays None if it lacks the id
         self._takes_positions = takes(model, "position_ids")
         self._takes_logits_to_keep = takes(model, "logits_to_keep")
         self._sampler: tuple[list[NextTokenChooser], Sampler] | None = None
@@ -78,9 +88,7 @@ class CausalLM(Model):
     ) -> tuple[torch.Tensor, list[LayerPast]]:
         """Logits [rows, columns, vocabulary], those of the last column if that is all that is wanted, and the past."""
         if adapter_data is not None:
-            raise AdapterError(
-                f"{self.model_id}: models without an implementation of our own are served without adapters"
-            )
+            raise self._no_adapters()
         cache = GrowingCache(past_key_values)
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         if only_last and self._takes_logits_to_keep:
@@ -99,50 +107,40 @@ class CausalLM(Model):
     @torch.inference_mode()
     def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
         """One step. A request that is finished gets no more results, and stays until it is filtered out."""
-        if any(batch.adapter_meta.segment_indices):
-            raise AdapterError(
-                f"{self.model_id}: models without an implementation of our own are served without adapters"
-            )
+        adapted = [request.id for request in batch.requests if request.adapter_index]
+        if adapted:
+            raise self._no_adapters().of(*adapted)
         is_first = batch.past_key_values is None
-        wants_prompt = is_first and any(request.prefill_logprobs for request in batch.requests)
         logits, past = self.forward(
             batch.input_ids,
             batch.attention_mask[:, : batch.attention_mask.shape[1] - batch.padding_right_offset],
             batch.position_ids,
             batch.past_key_values,
-            only_last=not wants_prompt,
+            only_last=not (is_first and any(request.prefill_logprobs for request in batch.requests)),
         )
         chosen = self._choose(batch, logits[:, -1])
-        token_ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+        logprobs = chosen.logprobs.tolist()
         _check_numbers(batch, logprobs)
-        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
 
+        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
         generations = []
-        for row, token_id in enumerate(token_ids):
-            batch.all_input_ids[row] = torch.cat([batch.all_input_ids[row], chosen.token_ids[row].view(1, 1)])
+        for row, token_id in enumerate(chosen.token_ids.tolist()):
+            batch.all_input_ids[row] = torch.cat([batch.all_input_ids[row], torch.tensor([[token_id]])])
             batch.input_lengths[row] += 1
             if batch.stopping_criterias[row].finish_reason is not None:
                 continue
-            text, is_special = self._stop_or_show(batch, row, token_id)
-            if row % self.world_size != self.rank:
-                continue
-            shown = NextTokens([token_id], [logprobs[row]], [text], [is_special], self._texts(alternatives.get(row)))
-            prompt = (
-                self._prompt_tokens(batch, row, logits) if is_first and batch.requests[row].prefill_logprobs else None
-            )
-            generations.append(
-                Generation(
-                    batch.requests[row].id,
-                    prompt,
-                    batch.next_token_choosers[row].prompt_length if is_first else 0,
-                    shown,
-                    _generated_text(batch, row),
-                )
-            )
+            text, is_special = self._take(batch, row, token_id)
+            if row % self.world_size == self.rank:
+                others = self._with_texts(alternatives.get(row))
+                token = NextTokens([token_id], [logprobs[row]], [text], [is_special], others)
+                generations.append(self._generation(batch, row, token, logits if is_first else None))
         if all(stop.finish_reason is not None for stop in batch.stopping_criterias):
             return generations, None
         self._advance(batch, chosen.token_ids, past)
         return generations, batch
+
+    def _no_adapters(self) -> AdapterError:
+        return AdapterError(f"{self.model_id}: only models with an implementation of our own are served with adapters")
 
     def _choose(self, batch: CausalLMBatch, logits: torch.Tensor) -> Sampled:
         choosers = batch.next_token_choosers
@@ -154,14 +152,16 @@ class CausalLM(Model):
         lengths = lengths.to(logits.device)
         token_ids = None
         if sampler.needs_tokens:
-            token_ids = pad_sequence([ids[:, 0] for ids in batch.all_input_ids], batch_first=True)
+            token_ids = pad_sequence([ids[:, 0] for ids in batch.all_input_ids], batch_first=True).to(logits.device)
         return sampler(logits, History(lengths[0], lengths[1], token_ids))
 
-    def _stop_or_show(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
+    def _take(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
         """Take note of a token: the text it shows, and whether that is a special token's, which is not output."""
-        stop, prefix = batch.stopping_criterias[row], batch.prefix_offsets[row]
+        stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
+        if stop.current_tokens == 0:
+            prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())
         ids = batch.all_input_ids[row][prefix:, 0].tolist()
-        progress = self.detokenizer.advance(ids, 0, batch.read_offsets[row] - prefix)
+        progress = self.detokenizer.advance(ids, 0, read - prefix)
         pending = ""
         if stop.may_end_with(token_id):
             pending = self.detokenizer.pending(ids, progress.prefix_offset, progress.read_offset)
@@ -171,17 +171,27 @@ class CausalLM(Model):
         is_special = self.detokenizer.is_special(token_id) and not stop.new_text
         return (self.detokenizer.token_text(token_id) if is_special else stop.new_text), is_special
 
-    def _texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
+    def _with_texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
         if alternatives is None:
             return []
         texts = [self.detokenizer.token_text(token_id) for token_id in alternatives.token_ids]
         return [AlternativeTokens(alternatives.token_ids, alternatives.logprobs, texts)]
 
+    def _generation(
+        self, batch: CausalLMBatch, row: int, token: NextTokens, prompt_logits: torch.Tensor | None
+    ) -> Generation:
+        """One request's result; with its first token come the logits of the prompts."""
+        request, prompt, prompt_length = batch.requests[row], None, 0
+        if prompt_logits is not None:
+            prompt_length = batch.next_token_choosers[row].prompt_length
+            prompt = self._prompt_tokens(batch, row, prompt_logits) if request.prefill_logprobs else None
+        return Generation(request.id, prompt, prompt_length, token, _generated_text(batch, row))
+
     def _prompt_tokens(self, batch: CausalLMBatch, row: int, logits: torch.Tensor) -> NextTokens:
         """The prompt with the log probability of each of its tokens; nothing comes before the first."""
         ids = batch.all_input_ids[row][:-1]
         scores = logits[row, logits.shape[1] - len(ids) : -1].float()
-        logprobs = scores.gather(-1, ids[1:]).squeeze(-1) - scores.logsumexp(-1)
+        logprobs = scores.gather(-1, ids[1:].to(scores.device)).squeeze(-1) - scores.logsumexp(-1)
         token_ids = ids[:, 0].tolist()
         return NextTokens(
             token_ids,
@@ -218,6 +228,6 @@ def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
     failed = [request.id for request, stop, logprob in rows if stop.finish_reason is None and math.isnan(logprob)]
     if failed:
         raise LoraxError(
-            f"the model's scores for the requests {failed} are not numbers (too large for its dtype?); "
-            "the batch is as it was, and the others can continue without them"
-        )
+            "the model's scores are not numbers (too large for its dtype?); "
+            "the batch is as it was, and the others can continue without it"
+        ).of(*failed)

@@ -8,9 +8,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lorax_server.adapters.batch import AdapterBatchMetadata
+from lorax_server.errors import LoraxError
 from lorax_server.models.past import LayerPast, join_pasts, select_past, unfold_heads
-from lorax_server.models.pretrained import eos_token_ids, resolve_pad_token
-from lorax_server.models.requests import check_prompt, prompt_ids, stop_from_pb
+from lorax_server.models.pretrained import resolve_pad_token
+from lorax_server.models.requests import check_limits, check_served, prompt_ids, stop_from_pb
 from lorax_server.models.types import Batch, messages
 from lorax_server.sampling import NextTokenChooser
 from lorax_server.stopping import StoppingCriteria
@@ -47,7 +48,7 @@ class CausalLMBatch(Batch):
     position_ids: torch.Tensor
     past_key_values: list[LayerPast] | None
 
-    all_input_ids: list[torch.Tensor]  # [tokens, 1] each, without padding
+    all_input_ids: list[torch.Tensor]  # [tokens, 1] each, without padding, on the CPU
     input_lengths: list[int]
     prefix_offsets: list[int]
     read_offsets: list[int]
@@ -72,16 +73,19 @@ class CausalLMBatch(Batch):
         dtype: torch.dtype,  # noqa: ARG003  the contract's; the model knows its own
         device: torch.device,
     ) -> "CausalLMBatch":
-        """Take the ids that requests carry, or tokenise their text. Without a `config` nothing limits the prompts."""
+        """Take the ids that requests carry, or tokenise their text. Without a `config` nothing limits the prompts.
+
+        The config is the one that `CausalLM` has completed: its eos tokens include those of `generation_config.json`.
+        """
         prompts, choosers, stops = [], [], []
         for request in pb.requests:
-            own = tokenizers.get_tokenizer(request.adapter_index, tokenizer)
-            stop = stop_from_pb(request.stopping_parameters, eos_token_ids(own, config))
-            ids = prompt_ids(request, own)
-            check_prompt(request, ids, stop.max_new_tokens, config)
+            try:
+                ids, chooser, stop = _read(request, tokenizers.get_tokenizer(request.adapter_index, tokenizer), config)
+            except LoraxError as error:
+                raise error.of(request.id) from error
             prompts.append(ids)
-            choosers.append(NextTokenChooser.from_pb(request.parameters, stop, len(ids)))
-            stops.append(StoppingCriteria.from_params(stop))
+            choosers.append(chooser)
+            stops.append(stop)
         pad = _pad_token(tokenizer, config)
         return cls.from_prompts(pb.id, list(pb.requests), prompts, choosers, stops, pad, device)
 
@@ -99,6 +103,7 @@ class CausalLMBatch(Batch):
         """A batch of tokenised prompts. Of a request, only `id`, `adapter_index` and `prefill_logprobs` are used."""
         if not requests:
             raise ValueError(f"batch {batch_id} has no requests")
+        _check_ids(requests)
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
         width, room = max(lengths), max(stop.remaining_tokens for stop in stops)
@@ -114,7 +119,7 @@ class CausalLMBatch(Batch):
             attention_mask=mask.to(device),
             position_ids=positions.to(device),
             past_key_values=None,
-            all_input_ids=[row[:, None].to(device) for row in rows],
+            all_input_ids=[row[:, None] for row in rows],
             input_lengths=lengths,
             prefix_offsets=[0] * len(rows),
             read_offsets=lengths.copy(),
@@ -167,7 +172,7 @@ class CausalLMBatch(Batch):
     @classmethod
     @torch.inference_mode()
     def concatenate(cls, batches: "Sequence[CausalLMBatch]") -> "CausalLMBatch":
-        """One batch of all requests. The batches must have taken their first step, and are used up."""
+        """One batch of all requests. The batches must have taken a step, and are used up, also if this fails."""
         _check_joinable(batches)
         first = batches[0]
         requests = [request for batch in batches for request in batch.requests]
@@ -219,6 +224,15 @@ def _pad_token(tokenizer: Any, config: Any) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
+def _read(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
+    check_served(request)
+    stop = stop_from_pb(request.stopping_parameters, tokenizer, config)
+    ids = prompt_ids(request, tokenizer)
+    if config is not None:
+        check_limits(ids, stop, request.parameters.logit_bias, config)
+    return ids, NextTokenChooser.from_pb(request.parameters, stop, len(ids)), StoppingCriteria(stop)
+
+
 def _index(requests: Sequence[Any]) -> dict[int, int]:
     return {request.id: row for row, request in enumerate(requests)}
 
@@ -236,9 +250,23 @@ def _check_joinable(batches: Sequence[CausalLMBatch]) -> None:
         raise ValueError("only batches that have taken their first step can be joined")
     if len({batch.keys_head_dim_last for batch in batches}) != 1:
         raise ValueError("batches with different layouts of their keys cannot be joined")
-    ids = [request.id for batch in batches for request in batch.requests]
+    _check_ids([request for batch in batches for request in batch.requests])
+    shapes = {tuple(_shape(past, len(batch)) for past in batch.past_key_values or ()) for batch in batches}
+    if len(shapes) != 1:
+        raise ValueError("batches of different models cannot be joined")
+
+
+def _check_ids(requests: Sequence[Any]) -> None:
+    ids = [request.id for request in requests]
     if len(set(ids)) != len(ids):
-        raise ValueError(f"requests of the same id cannot be joined: {sorted(ids)}")
+        raise ValueError(f"requests of the same id cannot be in one batch: {sorted(ids)}")
+
+
+def _shape(past: LayerPast, num_rows: int) -> tuple[int, int, int]:
+    """Heads, and what is kept of each for a token, of both keys and values whatever the layout."""
+    keys, values = unfold_heads(past, num_rows)
+    columns = values.shape[2]
+    return values.shape[1], values.shape[3], keys[0, 0].numel() // max(columns, 1)
 
 
 def _join_layers(batches: Sequence[CausalLMBatch], length: int) -> list[LayerPast]:

@@ -1,14 +1,13 @@
 """What every model that is served through messages offers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.models.types import Batch, Generation
-from lorax_server.text import Progress, make_detokenizer
+from lorax_server.text import make_detokenizer
 from lorax_server.utils.tokenizer import TokenizerManager
 
 
@@ -53,7 +52,3 @@ class Model(ABC):
     @abstractmethod
     def generate_token(self, batch: Any) -> tuple[list[Generation], Batch | None]:
         """One step: the next token of every request, and the batch to continue with, if any is left."""
-
-    def decode_token(self, all_input_ids: Sequence[int], prefix_offset: int = 0, read_offset: int = 0) -> Progress:
-        """The text that the ids from `read_offset` on complete."""
-        return self.detokenizer.advance(all_input_ids, prefix_offset, read_offset)

@@ -6,7 +6,8 @@ hold whatever there was, but never anything that is not a number.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -18,48 +19,75 @@ COLUMNS = 2  # the axis
 MIN_ROOM = 16  # columns
 
 
+@dataclass
+class Filled:
+    """How many columns of some memory are in use, for all who look at it."""
+
+    columns: int
+
+
+class Buffers(NamedTuple):
+    """Keys and values [rows, heads, columns, size], of which the first are in use."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    filled: Filled
+
+    @property
+    def num_columns(self) -> int:
+        return int(self.keys.shape[COLUMNS])
+
+
 class RoomyPast(tuple[torch.Tensor, torch.Tensor]):
-    """(keys, values): the columns from `start` to `stop` of two buffers, which may have room for more after them.
+    """(keys, values): the columns from `start` to `stop` of two buffers, which may have room for more after them."""
 
-    Only one batch may hold it, since growing writes to the buffers.
-    """
-
-    buffers: LayerPast
+    buffers: Buffers
     start: int
     stop: int
 
-    def __new__(cls, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> "RoomyPast":
-        past = super().__new__(cls, (keys[:, :, start:stop], values[:, :, start:stop]))
-        past.buffers, past.start, past.stop = (keys, values), start, stop
+    def __new__(cls, buffers: Buffers, start: int, stop: int) -> "RoomyPast":
+        past = super().__new__(cls, (buffers.keys[:, :, start:stop], buffers.values[:, :, start:stop]))
+        past.buffers, past.start, past.stop = buffers, start, stop
         return past
 
-    def __getnewargs__(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:  # for copies
-        return *self.buffers, self.start, self.stop
+    def __getnewargs__(self) -> tuple[Buffers, int, int]:  # for copies
+        return self.buffers, self.start, self.stop
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "RoomyPast":
+        """Tensors as they are, without room."""
+        length = int(keys.shape[COLUMNS])
+        return cls(Buffers(keys, values, Filled(length)), 0, length)
 
     @property
     def room(self) -> int:
-        return int(self.buffers[0].shape[COLUMNS]) - self.stop
-
-    def would_use_half(self, num_rows: int, length: int) -> bool:
-        """Whether a view of so many rows and columns would use at least half of the memory it keeps."""
-        keys = self.buffers[0]
-        kept = num_rows * (length + self.room) * keys.shape[1] * keys.shape[3] * keys.itemsize
-        return 2 * kept >= keys.untyped_storage().nbytes()
+        """Columns that can be written in place. None if another past goes on from here: it has its own there."""
+        return self.buffers.num_columns - self.stop if self.buffers.filled.columns == self.stop else 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> "RoomyPast":
-        added = keys.shape[COLUMNS]
-        past = self if self.room >= added else self.moved(added)
-        for buffer, new in zip(past.buffers, (keys, values), strict=True):
-            buffer[:, :, past.stop : past.stop + added] = new
-        return RoomyPast(*past.buffers, past.start, past.stop + added)
+        added = int(keys.shape[COLUMNS])
+        past = self if self.room >= added else self._moved(added)
+        stop = past.stop + added
+        past.buffers.keys[:, :, past.stop : stop] = keys
+        past.buffers.values[:, :, past.stop : stop] = values
+        past.buffers.filled.columns = stop
+        return RoomyPast(past.buffers, past.start, stop)
 
-    def moved(self, wanted: int) -> "RoomyPast":
+    def rows(self, first: int, stop: int, length: int) -> "RoomyPast | None":
+        """A view of some rows and the last columns; None if less than half of the memory it keeps would be used."""
+        keys = self.buffers.keys
+        kept = (stop - first) * (length + self.room) * keys.shape[1] * keys.shape[3] * keys.itemsize
+        if 2 * kept < keys.untyped_storage().nbytes():
+            return None
+        buffers = Buffers(keys[first:stop], self.buffers.values[first:stop], self.buffers.filled)
+        return RoomyPast(buffers, self.stop - length, self.stop)
+
+    def _moved(self, wanted: int) -> "RoomyPast":
         """The same in new buffers, with more room than is wanted now."""
         length = self.stop - self.start
         keys, values = (_allocate(part, len(part), length, wanted + _room(length)) for part in self)
-        for buffer, part in zip((keys, values), self, strict=True):
-            buffer[:, :, :length] = part
-        return RoomyPast(keys, values, 0, length)
+        keys[:, :, :length], values[:, :, :length] = self
+        return RoomyPast(Buffers(keys, values, Filled(length)), 0, length)
 
 
 def unfold_heads(past: LayerPast, num_rows: int) -> LayerPast:
@@ -76,10 +104,8 @@ def select_past(past: LayerPast, rows: Sequence[int], length: int, keys_head_dim
         return _turned(_gather([(_turned(past), rows)], length))
     first, num_rows = rows[0], len(rows)
     is_run = list(rows) == list(range(first, first + num_rows))
-    if isinstance(past, RoomyPast) and is_run and past.would_use_half(num_rows, length):
-        keys, values = (buffer[first : first + num_rows] for buffer in past.buffers)
-        return RoomyPast(keys, values, past.stop - length, past.stop)
-    return _gather([(past, rows)], length)
+    view = past.rows(first, first + num_rows, length) if isinstance(past, RoomyPast) and is_run else None
+    return view or _gather([(past, rows)], length)
 
 
 def join_pasts(pasts: Sequence[LayerPast], length: int, keys_head_dim_last: bool = True) -> LayerPast:
@@ -108,7 +134,7 @@ def _gather(parts: Sequence[tuple[LayerPast, Sequence[int]]], length: int) -> Ro
                 buffer[row : row + stop - first, :, :padding] = 0
                 buffer[row : row + stop - first, :, padding:length] = kept
             row += stop - first
-    return RoomyPast(keys, values, 0, length)
+    return RoomyPast(Buffers(keys, values, Filled(length)), 0, length)
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -144,13 +170,13 @@ class GrowingLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.past: RoomyPast | None = None
         if past is not None:
-            self._hold(past if isinstance(past, RoomyPast) else RoomyPast(*past, 0, past[0].shape[COLUMNS]))
+            self._hold(past if isinstance(past, RoomyPast) else RoomyPast.of(*past))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.past is None:
-            return self._hold(RoomyPast(key_states, value_states, 0, key_states.shape[COLUMNS]))
+            return self._hold(RoomyPast.of(key_states, value_states))
         return self._hold(self.past.append(key_states, value_states))
 
     def _hold(self, past: RoomyPast) -> RoomyPast:

@@ -1,11 +1,16 @@
 """Any HuggingFace causal language model and its tokenizer, loaded or refused."""
 
+import json
 import logging
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 
@@ -13,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layer that keep keys and values
 
+MANY_POSITIONS = 2**17
+GENERATION_CONFIG = "generation_config.json"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -21,10 +28,37 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers makes of a name or a file it cannot take
         raise ConfigError(f"{model_id}: no config of a model that can be read: {error}") from error
+    if find_adapter_config_file(model_id, revision=revision):
+        raise ConfigError(f"{model_id}: is an adapter or has one beside it; load the base model, and name the adapter")
+    attention = getattr(config, "_attn_implementation", None) or ""
+    if "/" in attention:  # transformers would fetch and run it
+        raise ConfigError(f"{model_id}: its config asks for code of another repository: {attention}")
     other = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(ATTENTION))
     if other:
         raise _keeps_other_state(model_id, config.model_type, f"its layers are {', '.join(other)}")
     return config
+
+
+def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
+    """Whether bitsandbytes has quantized the checkpoint already. Anything else that is stored is refused."""
+    stored = getattr(config, "quantization_config", None)
+    if not stored:
+        return False
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    if stored.get("load_in_8bit"):
+        return True
+    raise ConfigError(f"{model_id}: is stored quantized by {stored.get('quant_method')!r}, which is not supported here")
+
+
+def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
+    """The eos tokens that `generation_config.json` names, if there is one. One that is damaged would go unnoticed."""
+    path = cached_file(model_id, GENERATION_CONFIG, revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return frozenset()
+    try:
+        return eos_token_ids(SimpleNamespace(**json.loads(Path(path).read_text())))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{model_id}: {GENERATION_CONFIG} cannot be read: {error}") from error
 
 
 def load_tokenizer(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -50,6 +84,8 @@ def load_model(
     trust_remote_code: bool,
 ) -> Any:
     placement = _placement(quantize, device)
+    if is_stored_in_8_bits(model_id, config):
+        placement.pop("quantization_config", None)  # it has its own
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id,
@@ -88,15 +124,18 @@ def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
 
 def eos_token_ids(*named: Any) -> frozenset[int]:
     """All eos tokens that a tokenizer or any config names, each one or a list. Some configs say -1 for none."""
-    found: set[int] = set()
+    found: set[Any] = set()
     for each in named:
         ids = getattr(each, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
+    wrong = [token_id for token_id in found if not isinstance(token_id, int)]
+    if wrong:
+        raise TypeError(f"eos_token_id is {wrong[0]!r}, not a token's id")
     return frozenset(token_id for token_id in found if token_id >= 0)
 
 
-def max_positions(config: Any) -> int | None:
-    """How many tokens of a sequence the model takes; None where its config does not say.
+def max_positions(config: Any) -> int:
+    """How many tokens of a sequence the model takes; many where its config does not say (BLOOM has no limit).
 
     Where rotary angles change beyond some length, transformers changes them for the whole batch. A request must not
     depend on its neighbours, so that length is the limit.
@@ -110,7 +149,7 @@ def max_positions(config: Any) -> int | None:
                 text, "original_max_position_embeddings", None
             )
             limits += [unscaled] if unscaled else []
-    return min(limits, default=None)
+    return min(limits, default=MANY_POSITIONS)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

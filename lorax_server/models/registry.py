@@ -71,7 +71,8 @@ def build_model(config: Any, weights: Weights) -> PagedCausalLM:
 def find_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
         raise UnsupportedModelError(
-            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
+            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}; "
+            "models.causal_lm.CausalLM serves others, without adapters"
         )
     module, name = MODELS[model_type].split(".")
     found: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)

@@ -2,19 +2,24 @@
 
 from typing import Any
 
-from lorax_server.errors import InputError
-from lorax_server.models.pretrained import max_positions
+from lorax_server.errors import AdapterError, InputError
+from lorax_server.models.pretrained import eos_token_ids, max_positions
+from lorax_server.text import special_tokens
 from lorax_server.types import StopParams
 
+BASE_MODEL_IDS = ("", "__base_model__")
 
-def stop_from_pb(pb: Any, eos_token_ids: frozenset[int]) -> StopParams:
-    """From a `StoppingCriteriaParameters`."""
+
+def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
+    """From a `StoppingCriteriaParameters`. A special token is no text, so one that is to stop is meant by its id."""
+    special = special_tokens(tokenizer) if pb.stop_sequences else {}
+    named = frozenset(special[text] for text in pb.stop_sequences if text in special)
     return StopParams(
         max_new_tokens=pb.max_new_tokens,
         min_new_tokens=pb.min_new_tokens,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=eos_token_ids(tokenizer, config),
         ignore_eos=pb.ignore_eos_token,
-        stop_token_ids=frozenset(pb.stop_token_ids),
+        stop_token_ids=named.union(pb.stop_token_ids),
         stop_strings=tuple(pb.stop_sequences),
         include_stop=not pb.exclude_stop,
     )
@@ -22,33 +27,42 @@ def stop_from_pb(pb: Any, eos_token_ids: frozenset[int]) -> StopParams:
 
 def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
     """The ids that a request carries, else those of its text; the last `truncate` of them."""
-    if any(chunk.HasField("image") for chunk in request.tokenized_inputs.input_chunks):
-        raise InputError(f"request {request.id}: images are not supported")
-    ids = list(request.tokenized_inputs.ids) or list(tokenizer(request.inputs)["input_ids"])
+    ids = list(request.tokenized_inputs.ids)
+    if not ids and not request.inputs:
+        raise InputError("`inputs` cannot be empty")  # also where the tokenizer would begin it with a token
+    ids = ids or list(tokenizer(request.inputs)["input_ids"])
+    if not ids:
+        raise InputError("`inputs` cannot be empty: its text has no tokens")
     return ids[-request.truncate :] if request.truncate else ids
 
 
-def check_prompt(request: Any, ids: list[int], max_new_tokens: int, config: Any) -> None:
-    """Refuse what the model cannot take. Without a config only an empty prompt is refused."""
-    if not ids:
-        raise InputError(f"request {request.id}: `inputs` cannot be empty")
-    if config is None:
-        return
+def check_served(request: Any) -> None:
+    """Refuse what a message can ask for and padded batches cannot do."""
+    if request.parameters.adapter_id not in BASE_MODEL_IDS and request.adapter_index == 0:
+        raise AdapterError(f"the adapter {request.parameters.adapter_id!r} is named and not loaded")
+    if request.tokenized_inputs.input_chunks:
+        raise InputError("images and other chunks are not supported: send `inputs` or ids")
+    if request.cache_len or request.chunk_len:
+        raise InputError("prefixes and chunks of prompts are not supported in padded batches")
+
+
+def check_limits(ids: list[int], stop: StopParams, logit_bias: Any, config: Any) -> None:
+    """Refuse what the model cannot take. What fails in a step fails for the whole batch."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
     beyond = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
     if beyond:
         raise InputError(
-            f"request {request.id}: token {beyond[0]} is beyond the model's vocabulary of {vocab_size}; "
+            f"token {beyond[0]} is beyond the model's vocabulary of {vocab_size}; "
             "its tokenizer knows more tokens than the model"
         )
-    for entry in request.parameters.logit_bias:  # here it is one request's; in a step it would be the whole batch's
+    for entry in logit_bias:
         if entry.token_id >= vocab_size:
-            raise InputError(
-                f"request {request.id}: `logit_bias`: token {entry.token_id} is beyond the vocabulary of {vocab_size}"
-            )
+            raise InputError(f"`logit_bias`: token {entry.token_id} is beyond the vocabulary of {vocab_size}")
+    if stop.min_new_tokens and stop.ending_token_ids.issuperset(range(vocab_size)):
+        raise InputError("`min_new_tokens`: every token of the vocabulary would end the request")
     limit = max_positions(config)
-    if limit is not None and len(ids) + max_new_tokens > limit:
+    if len(ids) + stop.max_new_tokens > limit:
         raise InputError(
-            f"request {request.id}: `inputs` tokens + `max_new_tokens` must be <= {limit}. "
-            f"Given: {len(ids)} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
+            f"`inputs` tokens + `max_new_tokens` must be <= {limit}. "
+            f"Given: {len(ids)} `inputs` tokens and {stop.max_new_tokens} `max_new_tokens`"
         )

@@ -23,7 +23,7 @@ from lorax_server.sampling.uniform import as_signed, uniforms
 from lorax_server.sampling.watermark import favour_green
 from lorax_server.types import SamplingParams, StopParams
 
-_COLDEST = 1e-30  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
+_COLDEST = 1e-6  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
 
 

@@ -188,7 +188,7 @@ class Batches(RuleBasedStateMachine):
             assert "".join(found.texts) == found.end.text
 
 
-@pytest.mark.parametrize("name", ["gemma3-window", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "falcon-new", "gemma3-window", "gpt2", "llama"])
 def test_a_request_gets_what_it_gets_alone(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
 

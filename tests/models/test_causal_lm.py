@@ -296,14 +296,23 @@ def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.
 
 def test_adapters_are_refused(lm: CausalLM) -> None:
     batch = batch_of(lm, request(0), request(1, fields={"adapter_index": 1}))
-    with pytest.raises(AdapterError, match="served without adapters"):
+    with pytest.raises(AdapterError, match="are served with adapters"):
         lm.generate_token(batch)
     kept = batch.filter([0])
     assert kept is not None
     assert lm.generate_token(kept)[0]
     ids = torch.tensor([[5]], device=lm.device)
-    with pytest.raises(AdapterError, match="served without adapters"):
+    with pytest.raises(AdapterError, match="are served with adapters"):
         lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), adapter_data=object())
+
+
+def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
+    """It is no text, so it is meant by its id."""
+    stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
+    (answer,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
+    assert answer.end is not None
+    assert (answer.end.text, answer.end.finish_reason.name) == ("", "STOP_SEQUENCE")
+    assert answer.token_ids == [EOS_ID]
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused_before_it_meets_others(lm: CausalLM) -> None:
@@ -331,7 +340,7 @@ def test_scores_that_are_not_numbers_name_the_request_and_the_others_go_on(
     with monkeypatch.context() as patch:
         spoil(lm, patch, 1, value)
         batch = batch_of(lm, request(0, PROMPT), request(1, [123, 8]))
-        with pytest.raises(LoraxError, match=r"scores for the requests \[1\] are not numbers"):
+        with pytest.raises(LoraxError, match="request 1: the model's scores are not numbers"):
             lm.generate_token(batch)
     driver = Driver(lm)
     kept = batch.filter([0])
@@ -348,7 +357,7 @@ def test_scores_that_stop_being_numbers_midway_leave_the_batch_as_it_was(
     with monkeypatch.context() as patch:
         spoil(lm, patch, 1)
         for _ in range(2):
-            with pytest.raises(LoraxError, match=r"\[1\]"):
+            with pytest.raises(LoraxError, match="request 1: the model's scores"):
                 lm.generate_token(batch)
     driver.finish(batch.filter([0]))
     assert driver.answers[0].token_ids == expected.token_ids
@@ -369,12 +378,3 @@ def test_nothing_is_logged_in_a_step(lm: CausalLM, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.DEBUG):
         run(lm, request(0, PROMPT), request(1, SHORT))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_text_is_read_from_offsets_of_the_caller(lm: CausalLM) -> None:
-    ids = tokens_of(lm, "hello world")
-    assert lm.decode_token(ids).text == "hello world"
-    text, prefix, read = lm.decode_token(ids, 0, 2)
-    assert "hello world".endswith(text)
-    assert read == len(ids)
-    assert prefix <= read

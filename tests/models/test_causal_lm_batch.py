@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
-from lorax_server.errors import InputError
+from lorax_server.errors import AdapterError, InputError
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.models.types import Batch
 from lorax_server.pb import generate_pb2 as pb
 from lorax_server.stopping import FinishReason
 from lorax_server.utils.tokenizer import TokenizerManager
 from tests.models.driving import Driver, batch_of, request, run
-from tests.models.tiny import Zoo, make_tokenizer
+from tests.models.tiny import BOS_ID, VOCAB, Zoo, make_tokenizer
 
 LONG, SHORT, ONE = [5, 9, 20, 33, 41], [7, 8], [250]
 
@@ -141,15 +142,17 @@ def test_each_request_is_truncated_to_its_own_last_tokens(lm: CausalLM) -> None:
 
 
 def test_an_adapter_can_have_its_own_tokenizer(lm: CausalLM) -> None:
-    own = make_tokenizer(eos_token="t", pad_token="<s>")
+    own, other = make_tokenizer(eos_token="t", pad_token="<s>"), make_tokenizer(eos_token=None)
     tokenizers = TokenizerManager()
-    tokenizers.add_tokenizer(3, lambda text: {"input_ids": [len(text)]})
+    tokenizers.add_tokenizer(3, other)
     tokenizers.add_tokenizer(4, own)
     message = pb.Batch(
         requests=[request(i, "hello", fields={"adapter_index": adapter}) for i, adapter in enumerate((0, 3, 4))]
     )
     batch = CausalLMBatch.from_pb(message, lm.tokenizer, tokenizers, None, None, torch.float32, torch.device("cpu"))
-    assert [ids[:, 0].tolist() for ids in batch.all_input_ids[1:]] == [[5], own("hello")["input_ids"]]
+    assert [ids[:, 0].tolist() for ids in batch.all_input_ids[1:]] == [
+        each("hello")["input_ids"] for each in (other, own)
+    ]
     eos = [stop.params.eos_token_ids for stop in batch.stopping_criterias]
     assert eos == [{lm.tokenizer.eos_token_id}, frozenset(), {own.eos_token_id}]
 
@@ -167,21 +170,59 @@ def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
         (request(5, [5] * 121, 8), "request 5: `inputs` tokens [+] `max_new_tokens` must be <= 128. Given: 121"),
         (request(5, [5], 128), "request 5: .* Given: 1 `inputs` tokens and 128 `max_new_tokens`"),
         (request(5, [5, 300]), "request 5: token 300 is beyond the model's vocabulary of 300"),
-        (request(5, [5], 0), "`max_new_tokens` must be strictly positive"),
-        (request(5, [5], stop={"stop_sequences": [""]}), "`stop` must not hold empty strings"),
-        (request(5, [5], temperature=-1), "`temperature` must be non-negative"),
-        (request(5, [5], schema="{}"), "`schema`"),
+        (request(5, [5], 0), "request 5: `max_new_tokens` must be strictly positive"),
+        (request(5, [5], stop={"stop_sequences": [""]}), "request 5: `stop` must not hold empty strings"),
+        (request(5, [5], temperature=-1), "request 5: `temperature` must be non-negative"),
+        (request(5, [5], schema="{}"), "request 5: `schema`"),
+        (request(5, [5], repetition_penalty=1e-40), "request 5: `repetition_penalty` must be >= 0.001"),
+        (request(5, [5], logit_bias=[pb.LogitBias(token_id=1, bias=1e30)]), "request 5: `logit_bias` of token 1"),
+        (
+            request(5, [5], stop={"min_new_tokens": 2, "stop_token_ids": range(VOCAB)}),
+            "request 5: `min_new_tokens`: every token",
+        ),
+        (request(5, [5], adapter_id="my/adapter"), "request 5: the adapter 'my/adapter' is named and not loaded"),
+        (request(5, [5], fields={"cache_len": 1}), "request 5: prefixes and chunks of prompts are not supported"),
     ],
 )
-def test_a_bad_request_is_refused_and_says_why(lm: CausalLM, bad: pb.Request, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_a_bad_request_is_refused_and_says_whose_it_is_and_why(lm: CausalLM, bad: pb.Request, message: str) -> None:
+    with pytest.raises((InputError, AdapterError), match=message) as refused:
         batch_of(lm, request(0), bad)
+    assert refused.value.request_ids == (5,)
+
+
+def test_an_empty_prompt_is_refused_also_where_the_tokenizer_begins_it(lm: CausalLM) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+    assert tokenizer("")["input_ids"] == [BOS_ID]
+    message = pb.Batch(requests=[request(0, "")])
+    with pytest.raises(InputError, match="`inputs` cannot be empty"):
+        CausalLMBatch.from_pb(message, tokenizer, lm.tokenizers, None, lm.config, lm.dtype, lm.device)
+
+
+def test_requests_of_one_id_cannot_be_in_one_batch(lm: CausalLM) -> None:
+    with pytest.raises(ValueError, match="requests of the same id"):
+        batch_of(lm, request(3), request(3))
+
+
+def test_without_a_limit_of_its_own_a_model_has_one_nevertheless(zoo: Zoo) -> None:
+    with pytest.raises(InputError, match="must be <= 131072"):
+        batch_of(zoo.served("bloom"), request(0, [5], 4_000_000_000))
+
+
+def test_batches_of_different_models_are_not_joined(zoo: Zoo) -> None:
+    batches = []
+    for i, name in enumerate(("llama", "gpt2")):
+        driver = Driver(zoo.served(name))
+        batches.append(driver.start(request(i)))
+    with pytest.raises(ValueError, match="batches of different models"):
+        CausalLMBatch.concatenate(batches)
+    assert all(batch.past_key_values for batch in batches)  # nothing was lost
 
 
 def test_images_are_refused(lm: CausalLM) -> None:
     image = request(5, LONG)
     image.tokenized_inputs.input_chunks.add().image.data = b"png"
-    with pytest.raises(InputError, match="request 5: images are not supported"):
+    with pytest.raises(InputError, match="request 5: images and other chunks are not supported"):
         batch_of(lm, image)
 
 

@@ -110,6 +110,45 @@ def test_a_model_in_which_nothing_is_quantized_is_refused(zoo: Zoo) -> None:
         load(zoo.folder("falcon"), quantize="bitsandbytes")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_checkpoint_stored_in_eight_bits_needs_no_setting(zoo: Zoo, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantized = load(zoo.folder("llama"), quantize="bitsandbytes")
+    quantized.model.save_pretrained(tmp_path)
+    quantized.tokenizer.save_pretrained(tmp_path)
+    for quantize in (None, "bitsandbytes"):
+        lm = load(tmp_path, quantize=quantize)
+        assert any("8bit" in type(module).__name__ for module in lm.model.modules())
+        assert run(lm, request(0))[0].token_ids == run(quantized, request(0))[0].token_ids
+
+
+@pytest.mark.parametrize("stored", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "unheard of"}])
+def test_other_quantized_checkpoints_are_refused_by_name(variant: Variant, stored: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"is stored quantized by '{stored['quant_method']}', which is not supported"):
+        load(variant("llama", quantization_config=stored))
+
+
+def test_an_adapter_beside_the_model_is_not_taken_for_the_model(variant: Variant) -> None:
+    """transformers would put it into the model, or load the model that the adapter names."""
+    folder = variant("llama")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other/model"}')
+    with pytest.raises(ConfigError, match="is an adapter or has one beside it"):
+        load(folder)
+
+
+def test_attention_from_another_repository_is_not_fetched(variant: Variant) -> None:
+    with pytest.raises(ConfigError, match="asks for code of another repository"):
+        load(variant("llama", attn_implementation="someone/kernel"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "x"}', "[]", '{"eos_token_id": [1, null]}'])
+def test_a_damaged_generation_config_is_refused(variant: Variant, text: str) -> None:
+    folder = variant("gpt2")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        load(folder)
+
+
 # --- Pad and eos ------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +238,6 @@ def test_a_tokenizer_that_knows_more_than_the_model_can_be_used_within_it(varian
     [
         ("gpt2", {"n_positions": 128}, 128),
         ("mpt", {"max_seq_len": 128}, 128),
-        ("bloom", {}, None),
         ("llama", {"max_position_embeddings": 128}, 128),
         (
             "llama",
@@ -217,14 +255,13 @@ def test_a_tokenizer_that_knows_more_than_the_model_can_be_used_within_it(varian
     ],
 )
 def test_a_model_takes_as_many_tokens_as_its_positions_hold(
-    variant: Variant, name: str, config: dict[str, Any], limit: int | None
+    variant: Variant, name: str, config: dict[str, Any], limit: int
 ) -> None:
     lm = load(variant(name, **config))
     assert max_positions(lm.config) == limit
-    if limit is not None:
-        run(lm, request(0, [5] * (limit - 1), 1))
-        with pytest.raises(InputError, match=f"must be <= {limit}"):
-            run(lm, request(0, [5] * limit, 1))
+    run(lm, request(0, [5] * (limit - 1), 1))
+    with pytest.raises(InputError, match=f"must be <= {limit}"):
+        run(lm, request(0, [5] * limit, 1))
 
 
 # --- Code of strangers ------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.models.past import (
     MIN_ROOM,
+    Buffers,
+    Filled,
     GrowingCache,
     LayerPast,
     RoomyPast,
@@ -29,7 +31,7 @@ HEADS, KEY, VALUE = 2, 3, 5  # some models' values are not as large as their key
 
 def make(rows: int, columns: int, room: int = 0, start: int = 0) -> RoomyPast:
     keys, values = (torch.randn(rows, HEADS, start + columns + room, size) for size in (KEY, VALUE))
-    return RoomyPast(keys, values, start, start + columns)
+    return RoomyPast(Buffers(keys, values, Filled(start + columns)), start, start + columns)
 
 
 def step(rows: int, columns: int = 1) -> LayerPast:
@@ -46,7 +48,7 @@ def same(past: LayerPast, expected: LayerPast) -> bool:
 
 def storages(pasts: Iterable[LayerPast]) -> dict[int, int]:
     """Bytes by storage: of the tensors, and of the buffers they are views of."""
-    tensors = [part for past in pasts for part in (*past, *getattr(past, "buffers", ()))]
+    tensors = [part for past in pasts for part in (*past, *getattr(past, "buffers", ())[:2])]
     return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
 
 
@@ -99,9 +101,19 @@ def test_a_failed_step_can_be_taken_again() -> None:
     assert grown.stop == 5
 
 
+def test_two_that_go_on_from_one_past_do_not_disturb_each_other() -> None:
+    past, news = make(2, 4, room=8), [step(2), step(2)]
+    one, other = (past.append(*new) for new in news)
+    longer = one.append(*step(2))
+    for grown, new in ((one, news[0]), (other, news[1])):
+        assert torch.equal(grown[0][:, :, -1:], new[0])
+        assert torch.equal(grown[1][:, :, -1:], new[1])
+    assert torch.equal(longer[0][:, :, :-1], one[0])
+
+
 def test_moving_keeps_all_and_lets_go_of_what_comes_before() -> None:
     past = make(2, 4, room=1, start=30)
-    moved = past.moved(1)
+    moved = past._moved(1)
     assert same(moved, past)
     assert (moved.start, moved.stop, moved.room) == (0, 4, 1 + MIN_ROOM)
 
@@ -111,7 +123,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
     new = step(2)
-    grown = RoomyPast(keys, values, 0, 4).append(*new)
+    grown = RoomyPast.of(keys, values).append(*new)
     assert torch.equal(grown[0], torch.cat([keys, new[0]], dim=2))
     assert torch.equal(grown[1], torch.cat([values, new[1]], dim=2))
 
@@ -124,7 +136,7 @@ def test_a_deep_copy_is_independent() -> None:
     assert (copied.start, copied.stop, copied.room) == (past.start, past.stop, past.room)
     assert storages([copied]).keys().isdisjoint(storages([past]))
     assert {part.untyped_storage().data_ptr() for part in copied} == {
-        part.untyped_storage().data_ptr() for part in copied.buffers
+        part.untyped_storage().data_ptr() for part in copied.buffers[:2]
     }
     expected = plain(past)
     copied.append(*step(2))
@@ -165,19 +177,19 @@ def test_views_of_views_do_not_keep_more_and_more_in_memory() -> None:
     past: Any = make(64, 20, room=4)
     for rows in range(63, 0, -1):
         past = select_past(past, list(range(rows)), 20)
-        held, needed = sum(storages([past]).values()), sum(part.nbytes for part in past.buffers)
+        held, needed = sum(storages([past]).values()), sum(part.nbytes for part in past.buffers[:2])
         assert held <= 2 * needed
 
 
 def test_a_view_writes_to_its_own_rows_only() -> None:
     """The rows left out may be held by another batch: a copy shares nothing, a view none of its cells."""
     past = make(4, 6, room=4)
-    whole = plain(past.buffers)
+    whole = plain(past.buffers[:2])
     view = select_past(past, [1, 2], 6)
     assert isinstance(view, RoomyPast)
     assert storages([view]) == storages([past])
     view.append(*step(2))
-    for buffer, before in zip(past.buffers, whole, strict=True):
+    for buffer, before in zip(past.buffers[:2], whole, strict=True):
         assert torch.equal(buffer[[0, 3]], before[[0, 3]])
         assert torch.equal(buffer[1:3, :, :6], before[1:3, :, :6])
 
