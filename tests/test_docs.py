@@ -1,11 +1,13 @@
 """The documents keep up with the code."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from lorax_server.adapters.config import REFUSED_FIELDS
 from lorax_server.models.registry import MODELS
-from tests.models.tiny import SERVED
+from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -26,6 +28,14 @@ def test_the_readme_counts_what_is_compared() -> None:
 def test_the_readme_counts_the_architectures_without_a_model_of_our_own() -> None:
     types = {make().model_type for make in SERVED.values()} - set(MODELS)
     assert f"{len(types)} such architectures" in (DOCS.parent / "README.md").read_text()
+
+
+def test_the_example_of_another_model_runs(tmp_path: Path) -> None:
+    save(tmp_path / "my-model", make_model(SERVED["stablelm"]()), make_tokenizer())
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "generation.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "StableLmForCausalLM on" in done.stdout
 
 
 def test_what_is_refused_is_listed() -> None:
