@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
+from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.models.causal_lm_batch import CausalLMBatch, adapter_meta_of
 from lorax_server.models.model import Model
@@ -82,12 +83,12 @@ class CausalLM(Model):
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
         past_key_values: Sequence[LayerPast] | None = None,
-        adapter_data: Any = None,
+        adapter_data: AdapterBatchData | None = None,
         *,
         only_last: bool = False,
     ) -> tuple[torch.Tensor, list[LayerPast]]:
         """Logits [rows, columns, vocabulary], those of the last column if that is all that is wanted, and the past."""
-        if adapter_data is not None:
+        if adapter_data is not None and any(adapter_data.meta.segment_indices):
             raise self._no_adapters()
         cache = GrowingCache(past_key_values)
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}

@@ -3,13 +3,16 @@
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lorax_server.adapters.batch import AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
@@ -302,8 +305,11 @@ def test_adapters_are_refused(lm: CausalLM) -> None:
     assert kept is not None
     assert lm.generate_token(kept)[0]
     ids = torch.tensor([[5]], device=lm.device)
-    with pytest.raises(AdapterError, match="are served with adapters"):
-        lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), adapter_data=object())
+    for index in (0, 1):
+        meta = AdapterBatchMetadata.from_indices(torch.tensor([index]))
+        arguments = (ids, torch.ones_like(ids), torch.zeros_like(ids), None, SimpleNamespace(meta=meta))
+        with pytest.raises(AdapterError, match="are served with adapters") if index else nullcontext():
+            lm.forward(*arguments)
 
 
 def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
