@@ -1,6 +1,6 @@
-"""What a request asks for: how its tokens are chosen, and when it ends."""
+"""What a request asks for, and what comes back: the nouns between who talks to users and the engine."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lorax_server.errors import InputError
@@ -92,6 +92,20 @@ class StopParams:
     def ending_token_ids(self) -> frozenset[int]:
         """Every token that ends the request by itself."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is wanted of it. Its adapter is named by its identity, which never changes what it means."""
+
+    request_id: int
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    stop: StopParams
+    adapter: str = ""  # the base model
+    tenant: str = ""  # with whom it shares fairly what there is to serve
+    priority: int = 0  # higher ones first, whoever they are of
+    salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
 
 
 def _check(holds: bool, message: str) -> None:

@@ -1,0 +1,59 @@
+"""A request under way. Only the scheduler changes it."""
+
+from dataclasses import dataclass, field
+
+from lorax_server.engine.blocks import chain_hash, root_hash
+from lorax_server.stopping import FinishReason
+from lorax_server.types import Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What is known of a request's tokens, and what the workers hold of it."""
+
+    request: Request
+    arrival: int
+    token_ids: list[int] = field(default_factory=list)
+    num_in_flight: int = 0  # tokens that steps in flight choose: they count, but are not known
+    num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
+    num_published: int = 0  # blocks that others can find
+    num_sent_blocks: int = 0  # blocks that the workers know of
+    row: int | None = None  # in the workers' tables, while it is running
+    blocks: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self._hashes: list[bytes] = []
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is served first."""
+        return -self.request.priority, self.arrival
+
+    @property
+    def num_generated(self) -> int:
+        """Also those that are not known yet."""
+        return len(self.token_ids) + self.num_in_flight - len(self.request.prompt_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens to compute until the next one can be chosen; none if the last one is on its way."""
+        if self.num_generated >= self.request.stop.max_new_tokens:
+            return 0
+        return len(self.token_ids) + self.num_in_flight - self.num_computed
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """Of all full blocks of the tokens that are known."""
+        while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
+            before = self._hashes[-1] if self._hashes else root_hash(self.request.adapter, salt=self.request.salt)
+            self._hashes.append(chain_hash(before, self.token_ids[start : start + block_size]))
+        return self._hashes
+
+    def ended_by(self, token_id: int) -> FinishReason | None:
+        """Whether the token that has just been appended is the last. Stop strings are found where text is made."""
+        stop, count = self.request.stop, len(self.token_ids) - len(self.request.prompt_ids)
+        if count > stop.min_new_tokens and token_id in stop.ending_token_ids:
+            is_eos = token_id in stop.eos_token_ids and not stop.ignore_eos
+            return FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
+        return FinishReason.LENGTH if count >= stop.max_new_tokens else None
