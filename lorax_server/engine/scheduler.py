@@ -149,10 +149,15 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute now."""
         draft = _Draft(self.limits.max_step_tokens)
-        ready = [sequence for sequence in self._running if sequence.num_uncomputed > 0]
-        for sequence in sorted(ready, key=lambda each: each.num_uncomputed > 1):  # one token each, then the long ones
-            if sequence.row is not None:  # else it was preempted for one before it
-                self._continue(draft, sequence)
+        long = []
+        for sequence in tuple(self._running):
+            num_tokens = sequence.num_uncomputed
+            if num_tokens == 1:
+                self._continue(draft, sequence, 1)
+            elif num_tokens > 1:
+                long.append(sequence)  # after all that need a single token
+        for sequence in long:
+            self._continue(draft, sequence, sequence.num_uncomputed)
         while draft.budget > 0 and self._free_rows and self._admit(draft):
             pass
         return self._submit(draft) if draft.scheduled else None
@@ -178,13 +183,14 @@ class Scheduler:
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
-    def _continue(self, draft: _Draft, sequence: Sequence) -> None:
-        count = self._share(draft, sequence)
-        if count > 0 and self._make_room(draft, sequence, count):
-            self._put(draft, sequence, count)
+    def _continue(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+        count = self._share(draft, num_tokens)
+        # Without a row it was preempted for one before it.
+        if count > 0 and sequence.row is not None and self._make_room(draft, sequence, count):
+            self._put(draft, sequence, count, samples=count == num_tokens)
 
-    def _share(self, draft: _Draft, sequence: Sequence) -> int:
-        return min(sequence.num_uncomputed, draft.budget, self.limits.max_chunk or draft.budget)
+    def _share(self, draft: _Draft, num_tokens: int) -> int:
+        return min(num_tokens, draft.budget, self.limits.max_chunk or draft.budget)
 
     def _make_room(self, draft: _Draft, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens, if need be those of sequences that come after it and have no part in the step.
@@ -199,11 +205,12 @@ class Scheduler:
         return True
 
     def _hold_blocks(self, sequence: Sequence, count: int) -> bool:
-        wanted = -(-(sequence.num_computed + count) // self._pool.block_size)
-        more = self._pool.allocate(max(0, wanted - len(sequence.blocks)))
-        if more is None:
-            return False
-        sequence.blocks += more
+        wanted = -(-(sequence.num_computed + count) // self._pool.block_size) - len(sequence.blocks)
+        if wanted > 0:
+            more = self._pool.allocate(wanted)
+            if more is None:
+                return False
+            sequence.blocks += more
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -225,46 +232,45 @@ class Scheduler:
         sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:reusable])
         sequence.num_published = len(sequence.blocks)
         sequence.num_computed = len(sequence.blocks) * block_size
-        count = self._share(draft, sequence)
+        num_tokens = sequence.num_uncomputed
+        count = self._share(draft, num_tokens)
         if not self._hold_blocks(sequence, count):
             self._give_back_blocks(sequence)
             return False
         self._waiting.remove(sequence)
         self._enter(draft, sequence)
-        self._put(draft, sequence, count)
+        self._put(draft, sequence, count, samples=count == num_tokens)
         return True
 
-    def _put(self, draft: _Draft, sequence: Sequence, count: int) -> None:
+    def _put(self, draft: _Draft, sequence: Sequence, count: int, samples: bool) -> None:
         """A number of the sequence's tokens into the step; it holds the blocks for them."""
         assert sequence.row is not None
         for place in range(sequence.num_sent_blocks, len(sequence.blocks)):
             draft.new_blocks.append((sequence.row, place, sequence.blocks[place]))
         sequence.num_sent_blocks = len(sequence.blocks)
-        samples = count == sequence.num_uncomputed
         draft.scheduled.append(_Scheduled(sequence, sequence.num_computed, count, samples))
         draft.placed.add(sequence)
         draft.budget -= count
         sequence.num_computed += count
         sequence.num_in_flight += samples
-        self._waiting.charge(sequence.request.tenant, count)
-        self.counters.computed_tokens += count
-        self.counters.chunks += not samples
+        self._waiting.charge(sequence.request.tenant, count)  # at once: it decides who is let in next
 
     def _submit(self, draft: _Draft) -> StepPlan:
-        indices = [self._adapters.index_of(each.sequence.request.adapter) for each in draft.scheduled]
-        order = sorted(range(len(indices)), key=lambda i: indices[i] or 0)  # tokens of one adapter beside each other
-        scheduled = [draft.scheduled[i] for i in order]
+        # Tokens of one adapter beside each other.
+        scheduled = sorted(draft.scheduled, key=lambda each: each.sequence.adapter_index)
         self._num_steps += 1
         self._in_flight.append((self._num_steps, [each.sequence for each in scheduled if each.samples]))
         for each in scheduled:
             self._publish(each.sequence)
+        self.counters.computed_tokens += self.limits.max_step_tokens - draft.budget
+        self.counters.chunks += sum(not each.samples for each in scheduled)
         return StepPlan(
             step=self._num_steps,
             rows=np.array([each.sequence.row for each in scheduled], dtype=np.int64),
             starts=np.array([each.start for each in scheduled], dtype=np.int64),
             counts=np.array([each.num_tokens for each in scheduled], dtype=np.int64),
             samples=np.array([each.samples for each in scheduled], dtype=np.bool_),
-            adapter_indices=np.array([indices[i] for i in order], dtype=np.int64),
+            adapter_indices=np.array([each.sequence.adapter_index for each in scheduled], dtype=np.int64),
             new_rows=tuple(draft.new_rows),
             new_blocks=np.array(draft.new_blocks, dtype=np.int64).reshape(-1, 3),
         )
@@ -303,6 +309,9 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         tokens = sequence.token_ids.copy()
         draft.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
+        index = self._adapters.index_of(request.adapter)
+        assert index is not None
+        sequence.adapter_index = index
         self._adapters.hold(request.adapter)
         insort(self._running, sequence, key=lambda each: each.rank)
         self.counters.prefix_tokens += sequence.num_computed

@@ -7,24 +7,27 @@ from lorax_server.stopping import FinishReason
 from lorax_server.types import Request
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """What is known of a request's tokens, and what the workers hold of it."""
 
     request: Request
     arrival: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
     num_in_flight: int = 0  # tokens that steps in flight choose: they count, but are not known
     num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
     num_published: int = 0  # blocks that others can find
     num_sent_blocks: int = 0  # blocks that the workers know of
     row: int | None = None  # in the workers' tables, while it is running
+    adapter_index: int = 0  # of its adapter there, likewise
     blocks: list[int] = field(default_factory=list)
     finished: bool = False
+    _max_tokens: int = field(init=False)
+    _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
-        self._hashes: list[bytes] = []
+        self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -32,16 +35,10 @@ class Sequence:
         return -self.request.priority, self.arrival
 
     @property
-    def num_generated(self) -> int:
-        """Also those that are not known yet."""
-        return len(self.token_ids) + self.num_in_flight - len(self.request.prompt_ids)
-
-    @property
     def num_uncomputed(self) -> int:
         """Tokens to compute until the next one can be chosen; none if the last one is on its way."""
-        if self.num_generated >= self.request.stop.max_new_tokens:
-            return 0
-        return len(self.token_ids) + self.num_in_flight - self.num_computed
+        num_tokens = len(self.token_ids) + self.num_in_flight
+        return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Of all full blocks of the tokens that are known."""

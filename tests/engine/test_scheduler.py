@@ -319,6 +319,17 @@ def test_tenants_get_shares_by_their_weights() -> None:
     assert 2.5 <= of_b / (60 - of_b) <= 3.5
 
 
+def test_tenants_share_also_what_one_step_has() -> None:
+    engine = Engine(Limits(64, 8, 100), 64)
+    for i in range(20):
+        engine.scheduler.add(make_request(i, [1 + i % 5] * 3, 4, eos=False, tenant="a" if i < 16 else "b"))
+    engine.step()
+    assert engine.scheduler.num_running == 8
+    while len(engine.reasons) < 8:
+        engine.step()
+    assert sum(request_id >= 16 for request_id in engine.reasons) == 4
+
+
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     engine = Engine(Limits(16, 1, 100), 64)
     for i in range(20):
