@@ -13,6 +13,14 @@ class FinishReason(IntEnum):
     STOP_SEQUENCE = 2
 
 
+def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
+    """Whether a token, the last of so many, ends its request by itself."""
+    if num_generated <= params.min_new_tokens or token_id not in params.ending_token_ids:
+        return None
+    is_eos = token_id in params.eos_token_ids and not params.ignore_eos
+    return FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
+
+
 class StoppingCriteria:
     """One request's rules and how far it has come. Fed with each token and the text it completed.
 
@@ -50,7 +58,7 @@ class StoppingCriteria:
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
         """Take a token and the text it completed; `pending_text` is what more there would be if nothing followed."""
         self.current_tokens += 1
-        reason = self._ended_by(last_token)
+        reason = ended_by(last_token, self.current_tokens, self.params)
         if reason is FinishReason.EOS_TOKEN:
             last_text = ""
         elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
@@ -67,13 +75,6 @@ class StoppingCriteria:
         self.new_text, self.finish_reason = shown, reason
         self._shown.append(shown)
         return reason is not None, reason
-
-    def _ended_by(self, token: int) -> FinishReason | None:
-        if self.current_tokens <= self.params.min_new_tokens:
-            return None
-        if token in self.params.eos_token_ids and not self.params.ignore_eos:
-            return FinishReason.EOS_TOKEN
-        return FinishReason.STOP_SEQUENCE if token in self.params.stop_token_ids else None
 
     def _show(self, text: str) -> tuple[str, bool]:
         """What can be shown of `text` and of what was held back before it, and whether a stop string ended in it."""

@@ -86,11 +86,6 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def forget_all(self) -> None:
-        """Nothing is found any more; for when the cache itself was lost."""
-        self._hashes = [None] * self.num_blocks
-        self._found.clear()
-
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:
             del self._free[block]

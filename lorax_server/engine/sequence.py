@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lorax_server.engine.blocks import chain_hash, root_hash
-from lorax_server.stopping import FinishReason
+from lorax_server.stopping import FinishReason, ended_by
 from lorax_server.types import Request
 
 
@@ -49,8 +49,6 @@ class Sequence:
 
     def ended_by(self, token_id: int) -> FinishReason | None:
         """Whether the token that has just been appended is the last. Stop strings are found where text is made."""
-        stop, count = self.request.stop, len(self.token_ids) - len(self.request.prompt_ids)
-        if count > stop.min_new_tokens and token_id in stop.ending_token_ids:
-            is_eos = token_id in stop.eos_token_ids and not stop.ignore_eos
-            return FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
-        return FinishReason.LENGTH if count >= stop.max_new_tokens else None
+        reason = ended_by(token_id, len(self.token_ids) - len(self.request.prompt_ids), self.request.stop)
+        is_full = len(self.token_ids) >= self._max_tokens
+        return FinishReason.LENGTH if reason is None and is_full else reason

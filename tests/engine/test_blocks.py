@@ -152,16 +152,6 @@ def test_a_shared_block_is_free_when_the_last_lets_go() -> None:
         pool.release(second)
 
 
-def test_forgetting_all_keeps_what_is_held() -> None:
-    pool = BlockPool(3, SIZE)
-    held = compute(pool, 0, 1)
-    pool.forget_all()
-    assert pool.reuse(chain(0, 1)) == []
-    assert pool.num_free == 2
-    pool.release(held)
-    assert pool.num_free == 3
-
-
 # --- Anything, in any order -------------------------------------------------------------------------------------------
 
 
