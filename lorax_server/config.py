@@ -1,7 +1,8 @@
 """Settings, frozen once they are made. A default is written here and nowhere else."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorax_server.errors import ConfigError
@@ -33,3 +34,72 @@ class ModelConfig:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise ConfigError(f"quantize {self.quantize!r} is not supported; use one of {', '.join(QUANTIZE)}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model and its adapters are served. What is None is chosen for the machine."""
+
+    model: ModelConfig
+    tensor_parallel: int = 1
+    """Processes, and GPUs, over which every matrix is divided."""
+    depth: int | None = None
+    """Steps under way at once: 1 on a CPU, 2 on a GPU, where the next one is prepared while one runs."""
+
+    max_rows: int = 64
+    """Sequences that run at once."""
+    max_step_tokens: int | None = None
+    """Tokens that are computed in a step: 512 on a CPU, 2048 on a GPU, more where more sequences run."""
+    max_chunk: int | None = None
+    """Tokens of one prompt in a step. None: as many as there are."""
+    max_length: int | None = None
+    """Tokens of a request, prompt and answer. None: what the model was made for, if the cache holds it."""
+    block_size: int = 16
+    """Tokens of a block of the cache; prompts share whole blocks."""
+    cache_bytes: int | None = None
+    """For keys and values, on every rank. None: a quarter of the free memory on a CPU, what is left on a GPU."""
+    gpu_memory_fraction: float = 0.9
+    """Of a GPU's memory: what we use of it in all."""
+
+    adapter_bytes: int | None = None
+    """For adapters on the device, on every rank. None: 1 GiB on a CPU, a tenth of a GPU's memory."""
+    adapter_host_bytes: int | None = None
+    """For adapters that are ready in host memory, on every rank. None: an eighth of the machine's memory."""
+    adapter_timeout_s: float = 120.0
+    """How long a request waits for its adapter to be loaded."""
+    adapter_patience_s: float = 1.0
+    """How long a request waits until another adapter has to make room for its own though it is in use."""
+    adapter_roots: tuple[Path, ...] = ()
+    """Folders that local adapters may lie in."""
+    adapter_max_bytes: int = 4 * 2**30
+    """The most that an adapter's files may have."""
+    adapter_threads: int = 16
+    """Adapters that are fetched at once."""
+
+    max_waiting: int | None = 10_000
+    """Requests that may wait; more are refused."""
+    max_wait_s: float | None = None
+    """Requests that would probably wait for longer are refused."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """What a tenant gets compared to others, who get 1."""
+
+    def __post_init__(self) -> None:
+        counts = ("tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_chunk", "max_length", "block_size")
+        sizes = ("cache_bytes", "adapter_host_bytes", "adapter_max_bytes", "adapter_threads", "max_waiting")
+        for name in (*counts, *sizes):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} must be at least 1")
+        for name in ("adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} = {value} must not be negative")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
+        if any(weight <= 0 for weight in self.tenant_weights.values()):
+            raise ConfigError("tenant_weights must be above 0")
+        if self.max_step_tokens is not None and self.max_step_tokens < self.max_rows:
+            raise ConfigError(
+                f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
+                "sequence needs a token of each step"
+            )

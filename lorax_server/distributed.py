@@ -53,6 +53,10 @@ class TorchGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
+    def beside(self) -> "HostGroup":
+        """The same ranks again, for another thread; all ranks must ask for it at the same time."""
+        return HostGroup(dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo"))
+
     def rank(self) -> int:
         return dist.get_rank(self._group)
 
@@ -67,6 +71,16 @@ class TorchGroup:
         gathered = [torch.empty_like(x) for _ in range(self.size())]
         dist.all_gather(gathered, x.contiguous(), group=self._group)
         return torch.cat(gathered, dim=dim)
+
+
+class HostGroup(TorchGroup):
+    """Ranks that speak through host memory, wherever their tensors are."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x.cpu()).to(x.device)
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return super().all_gather(x.cpu(), dim).to(x.device)
 
 
 def join_group(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60) -> TorchGroup:

@@ -8,7 +8,9 @@ LoraxError                   500
 │   ├── AdapterNotFoundError 404   no adapter of this name
 │   ├── AdapterAccessError   403   the caller's token may not read it
 │   └── SourceError          503   where adapters come from cannot be reached or fails; trying again may help
-└── InputError               422   a request the model cannot take
+├── InputError               422   a request the model cannot take
+├── OverloadedError          429   too much is waiting already; the error says when to try again
+└── EngineError              500   the engine, or a rank of it, failed; it starts again by itself
 """
 
 
@@ -17,6 +19,7 @@ class LoraxError(Exception):
 
     status = 500
     request_ids: tuple[int, ...] = ()  # whose fault it is, where several requests were at stake
+    retry_after_s: float | None = None  # when it makes sense to try again, if it does
 
     def of(self, *request_ids: int) -> "LoraxError":
         """The same error, of these requests."""
@@ -65,3 +68,17 @@ class InputError(LoraxError):
     """A request that the model cannot take."""
 
     status = 422
+
+
+class OverloadedError(LoraxError):
+    """More is waiting than can be served in time."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(LoraxError):
+    """The engine failed, and with it all that it was computing."""

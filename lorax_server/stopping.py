@@ -1,16 +1,8 @@
 """When a request ends, and which of its text is shown."""
 
-from enum import IntEnum
+from lorax_server.types import FinishReason, StopParams
 
-from lorax_server.types import StopParams
-
-
-class FinishReason(IntEnum):
-    """Numbered as in `generate.proto`."""
-
-    LENGTH = 0
-    EOS_TOKEN = 1
-    STOP_SEQUENCE = 2
+__all__ = ["FinishReason", "StoppingCriteria", "ended_by"]
 
 
 def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:

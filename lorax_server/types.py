@@ -1,14 +1,21 @@
 """What a request asks for, and what comes back: the nouns between who talks to users and the engine."""
 
+import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
-from lorax_server.errors import InputError
+from lorax_server.errors import InputError, LoraxError
 
 MAX_SEED = 2**64 - 1
 MAX_FLOAT = 3.4028234663852886e38  # of 32 bits, which is what a model computes with
 MAX_BIAS = 1e6  # beyond what any score can make up for, and far from where scores stop being numbers
 PENALTIES = (1e-3, 1e3)
+MERGE_STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties")
+SIGN_METHODS = ("total", "frequency")
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,125 @@ class Request:
     tenant: str = ""  # with whom it shares fairly what there is to serve
     priority: int = 0  # higher ones first, whoever they are of
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
+    prompt_logprobs: bool = False  # report how likely each token of the prompt was
+
+
+class FinishReason(IntEnum):
+    """Why a request ended, numbered as in `generate.proto`."""
+
+    LENGTH = 0
+    EOS_TOKEN = 1
+    STOP_SEQUENCE = 2
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens at one place, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Failure(NamedTuple):
+    """An error on its way to who asked."""
+
+    kind: str  # the name of its class in `errors`
+    status: int
+    message: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: LoraxError) -> "Failure":
+        return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
+
+
+class Output(NamedTuple):
+    """A token of a request, and why it is the last, if it is; or the failure that ends it."""
+
+    request_id: int
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None = None
+    alternatives: Alternatives | None = None
+    prompt_logprobs: list[float] | None = None  # with the first token: of the prompt's tokens from the second on
+    failure: Failure | None = None  # then there is no token
+
+    @classmethod
+    def failed(cls, request_id: int, error: LoraxError) -> "Output":
+        return cls(request_id, -1, math.nan, failure=Failure.of(error))
+
+
+class AdapterRef(NamedTuple):
+    """An adapter as a request names it."""
+
+    source: str
+    name: str
+    token: str | None = None  # what the caller may read is decided by it
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How adapters are merged, as a request asks for it."""
+
+    weights: tuple[float, ...]
+    strategy: str = "linear"
+    density: float = 1.0
+    """The share of numbers that is kept; of no meaning to `linear`."""
+    majority_sign_method: str = "total"
+    seed: int = 0
+    """Chooses which numbers `dare_linear` and `dare_ties` keep."""
+
+    def __post_init__(self) -> None:
+        if not self.weights or not all(math.isfinite(weight) for weight in self.weights):
+            raise InputError(f"merged adapters need at least one weight, all of them finite, not {self.weights}")
+        if self.strategy not in MERGE_STRATEGIES:
+            raise InputError(f"merge_strategy is one of {', '.join(MERGE_STRATEGIES)}, not {self.strategy!r}")
+        if self.majority_sign_method not in SIGN_METHODS:
+            raise InputError(
+                f"majority_sign_method is one of {', '.join(SIGN_METHODS)}, not {self.majority_sign_method!r}"
+            )
+        if self.strategy != "linear" and not 0 < self.density <= 1:
+            raise InputError(f"density is above 0, where nothing would be kept, and at most 1, not {self.density}")
+
+    def identity(self, hashes: Sequence[str]) -> str:
+        """Who the merged adapter is, from who its parts are."""
+        return hashlib.sha256(json.dumps(["lorax merge", 1, list(hashes), astuple(self)]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine is doing, and has done."""
+
+    running: int
+    waiting: int
+    waiting_for_adapters: int
+    free_blocks: int
+    num_blocks: int
+    steps: int
+    computed_tokens: int
+    generated_tokens: int
+    prefix_tokens: int  # that were found in the cache instead of computed
+    chunks: int
+    preemptions: int
+    cache_evictions: int  # blocks
+    refused: int  # requests, because of overload
+    adapters_fetching: int
+    adapters_preparing: int
+    adapters_on_host: int
+    adapters_on_device: int
+    adapters_prepared: int  # so far, and likewise the rest
+    adapters_loaded: int
+    adapters_failed: int
+    adapters_evicted_from_host: int
+    adapters_evicted_from_device: int
+    adapter_moves: int
+
+
+class Resolved(NamedTuple):
+    """Who a name means now, and what its text is made with."""
+
+    identity: str
+    folder: str | None = None  # of the tokenizer's files
+    tokenizer_files: tuple[str, ...] = ()
 
 
 def _check(holds: bool, message: str) -> None:

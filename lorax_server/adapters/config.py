@@ -136,6 +136,10 @@ class AdapterConfig:
     def _patterns(self) -> Patterns:
         return Patterns(self.name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the compiled patterns: whoever takes it over has time of its own for them."""
+        return {key: value for key, value in vars(self).items() if key != "_patterns"}
+
 
 def _ends_with(module: str, names: tuple[str, ...]) -> bool:
     return any(module.endswith(f".{name}") for name in names)

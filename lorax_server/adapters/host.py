@@ -65,11 +65,12 @@ def prepare(
                 table[index, field] = layout.add(piece)
         except AdapterError as error:  # go on: the other ranks may accept this module and wait in the next
             refusal = refusal or error
+    buffer = layout.fill(dtype, pin)  # before they agree: when one rank has the answer, all have the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
-    units, refused = _agree(max(1, layout.end // layout.unit), refusal is not None, group, device)
+    units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
     if refused:
         raise refusal or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank refuses it")
-    return HostAdapter(layout.fill(dtype, pin), table, scales, adapter.vocab_size, units)
+    return HostAdapter(buffer, table, scales, adapter.vocab_size, units)
 
 
 def _agree(units: int, refused: bool, group: ProcessGroup, device: torch.device | None) -> tuple[int, bool]:

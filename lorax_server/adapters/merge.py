@@ -6,47 +6,16 @@ waits; their numbers are those of PEFT's `add_weighted_adapter` under the same n
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 
 import torch
 
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.errors import InputError
+from lorax_server.types import Merge
 
-STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties")
-SIGN_METHODS = ("total", "frequency")
-
-
-@dataclass(frozen=True)
-class Merge:
-    """How adapters are merged, as a request asks for it."""
-
-    weights: tuple[float, ...]
-    strategy: str = "linear"
-    density: float = 1.0
-    """The share of numbers that is kept; of no meaning to `linear`."""
-    majority_sign_method: str = "total"
-    seed: int = 0
-    """Chooses which numbers `dare_linear` and `dare_ties` keep."""
-
-    def __post_init__(self) -> None:
-        if not self.weights or not all(math.isfinite(weight) for weight in self.weights):
-            raise InputError(f"merged adapters need at least one weight, all of them finite, not {self.weights}")
-        if self.strategy not in STRATEGIES:
-            raise InputError(f"merge_strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
-        if self.majority_sign_method not in SIGN_METHODS:
-            raise InputError(
-                f"majority_sign_method is one of {', '.join(SIGN_METHODS)}, not {self.majority_sign_method!r}"
-            )
-        if self.strategy != "linear" and not 0 < self.density <= 1:
-            raise InputError(f"density is above 0, where nothing would be kept, and at most 1, not {self.density}")
-
-    def identity(self, hashes: Sequence[str]) -> str:
-        """Who the merged adapter is, from who its parts are."""
-        return hashlib.sha256(json.dumps(["lorax merge", 1, list(hashes), astuple(self)]).encode()).hexdigest()
+__all__ = ["Merge", "MergedAdapter", "combine", "module_seed"]
 
 
 class MergedAdapter:

@@ -98,6 +98,10 @@ class AdapterSources:
         self._clock = clock
         self._authorizations = Authorizations(authorization_ttl_s, clock)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
         """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
         started = self._clock()

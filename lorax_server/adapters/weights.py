@@ -11,6 +11,7 @@ import torch
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
+from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError
 
@@ -53,11 +54,19 @@ class AdapterWeights(Protocol):
 class StoredAdapter:
     """An adapter in a file. Opening it checks names and shapes; tensors are read when a module is loaded."""
 
-    def __init__(self, folder: Path, config: AdapterConfig, targets: Mapping[str, AdapterTarget]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: AdapterConfig,
+        targets: Mapping[str, AdapterTarget],
+        stamp: Stamp | None = None,  # of the file that is meant
+    ) -> None:
         self.name = config.name
         self.config = config
         self.path = folder / WEIGHTS_FILE
         self._stamp = self._stat()
+        if stamp is not None and stamp != self._stamp:
+            raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed after it was chosen; try again")
         self.tensors = read_header(self.path, self.name)
         assigned = assign_tensors(self.tensors, targets, self.name)
         self._written = {module: found.written for module, found in assigned.items()}
@@ -111,12 +120,11 @@ class StoredAdapter:
             token_rows=found.get(Part.TOKEN_ROWS),
         )
 
-    def _stat(self) -> tuple[int, ...]:
+    def _stat(self) -> Stamp:
         try:
-            found = self.path.stat()
+            return stamp_of(self.path)
         except OSError as error:
             raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read: {error.strerror}") from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _check_unchanged(self) -> None:
         """Who an adapter is and what it computes must come from the same bytes."""

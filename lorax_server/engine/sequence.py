@@ -1,10 +1,11 @@
 """A request under way. Only the scheduler changes it."""
 
+import math
 from dataclasses import dataclass, field
 
 from lorax_server.engine.blocks import chain_hash, root_hash
-from lorax_server.stopping import FinishReason, ended_by
-from lorax_server.types import Request
+from lorax_server.stopping import ended_by
+from lorax_server.types import FinishReason, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -21,12 +22,19 @@ class Sequence:
     row: int | None = None  # in the workers' tables, while it is running
     adapter_index: int = 0  # of its adapter there, likewise
     blocks: list[int] = field(default_factory=list)
+    has_begun: bool = False  # has run before, if it does not now
     finished: bool = False
+    cold_until: float = math.inf  # when it will not wait for its adapter any more
+    cost: float = 0.0  # tokens that were expected of it when it came
+    prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known
+    rope_variant: str = ""
     _max_tokens: int = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
+        asks = self.request.prompt_logprobs
+        self.prompt_logprobs = [math.nan] * (len(self.token_ids) - 1) if asks else None
         self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
 
     @property
@@ -43,9 +51,12 @@ class Sequence:
     def hashes(self, block_size: int) -> list[bytes]:
         """Of all full blocks of the tokens that are known."""
         while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
-            before = self._hashes[-1] if self._hashes else root_hash(self.request.adapter, salt=self.request.salt)
+            before = self._hashes[-1] if self._hashes else self._root()
             self._hashes.append(chain_hash(before, self.token_ids[start : start + block_size]))
         return self._hashes
+
+    def _root(self) -> bytes:
+        return root_hash(self.request.adapter, self.rope_variant, self.request.salt)
 
     def ended_by(self, token_id: int) -> FinishReason | None:
         """Whether the token that has just been appended is the last. Stop strings are found where text is made."""

@@ -202,6 +202,12 @@ class CausalLMBatch(Batch):
             **lists,
         )
 
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Take note of a token of each row."""
+        for row, token_id in enumerate(token_ids):
+            self.all_input_ids[row] = torch.cat([self.all_input_ids[row], torch.tensor([[token_id]])])
+            self.input_lengths[row] += 1
+
     def __len__(self) -> int:
         return len(self.requests)
 

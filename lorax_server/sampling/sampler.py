@@ -21,7 +21,7 @@ from lorax_server.sampling.processors import (
 )
 from lorax_server.sampling.uniform import as_signed, uniforms
 from lorax_server.sampling.watermark import favour_green
-from lorax_server.types import SamplingParams, StopParams
+from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 _COLDEST = 1e-6  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
@@ -45,13 +45,6 @@ class History(NamedTuple):
     lengths: torch.Tensor  # [rows] prompt and generated
     prompt_lengths: torch.Tensor  # [rows]
     token_ids: torch.Tensor | None = None  # [rows, tokens]; needed where `Sampler.needs_tokens`
-
-
-class Alternatives(NamedTuple):
-    """The likeliest tokens of one row, best first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
 
 
 class Sampled(NamedTuple):

@@ -41,8 +41,14 @@ class AdapterMemory:
         device: torch.device,
         num_units: int,
         num_rows: int = 64,
+        is_follower: bool = False,
     ) -> None:
-        """`num_rows` is how many rows the tables have at first; they double when an index lies beyond."""
+        """`num_rows` is how many rows the tables have at first; they double when an index lies beyond.
+
+        The engine hears from the first rank when steps and loads have ended. On all others, the followers, they may
+        still be under way, so that there a load waits for the steps before it and a step for the loads it needs.
+        """
+        self._is_follower = is_follower
         self.num_units = num_units
         self._unit = UNIT_BYTES // dtype.itemsize
         self._nothing = empty_table(len(targets))
@@ -57,6 +63,7 @@ class AdapterMemory:
             [self._base_vocab] * num_rows,
             targets,
         )
+        self._unordered: set[int] = set()  # that the stream of the steps has not waited for
         self._stream: torch.cuda.Stream | None = None  # on a CPU there is nothing to run beside
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -74,6 +81,9 @@ class AdapterMemory:
         if self._stream is None:
             place.copy_(adapter.buffer)
         else:
+            self._unordered.add(index)
+            if self._is_follower:
+                self._stream.wait_stream(torch.cuda.current_stream(place.device))
             with torch.cuda.stream(self._stream):
                 place.copy_(adapter.buffer, non_blocking=True)
                 arrived = self._stream.record_event()
@@ -82,6 +92,13 @@ class AdapterMemory:
         self.arena.vocab_sizes[index] = adapter.vocab_size
         _write(self.arena.scales[index], adapter.scales)
 
+    def wait_for(self, index: int) -> None:
+        """Let the steps from now on wait, on the device, until all of it has arrived."""
+        resident = self._residents[index]
+        if resident.arrived is not None and index in self._unordered:
+            torch.cuda.current_stream(self.arena.buffer.device).wait_event(resident.arrived)
+            self._unordered.remove(index)
+
     def is_loaded(self, index: int) -> bool:
         """Whether all of it has arrived, so that a step may use it."""
         resident = self._residents.get(index)
@@ -89,12 +106,14 @@ class AdapterMemory:
 
     def unload(self, index: int) -> None:
         """No step from the next on uses this index. Its row on the device stays, which nobody reads."""
+        self._unordered.discard(index)
         del self._residents[index]
         self.arena.host_table[index] = self._nothing
         self.arena.vocab_sizes[index] = self._base_vocab
 
     def move(self, index: int, source: int, target: int) -> None:
         """Move an adapter to a lower place, possibly over its own old one."""
+        self.wait_for(index)
         assert 0 <= target < source, "adapters move down only"
         buffer, piece = self.arena.buffer, MOVE_UNITS * self._unit
         old, new = source * self._unit, target * self._unit

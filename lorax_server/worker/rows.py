@@ -15,6 +15,7 @@ class RowTables:
         self.block_size = block_size
         self.token_ids = torch.zeros(num_rows, max_length + 1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
+        self.host_prompt_lengths = [0] * num_rows
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.wishes = [Wish(SamplingParams())] * num_rows
 
@@ -23,7 +24,7 @@ class RowTables:
         for new in plan.new_rows:
             tokens = torch.tensor(new.token_ids)
             self.token_ids[new.row, : len(tokens)] = tokens.to(self.token_ids.device, non_blocking=True)
-            self.prompt_lengths[new.row] = new.prompt_length
+            self.prompt_lengths[new.row] = self.host_prompt_lengths[new.row] = new.prompt_length
             self.wishes[new.row] = Wish.of(new.sampling, new.stop)
         if len(plan.new_blocks):
             rows, places, blocks = to_device(plan.new_blocks.T, self.blocks.device)

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.scheduler import Limits, Scheduler
 from lorax_server.errors import InputError
-from lorax_server.plan import StepPlan, StepResult
+from lorax_server.plan import AdapterOp, StepPlan, StepResult
 from lorax_server.stopping import FinishReason
 from lorax_server.types import Request, SamplingParams, StopParams
 
@@ -86,7 +87,32 @@ class Loaded:
     wanted: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
 
-    def index_of(self, identity: str) -> int | None:
+    requests: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    needs_step: bool = False
+    is_loading: bool = False
+
+    def add_request(self, identity: str) -> None:
+        self.requests[identity] = self.requests.get(identity, 0) + 1
+
+    def end_request(self, identity: str, has_begun: bool) -> None:
+        self.requests[identity] -= 1
+        self.begun[identity] = self.begun.get(identity, 0) - has_begun
+        assert 0 <= self.begun[identity] <= self.requests[identity]
+
+    def vocab_size(self, identity: str) -> int:
+        assert identity not in self.missing
+        return VOCAB
+
+    def begin(self, identity: str) -> None:
+        self.begun[identity] = self.begun.get(identity, 0) + 1
+
+    def submit(self) -> tuple[AdapterOp, ...]:
+        return ()
+
+    def completed(self, step: int, loaded: Iterable[int]) -> None: ...
+
+    def index_of(self, identity: str, has_begun: bool) -> int | None:
         return None if identity in self.missing else int(identity or 0)
 
     def bring(self, identity: str) -> None:

@@ -82,9 +82,10 @@ class PagedCausalLM(nn.Module):
         hidden_states: torch.Tensor = self.model(input_ids, ctx)
         if lm_head_indices is not None:
             hidden_states = hidden_states[lm_head_indices]
-            adapter_data = adapter_data and adapter_data.select(lm_head_indices)
         if skip_lm_head:
             return hidden_states, None
+        if lm_head_indices is not None:
+            adapter_data = adapter_data and adapter_data.select(lm_head_indices)
         return self.lm_head(hidden_states, adapter_data)  # type: ignore[no-any-return]
 
 

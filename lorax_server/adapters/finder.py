@@ -1,0 +1,172 @@
+"""An adapter from its source, read and identified. Nothing of it is read again as long as its file stays the same."""
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_header
+from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
+from lorax_server.adapters.identity import identify
+from lorax_server.adapters.source import (
+    MAX_NAME_LENGTH,
+    REQUIRED_FILES,
+    AdapterSources,
+    BaseModelType,
+    FetchedAdapter,
+    read_json,
+)
+from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, stamp_of
+from lorax_server.errors import AdapterError, SourceError
+from lorax_server.types import AdapterRef, Resolved
+
+MAX_IDENTITIES = 100_000
+MAX_BASE_TYPES = 10_000
+ATTEMPTS = 3  # at reading an adapter that somebody replaces meanwhile
+# How long a base model that no source knows stays unknown: asking takes a while where the hub does not answer.
+UNKNOWN_BASE_S = 600.0
+# A file that changed a moment ago can change again without a new stamp: clocks of file systems tick slowly.
+SETTLED_NS = 2 * 10**9
+
+K = TypeVar("K")
+V = TypeVar("V")
+Key = tuple[str, str, str | None]  # source, name, and a hash of the token: what a caller may read depends on it
+
+
+class Recent(OrderedDict[K, V]):
+    """Forgets what was not asked for longest."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def recall(self, key: K) -> V | None:
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An adapter on this machine, and its files as they were when it was identified."""
+
+    spec: AdapterSpec
+    resolved: Resolved
+    files: Mapping[Path, Stamp | None]
+
+    def is_unchanged(self) -> bool:
+        return _stamps(self.files) == self.files
+
+
+class AdapterFinder:
+    """Adapters for one base model. May be called by any thread."""
+
+    def __init__(
+        self,
+        sources: AdapterSources,
+        *,
+        model_type: str,
+        model_class: str,
+        clock: Callable[[], float] = time.monotonic,
+        time_ns: Callable[[], int] = time.time_ns,  # what the times of files are held against
+    ) -> None:
+        self._sources = sources
+        self._model_type = model_type
+        self._model_class = model_class
+        self._clock = clock
+        self._time_ns = time_ns
+        self._lock = threading.Lock()  # of all below
+        self._identities: Recent[tuple[object, ...], tuple[str, int]] = Recent(MAX_IDENTITIES)
+        self._base_types: Recent[Key, tuple[str | None, float]] = Recent(MAX_BASE_TYPES)
+
+    def find(self, ref: AdapterRef) -> Found:
+        """Brings it here and reads it. Takes as long as its source does."""
+        check = partial(self._check_config, key_of(ref))
+        for _ in range(ATTEMPTS):
+            fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+            found = self._identify(ref.name, fetched)
+            if found is not None:
+                return found
+        raise SourceError(f"adapter {ref.name!r}: {WEIGHTS_FILE} changed while it was read; try again")
+
+    def _check_config(self, key: Key, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
+        source, name, token_hash = key
+        config = parse_config(raw, name)
+        found = None
+        if config.base_model_name is not None and len(config.base_model_name) <= MAX_NAME_LENGTH:
+            found = self._base_type((source, config.base_model_name, token_hash), base_model_type)
+        check_base_model(config, self._model_type, self._model_class, found)
+
+    def _base_type(self, key: Key, base_model_type: BaseModelType) -> str | None:
+        with self._lock:
+            found, unknown_until = self._base_types.recall(key) or (None, float("-inf"))
+        if found is None and self._clock() >= unknown_until:
+            found = base_model_type(key[1])
+            with self._lock:
+                self._base_types[key] = (found, self._clock() + UNKNOWN_BASE_S)
+        return found
+
+    def _identify(self, name: str, fetched: FetchedAdapter) -> Found | None:
+        """None if a file is not what it was when it was fetched: config and weights must be of one moment."""
+        folder, config = fetched.folder, parse_config(fetched.config, name)
+        weights = folder / WEIGHTS_FILE
+        files = _stamps(folder / file for file in (*REQUIRED_FILES, *fetched.tokenizer_files))
+        stamp = files[weights]
+        if stamp is None or None in files.values():
+            return None
+        try:
+            is_same_config = read_json(folder / CONFIG_FILE, f"adapter {name!r}") == fetched.config
+            identity, num_elements = self._read_identity(config, weights, stamp)
+        except AdapterError:
+            if _stamps(files) == files:
+                raise
+            return None
+        if not is_same_config or _stamps(files) != files:
+            return None
+        spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp),), num_elements)
+        return Found(spec, Resolved(identity, str(folder), fetched.tokenizer_files), files)
+
+    def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
+        """Who it is, and how many elements it has. The weights are read only if they are not known by their stamp."""
+        settings = hashlib.sha256(json.dumps(config.identity(), sort_keys=True).encode()).digest()
+        key = (path, stamp, settings)
+        with self._lock:
+            known = self._identities.recall(key)
+        if known is not None:
+            return known
+        is_settled = self._time_ns() - stamp[-1] > SETTLED_NS
+        tensors = read_header(path, config.name)
+        found = identify(config, path, tensors), count_elements(tensors)
+        if is_settled and _stamps([path]) == {path: stamp}:
+            with self._lock:
+                self._identities[key] = found
+        return found
+
+
+def key_of(ref: AdapterRef) -> Key:
+    # A token may be anything that was sent.
+    token_hash = hashlib.sha256(ref.token.encode(errors="surrogatepass")).hexdigest() if ref.token else None
+    return ref.source, ref.name, token_hash
+
+
+def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp | None]:
+    return {path: _stamp(path) for path in paths}
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None

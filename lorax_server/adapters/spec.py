@@ -1,0 +1,45 @@
+"""What has to be known to prepare an adapter: where it lies and what it must turn out to be. Travels to the workers."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorax_server.adapters.checkpoint import TensorInfo
+from lorax_server.adapters.config import AdapterConfig
+from lorax_server.types import Merge
+
+Stamp = tuple[int, ...]
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Changes whenever the file does, but for two changes within one tick of the file system's clock.
+
+    The time of the last change of any kind is last: who writes a file can set the other time back, as `cp -p` does.
+    """
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """An adapter in a folder of this machine."""
+
+    folder: Path
+    config: AdapterConfig
+    stamp: Stamp  # of its weights when it was identified
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """One adapter, or several that are merged."""
+
+    identity: str
+    name: str
+    parts: tuple[StoredPart, ...]
+    num_elements: int  # of its tensors: it will not take more
+    merge: Merge | None = None
+
+
+def count_elements(tensors: dict[str, TensorInfo]) -> int:
+    return sum(math.prod(info.shape) for info in tensors.values())

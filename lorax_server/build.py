@@ -1,0 +1,55 @@
+"""Puts an engine together: the one place where who decides meets who obeys."""
+
+from collections.abc import Callable
+
+from lorax_server.adapters.source import AdapterSources, Source
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.config import EngineConfig
+from lorax_server.engine.adapter_table import AdapterTable
+from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.engine import Engine, Executor
+from lorax_server.engine.resolver import AdapterResolver
+from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.errors import EngineError
+from lorax_server.plan import Capabilities
+from lorax_server.worker.executor import build_executor
+from lorax_server.worker.memory import adapter_host_bytes
+
+
+def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
+    """Load the model on all ranks and make an engine of them. `on_death`: a rank has ended."""
+    return assemble(config, build_executor(config, on_death))
+
+
+def assemble(config: EngineConfig, executor: Executor) -> Engine:
+    """An engine around an executor."""
+    capabilities = executor.capabilities
+    pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
+    table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
+    scheduler = Scheduler(_limits(config, capabilities), pool, table, config.tenant_weights)
+    resolver = AdapterResolver(
+        AdapterSources(_sources(config), max_bytes=config.adapter_max_bytes),
+        model_type=capabilities.model_type,
+        model_class=capabilities.model_class,
+        num_threads=config.adapter_threads,
+    )
+    return Engine(executor, scheduler, pool, table, resolver)
+
+
+def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
+    return Limits(
+        max_step_tokens=capabilities.max_step_tokens,
+        max_rows=capabilities.max_rows,
+        max_length=capabilities.max_length,
+        max_chunk=config.max_chunk,
+        can_chunk=capabilities.can_chunk,
+        can_reuse=capabilities.can_reuse,
+        rope=capabilities.rope,
+        max_waiting=config.max_waiting,
+        max_wait_s=config.max_wait_s,
+        adapter_timeout_s=config.adapter_timeout_s,
+    )
+
+
+def _sources(config: EngineConfig) -> dict[str, Source]:
+    return {"local": LocalSource(config.adapter_roots)}

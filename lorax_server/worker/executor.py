@@ -1,0 +1,187 @@
+"""Runs the engine's plans: in this process, or with more ranks in processes of their own."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from lorax_server.config import EngineConfig
+from lorax_server.distributed import join_group
+from lorax_server.errors import EngineError, LoraxError
+from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
+from lorax_server.worker.worker import Worker, build_worker
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0  # how long a rank may take to end by itself
+GROUP_TIMEOUT_S = 600.0  # how long ranks wait for each other, e.g. while one loads
+
+
+class LocalExecutor:
+    """One rank, in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._worker.capabilities
+
+    def on_prepared(self, notify: Callable[[], None]) -> None:
+        """Call this, on any thread, when there is something for `take_prepared`."""
+        if self._worker.preparer is not None:
+            self._worker.preparer.notify = notify
+
+    def submit(self, plan: StepPlan) -> None:
+        self._worker.submit(plan)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step."""
+        return self._worker.collect()
+
+    def take_prepared(self) -> list[Prepared]:
+        return self._worker.take_prepared()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class GroupExecutor(LocalExecutor):
+    """The first rank in this process, each other one in its own. They go down together."""
+
+    def __init__(self, config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> None:
+        """`on_death` is called, on a thread, as soon as a rank has ended that should not have."""
+        self._on_death = on_death
+        self._failure: EngineError | None = None
+        self._is_closing = False
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="lorax-ranks-")
+        meeting = f"file://{Path(self._folder.name) / 'meeting'}"
+        self._ranks: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, config.tensor_parallel):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_rank, args=(config, rank, meeting, theirs), name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._ranks.append(process)
+            self._connections.append(ours)
+        self._guard = threading.Thread(target=self._watch, name="watch ranks", daemon=True)
+        self._guard.start()
+        try:
+            super().__init__(_join(config, 0, meeting))
+        except BaseException as error:
+            explained = self._explain(error)
+            self.close()
+            raise explained from error
+
+    def submit(self, plan: StepPlan) -> None:
+        message = pickle.dumps(plan, protocol=5)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+            super().submit(plan)
+        except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
+            raise self._explain(error) from error
+
+    def collect(self) -> StepResult:
+        try:
+            return super().collect()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        self._is_closing = True
+        for connection in self._connections:
+            connection.close()  # which tells them
+        for process in self._ranks:
+            process.join(CLOSE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if hasattr(self, "_worker"):
+            super().close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        self._folder.cleanup()
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """What a rank said before it ended tells more than that it is gone, and comes at about the same time."""
+        self._guard.join(timeout=1.0)
+        return self._failure or error
+
+    def _watch(self) -> None:
+        """Wait until a rank ends; the others can do nothing without it, not even notice in the middle of a step."""
+        wait([process.sentinel for process in self._ranks])
+        if self._is_closing:
+            return
+        dead = next(process for process in self._ranks if not process.is_alive())
+        said = _last_words(self._connections[self._ranks.index(dead)])
+        self._failure = EngineError(f"tensor-parallel {dead.name} ended with exit code {dead.exitcode}{said}")
+        logger.error("%s", self._failure)
+        for process in self._ranks:
+            process.kill()
+        if self._on_death is not None:
+            self._on_death(self._failure)
+
+
+def build_executor(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> LocalExecutor:
+    if config.tensor_parallel == 1:
+        return LocalExecutor(build_worker(config))
+    return GroupExecutor(config, on_death)
+
+
+def _join(config: EngineConfig, rank: int, meeting: str) -> Worker:
+    if config.model.device == "cuda":
+        config = replace(config, model=replace(config.model, device=f"cuda:{rank}"))
+    device = torch.device(config.model.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return build_worker(config, join_group(rank, config.tensor_parallel, meeting, device, GROUP_TIMEOUT_S))
+
+
+def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connection) -> None:
+    """A rank's process: do what comes through the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends its ranks itself
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        worker = _join(config, rank, meeting)
+        while True:
+            worker.submit(pickle.loads(connection.recv_bytes()))
+            worker.take_prepared()
+            worker.forget()
+    except EOFError:
+        os._exit(0)  # without waiting for threads that wait for other ranks
+    except BaseException as error:
+        text = str(error) if isinstance(error, LoraxError) else traceback.format_exc()
+        connection.send_bytes(text.encode())
+        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _last_words(connection: Connection) -> str:
+    try:
+        return f": {connection.recv_bytes().decode().strip()}" if connection.poll() else ""
+    except (EOFError, OSError):
+        return ""

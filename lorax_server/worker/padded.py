@@ -1,0 +1,160 @@
+"""Runs the steps of any HuggingFace model: plans of sequences that come and go, computed in a padded batch."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
+from lorax_server.models.pretrained import max_positions, resolve_pad_token
+from lorax_server.plan import Capabilities, NewRow, StepPlan, StepResult
+from lorax_server.sampling import NextTokenChooser
+from lorax_server.stopping import StoppingCriteria
+from lorax_server.types import Alternatives, StopParams
+
+BLOCK_SIZE = 16
+
+
+def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) -> Capabilities:
+    """What a `PaddedRunner` of this model can do. There are no blocks in it, so there are enough for everything."""
+    longest = max_positions(model.config)
+    max_length = longest if max_length is None else min(max_length, longest)
+    return Capabilities(
+        vocab_size=model.vocab_size,
+        max_rows=max_rows,
+        max_length=max_length,
+        max_step_tokens=max_length + max_rows,  # any prompt, whole, beside all that run
+        num_blocks=max_rows * -(-max_length // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        depth=1,
+        can_chunk=False,
+        can_reuse=False,
+        num_adapter_units=0,
+        model_type=model.config.model_type,
+        model_class=type(model.model).__name__,
+    )
+
+
+class _Request(NamedTuple):
+    """A sequence to its batch, which knows it by its row."""
+
+    id: int
+    prefill_logprobs: bool
+    adapter_index: int = 0
+
+
+class _Outcome(NamedTuple):
+    """What a step gives to one sequence."""
+
+    token_id: int
+    logprob: float
+    alternatives: Alternatives | None
+    prompt_logprobs: list[float]
+
+
+class PaddedRunner:
+    """A model and the batch that runs.
+
+    Every sequence that goes on must have its token in every plan: a step adds a column to the whole batch, so who is
+    not in a plan has ended, and its row is free. A scheduler that serves those that run before it lets others in keeps
+    to this if a step may have as many tokens as there are rows, and blocks do not run out.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._pad_token_id = resolve_pad_token(model.tokenizer, model.config, model.vocab_size)
+        self._batch: CausalLMBatch | None = None
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Nothing is under way afterwards: what is handed out for `collect` is the result itself."""
+        _check(plan)
+        parts = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
+        outcomes: dict[int, _Outcome] = {}
+        for batch in parts:
+            outcomes.update(self._step(batch))
+        self._batch = CausalLMBatch.concatenate(parts) if len(parts) > 1 else next(iter(parts), None)
+        return _result(plan, outcomes)
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+    def _continue(self, plan: StepPlan) -> CausalLMBatch | None:
+        """The batch without those that have ended, in its own order: to follow the plan's would cost copies."""
+        new = {each.row for each in plan.new_rows}
+        starts = zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
+        running = {row: start for row, start in starts if row not in new}
+        batch = self._batch
+        held = {} if batch is None else dict(zip(batch.requests_idx_mapping, batch.input_lengths, strict=True))
+        for row, start in running.items():
+            assert held.get(row) == start + 1, (
+                f"row {row} was not in every step: {start} computed, {held.get(row)} held"
+            )
+        return None if batch is None else batch.filter([row for row in held if row in running])
+
+    def _start(self, plan: StepPlan) -> CausalLMBatch | None:
+        if not plan.new_rows:
+            return None
+        asking = set(plan.rows[plan.asks].tolist())
+        requests: list[Any] = [_Request(new.row, new.row in asking) for new in plan.new_rows]
+        return CausalLMBatch.from_prompts(
+            plan.step,
+            requests,
+            [new.token_ids for new in plan.new_rows],
+            [NextTokenChooser(new.sampling, new.stop, new.prompt_length) for new in plan.new_rows],
+            [_room_for(new) for new in plan.new_rows],
+            self._pad_token_id,
+            self._model.device,
+        )
+
+    def _step(self, batch: CausalLMBatch) -> dict[int, _Outcome]:
+        """A token for each row of the batch, which then is ready for the next."""
+        is_first = batch.past_key_values is None
+        chosen, logits, past = self._model.compute(batch)
+        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
+        outcomes = {}
+        rows = zip(batch.requests, chosen.token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
+        for place, (request, token_id, logprob) in enumerate(rows):
+            asks = is_first and request.prefill_logprobs
+            of_prompt = _prompt_logprobs(batch, place, logits) if asks else []
+            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(place), of_prompt)
+        batch.append([outcome.token_id for outcome in outcomes.values()])
+        for stop in batch.stopping_criterias:
+            stop.current_tokens += 1
+        self._model.advance(batch, chosen.token_ids, past)
+        return outcomes
+
+
+def _check(plan: StepPlan) -> None:
+    assert not plan.adapter_ops, "there are no adapters here"
+    assert not plan.adapter_indices.any(), "there are no adapters here"
+    assert plan.samples.all(), "prompts are not computed in parts"
+    whole = {new.row: len(new.token_ids) for new in plan.new_rows}
+    for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        expected = (0, whole.pop(row)) if row in whole else (start, 1)
+        assert (start, count) == expected, f"row {row}: {count} tokens from {start} on are not all of its new ones"
+    assert not whole, f"rows {sorted(whole)} are new and have no part in the step"
+
+
+def _room_for(new: NewRow) -> StoppingCriteria:
+    """Counts the tokens that are yet to come, for the batch to be wide enough; the engine decides who ends."""
+    num_generated = len(new.token_ids) - new.prompt_length
+    return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
+
+
+def _prompt_logprobs(batch: CausalLMBatch, place: int, logits: torch.Tensor) -> list[float]:
+    """Of the prompt alone, also where tokens that were generated before are computed again after it."""
+    prompt_length = batch.next_token_choosers[place].prompt_length
+    num_generated = batch.input_lengths[place] - prompt_length
+    columns = logits[place, : logits.shape[1] - num_generated]
+    return prompt_logprobs(columns, batch.all_input_ids[place][:prompt_length, 0])
+
+
+def _result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
+    found = [outcomes[row] for row in plan.rows.tolist()]
+    return StepResult(
+        plan.step,
+        [each.token_id for each in found],
+        [each.logprob for each in found],
+        {place: each.alternatives for place, each in enumerate(found) if each.alternatives is not None},
+        [each.prompt_logprobs for each, asks in zip(found, plan.asks.tolist(), strict=True) if asks],
+    )

@@ -1,0 +1,118 @@
+"""Makes adapters ready on a thread of its own, so that no step waits for a file, a cast or a norm."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+
+import torch
+
+from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.merge import MergedAdapter
+from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.adapters.target import AdapterTarget
+from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
+from lorax_server.distributed import ProcessGroup
+from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.plan import Prepared
+
+logger = logging.getLogger(__name__)
+
+
+class Preparer:
+    """One rank's adapters in host memory. All ranks prepare the same ones in the same order, in a group of their own,
+    because what is summed over ranks here must not meet what a step sums."""
+
+    def __init__(
+        self, targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, *, pin: bool
+    ) -> None:
+        self.notify: Callable[[], None] = lambda: None  # called, on the thread, when there is something to take
+        self._targets = targets
+        self._dtype = dtype
+        self._group = group
+        self._pin = pin
+        self._ready: dict[str, HostAdapter] = {}
+        self._results: deque[Prepared] = deque()
+        self._specs: SimpleQueue[AdapterSpec | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
+        self._thread.start()
+
+    def start(self, spec: AdapterSpec) -> None:
+        self._specs.put(spec)
+
+    def get(self, identity: str) -> HostAdapter:
+        return self._ready[identity]
+
+    def drop(self, identity: str) -> None:
+        del self._ready[identity]
+
+    def take(self) -> list[Prepared]:
+        """What has become ready, or failed, since it was last asked."""
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken
+
+    def close(self) -> None:
+        self._specs.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while (spec := self._specs.get()) is not None:
+            self._results.append(self._prepare(spec))
+            self.notify()
+
+    def _prepare(self, spec: AdapterSpec) -> Prepared:
+        try:
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
+        except LoraxError as error:
+            return Prepared(spec.identity, error=error)
+        except Exception as error:  # a bug, or no memory: it must not take others along
+            logger.exception("adapter %r cannot be prepared", spec.name)
+            return Prepared(
+                spec.identity, error=AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
+            )
+        self._ready[spec.identity] = host
+        return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
+
+    def _open(self, spec: AdapterSpec) -> AdapterWeights:
+        """All ranks open it or none does."""
+        adapter, refusal = None, None
+        try:
+            adapter = self._read(spec)
+        except LoraxError as error:
+            refusal = error
+        if self._group.size() > 1:
+            flags = self._group.all_gather(torch.tensor([refusal is not None]), dim=0)
+            if bool(flags.any()) and refusal is None:
+                refusal = AdapterError(f"adapter {spec.name!r}: another tensor-parallel rank cannot read it")
+        if refusal is not None:
+            raise refusal
+        assert adapter is not None
+        return adapter
+
+    def _read(self, spec: AdapterSpec) -> AdapterWeights:
+        parts = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
+        adapter = parts[0] if spec.merge is None else MergedAdapter(parts, spec.merge)
+        # A rank that fails to read in the middle would leave the others waiting: so it is read before.
+        return adapter if self._group.size() == 1 else _InMemory(adapter)
+
+
+class _InMemory:
+    """An adapter with all of its tensors read."""
+
+    def __init__(self, adapter: AdapterWeights) -> None:
+        self.name = adapter.name
+        self.vocab_size = adapter.vocab_size
+        self._modules: dict[str, ModuleWeights] = {module: adapter.load(module) for module in adapter.modules}
+
+    @property
+    def modules(self) -> list[str]:
+        return list(self._modules)
+
+    def load(self, module: str) -> ModuleWeights:
+        return self._modules[module]
+
+    def find_extra(self) -> str | None:
+        return None

@@ -1,0 +1,188 @@
+"""One rank: its model and its adapters, and what it does when it is told to."""
+
+import json
+from collections import deque
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.config import EngineConfig
+from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
+from lorax_server.errors import ConfigError
+from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.causal_lm import CausalLM
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.registry import MODELS, get_model
+from lorax_server.plan import (
+    AdapterOp,
+    Capabilities,
+    Drop,
+    Load,
+    Move,
+    Prepare,
+    Prepared,
+    RopeRule,
+    StepPlan,
+    StepResult,
+    Unload,
+)
+from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.memory import adapter_bytes, count_blocks
+from lorax_server.worker.padded import PaddedRunner, padded_capabilities
+from lorax_server.worker.preparer import Preparer
+from lorax_server.worker.runner import PagedRunner
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+
+
+class Runner(Protocol):
+    """Runs steps, one after the other."""
+
+    def submit(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, ticket: Any) -> StepResult: ...
+
+
+class Worker:
+    """Does what plans say: first to the adapters, then the step."""
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        runner: Runner,
+        memory: AdapterMemory | None = None,
+        preparer: Preparer | None = None,
+    ) -> None:
+        self.capabilities = capabilities
+        self.preparer = preparer
+        self._runner = runner
+        self._memory = memory
+        self._loading: list[int] = []
+        self._tickets: deque[Any] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        for op in plan.adapter_ops:
+            self._do(op)
+        if self._memory is not None and plan.adapter_indices.any():
+            for index in set(plan.adapter_indices.tolist()) - {0}:
+                self._memory.wait_for(index)
+        self._tickets.append(self._runner.submit(plan))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step."""
+        result = self._runner.collect(self._tickets.popleft())
+        loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
+        self._loading = [index for index in self._loading if index not in loaded]
+        return replace(result, loaded=loaded) if loaded else result
+
+    def forget(self) -> None:
+        """Let go of the oldest step: another rank reports it."""
+        self._tickets.popleft()
+
+    def take_prepared(self) -> list[Prepared]:
+        return self.preparer.take() if self.preparer else []
+
+    def close(self) -> None:
+        if self.preparer is not None:
+            self.preparer.close()
+
+    def _do(self, op: AdapterOp) -> None:
+        assert self._memory is not None
+        assert self.preparer is not None
+        match op:
+            case Prepare():
+                self.preparer.start(op.spec)
+            case Load():
+                self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
+                self._loading.append(op.index)
+            case Move():
+                self._memory.move(op.index, op.source, op.target)
+            case Unload():
+                self._memory.unload(op.index)
+            case Drop():
+                self.preparer.drop(op.identity)
+
+
+def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
+    """Load this rank's part of the model, and take the memory that it may have."""
+    if is_paged(config):
+        return _build_paged(config, group or FakeGroup())
+    if config.tensor_parallel > 1:
+        raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
+    dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
+    model = CausalLM(str(config.model.path), dtype=dtype)
+    capabilities = padded_capabilities(model, config.max_rows, config.max_length)
+    return Worker(capabilities, PaddedRunner(model))
+
+
+def is_paged(config: EngineConfig) -> bool:
+    """Whether there is a model of our own for it. What is wrong with a config is said when it is loaded."""
+    try:
+        return json.loads((config.model.path / "config.json").read_text()).get("model_type") in MODELS
+    except (OSError, ValueError, AttributeError, TypeError):
+        return True
+
+
+def _build_paged(config: EngineConfig, group: ProcessGroup) -> Worker:
+    model = get_model(config.model, group)
+    device = model.device
+    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    step_tokens = max(step_tokens, config.max_rows)
+    targets = adapter_targets(model)
+    dtype = model.lm_head.linear.weight.dtype
+    num_units = adapter_bytes(config, device) // UNIT_BYTES
+    memory = preparer = None
+    if num_units:
+        memory = AdapterMemory(targets, dtype, device, num_units, is_follower=group.rank() > 0)
+        beside = group.beside() if isinstance(group, TorchGroup) else group
+        preparer = Preparer(targets, dtype, beside, pin=device.type == "cuda")
+    max_length = min(config.max_length or _max_length(model), _max_length(model))
+    num_blocks = _fewest(count_blocks(model, config, step_tokens, config.max_rows * max_length), group, device)
+    capabilities = Capabilities(
+        vocab_size=model.config.vocab_size,
+        max_rows=config.max_rows,
+        max_length=min(max_length, num_blocks * config.block_size),
+        max_step_tokens=step_tokens,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        depth=config.depth or (2 if device.type == "cuda" else 1),
+        num_adapter_units=num_units,
+        adapter_unit_bytes=UNIT_BYTES,
+        itemsize=dtype.itemsize,
+        model_type=model.config.model_type,
+        model_class=(getattr(model.config, "architectures", None) or [""])[0],
+        rope=_rope_rule(model),
+    )
+    runner = PagedRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        num_rows=config.max_rows,
+        max_length=capabilities.max_length,
+        memory=memory,
+    )
+    return Worker(capabilities, runner, memory, preparer)
+
+
+def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:
+    """One engine counts the blocks of all ranks."""
+    return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())
+
+
+def _rope_rule(model: PagedCausalLM) -> RopeRule:
+    for module in model.modules():
+        if isinstance(module, DynamicRotaryEmbedding):
+            return RopeRule(module.max_positions, by_length=True)
+        if isinstance(module, LongRotaryEmbedding):
+            return RopeRule(module.original)
+    return RopeRule()
+
+
+def _max_length(model: PagedCausalLM) -> int:
+    """What the model was made for; what scales by length was made for more."""
+    length: int = model.config.max_position_embeddings
+    stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
+    return int(length * stretch)

@@ -1,0 +1,503 @@
+"""Padded models behind plans: whatever shares the steps, each sequence gets what transformers gives it alone."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.models.causal_lm import CausalLM
+from lorax_server.models.pretrained import MANY_POSITIONS
+from lorax_server.models.registry import MODELS
+from lorax_server.plan import Drop, NewRow, StepPlan, StepResult
+from lorax_server.sampling.sampler import History, Sampler, Wish
+from lorax_server.types import Alternatives, SamplingParams, StopParams
+from lorax_server.worker.padded import PaddedRunner, padded_capabilities
+from tests.models.driving import generate
+from tests.models.tiny import EOS_ID, VOCAB, Pair, Zoo
+
+# Positions by ALiBi, learned in a table beside a window, by rotation; and one whose layers choose among experts.
+NAMES = ["bloom", "gpt-neo-window", "gpt-j", "mixtral"]
+PROMPT, SHORT = (5, 9, 20, 33, 41), (7, 8)
+TOLERANCE = 1e-4
+MAX_POSITIONS = 128
+GREEDY, EIGHT = SamplingParams(), StopParams(max_new_tokens=8)
+SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_p=0.95)
+STYLES = [
+    SamplingParams(),
+    SamplingParams(do_sample=True),
+    SAMPLED,
+    SamplingParams(do_sample=True, temperature=2.0, top_k=20, repetition_penalty=1.4),
+    SamplingParams(do_sample=True, typical_p=0.8, min_p=0.01, frequency_penalty=0.7, presence_penalty=0.3),
+    SamplingParams(repetition_penalty=1.5, num_alternatives=3),
+    SamplingParams(frequency_penalty=2.0, logit_bias={9: 4.0}),
+    SamplingParams(do_sample=True, watermark=True, raw_logprobs=True, num_alternatives=5),
+]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
+    return zoo.pair(request.param)
+
+
+@pytest.fixture(scope="module")
+def lm(zoo: Zoo) -> CausalLM:
+    return zoo.served("gpt-j")
+
+
+@pytest.fixture(scope="module")
+def oracle(zoo: Zoo) -> Any:
+    return zoo.pair("gpt-j").oracle
+
+
+# --- What stands for the engine ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Running:
+    """A request, and all that came out for it. What it had generated when it came in is in `token_ids` too."""
+
+    prompt: Sequence[int] = PROMPT
+    sampling: SamplingParams = GREEDY
+    stop: StopParams = EIGHT
+    asks: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives | None] = field(default_factory=list)
+    prompt_logprobs: list[list[float]] = field(default_factory=list)
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.prompt, *self.token_ids]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.token_ids) == self.stop.max_new_tokens
+
+
+class Engine:
+    """Gives rows away, the last that became free first, and makes plans whose order means nothing."""
+
+    def __init__(self, lm: CausalLM, seed: int = 0) -> None:
+        self.runner = PaddedRunner(lm)
+        self.rng = random.Random(seed)
+        self.running: dict[int, Running] = {}
+        self.num_steps = 0
+
+    def leave(self, *sequences: Running) -> None:
+        self.running = {row: each for row, each in self.running.items() if each not in sequences}
+
+    def step(self, *joining: Running) -> StepResult:
+        rows = dict(zip(self._free_rows(len(joining)), joining, strict=True))
+        order = [*self.running.items(), *rows.items()]
+        self.rng.shuffle(order)
+        new_rows = [NewRow(row, each.all_ids, len(each.prompt), each.sampling, each.stop) for row, each in rows.items()]
+        counts = [len(each.all_ids) if row in rows else 1 for row, each in order]
+        plan = make_plan(
+            self.num_steps,
+            [row for row, _ in order],
+            [len(each.all_ids) - count for (_, each), count in zip(order, counts, strict=True)],
+            counts,
+            new_rows,
+            [each.asks and row in rows for row, each in order],
+        )
+        self.num_steps += 1
+        result = self.runner.collect(self.runner.submit(plan))
+        self.running |= rows
+        self._note(plan, result)
+        self.leave(*[each for each in self.running.values() if each.is_full])
+        return result
+
+    def finish(self, *joining: Running) -> None:
+        self.step(*joining)
+        while self.running:
+            self.step()
+
+    def _free_rows(self, count: int) -> list[int]:
+        return [row for row in range(len(self.running) + count) if row not in self.running][:count]
+
+    def _note(self, plan: StepPlan, result: StepResult) -> None:
+        assert result.step == plan.step
+        assert set(result.alternatives) <= set(range(len(plan.rows)))
+        of_prompts = iter(result.prompt_logprobs)
+        columns = zip(plan.rows.tolist(), plan.asks.tolist(), result.token_ids, result.logprobs, strict=True)
+        for place, (row, asks, token_id, logprob) in enumerate(columns):
+            sequence = self.running[row]
+            sequence.token_ids.append(token_id)
+            sequence.logprobs.append(logprob)
+            sequence.alternatives.append(result.alternatives.get(place))
+            if asks:
+                sequence.prompt_logprobs.append(next(of_prompts))
+        assert next(of_prompts, None) is None
+
+
+def make_plan(
+    step: int,
+    rows: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    new_rows: Sequence[NewRow] = (),
+    asks: Sequence[bool] | None = None,
+) -> StepPlan:
+    return StepPlan(
+        step=step,
+        rows=np.array(rows, dtype=np.int64),
+        starts=np.array(starts, dtype=np.int64),
+        counts=np.array(counts, dtype=np.int64),
+        samples=np.ones(len(rows), dtype=np.bool_),
+        asks=np.array([False] * len(rows) if asks is None else asks, dtype=np.bool_),
+        adapter_indices=np.zeros(len(rows), dtype=np.int64),
+        new_rows=tuple(new_rows),
+        new_blocks=np.zeros((0, 3), dtype=np.int64),
+    )
+
+
+def alone(lm: CausalLM, sequence: Running) -> Running:
+    """The same request by itself from its prompt on."""
+    again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.asks)
+    Engine(lm).finish(again)
+    return again
+
+
+# --- What is right ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check(oracle: Any, sequence: Running) -> None:
+    """Every token, logprob and alternative, from transformers' logits of the sequence alone, without any cache."""
+    ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
+    logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
+    lengths = torch.arange(len(ids) - num_new, len(ids))
+    sampler = Sampler([Wish.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
+    history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
+    expected = sampler(logits[lengths - 1], history)
+    assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
+    assert sequence.logprobs == pytest.approx(expected.logprobs.tolist(), abs=TOLERANCE)
+    listed = expected.alternatives.by_row() if expected.alternatives else {}
+    for place, found in enumerate(sequence.alternatives):
+        wanted = listed.get(place)
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            assert found.token_ids == wanted.token_ids
+            assert found.logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
+    for found in sequence.prompt_logprobs:
+        check_prompt(logits, sequence.prompt, found)
+
+
+def check_prompt(logits: torch.Tensor, prompt: Sequence[int], found: list[float]) -> None:
+    logprobs = logits.log_softmax(-1)
+    expected = [float(logprobs[place, token_id]) for place, token_id in enumerate(prompt[1:])]
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_the_registry_does_not_know_these_models(pair: Pair) -> None:
+    assert pair.served.config.model_type not in MODELS
+
+
+# --- Crowds -----------------------------------------------------------------------------------------------------------
+
+
+def random_sequence(rng: random.Random) -> Running:
+    max_new_tokens = rng.choice([1, 2, 5, 9, 16])
+    return Running(
+        prompt=rng.choices(range(2, VOCAB), k=rng.choice([1, 1, 2, 4, 7, 19, 30])),
+        sampling=replace(rng.choice(STYLES), seed=rng.randrange(2**64)),
+        stop=StopParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=rng.randrange(max_new_tokens + 1),
+            eos_token_ids=frozenset(rng.choices(range(VOCAB), k=100)),
+            stop_strings=("e",),
+        ),
+        asks=rng.random() < 0.3,
+    )
+
+
+def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
+    """They come and go at random, some of them before their time; and some of those come again with what they had."""
+    engine, rng = Engine(lm, seed), random.Random(seed)
+    everyone: list[Running] = []
+    paused: list[Running] = []
+    for _ in range(steps):
+        running = list(engine.running.values())
+        leaving = [each for each in running if rng.random() < 0.1]
+        if rng.random() < 0.05:
+            leaving = running
+        engine.leave(*leaving)
+        back = [each for each in paused if rng.random() < 0.3]
+        joining = [random_sequence(rng) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 4]))]
+        paused = [each for each in paused if each not in back] + [each for each in leaving if rng.random() < 0.5]
+        everyone += joining
+        resumed = [Running(each.prompt, each.sampling, each.stop, each.asks, list(each.token_ids)) for each in back]
+        everyone += resumed
+        engine.step(*joining, *resumed)
+    while engine.running:
+        engine.step()
+    return everyone
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_crowd_each_gets_what_transformers_gives_it_alone(pair: Pair, seed: int) -> None:
+    everyone = crowd(pair.served, seed)
+    for sequence in everyone:
+        check(pair.oracle, sequence)
+    assert sum(len(each.logprobs) for each in everyone) > 100
+    assert any(len(each.logprobs) < len(each.token_ids) for each in everyone), "none came again"
+    assert any(each.prompt_logprobs for each in everyone)
+
+
+def test_greedy_tokens_are_those_of_generate(pair: Pair) -> None:
+    engine, stop = Engine(pair.served), StopParams(max_new_tokens=12)
+    first, long, short = Running(PROMPT, stop=stop), Running(range(40, 64), stop=stop), Running(SHORT, stop=stop)
+    engine.step(first)
+    engine.step(long)
+    engine.step()
+    engine.leave(long)
+    engine.finish(short)
+    compared = 0
+    for sequence in (first, long, short):
+        expected = generate(pair.oracle, sequence.prompt, len(sequence.token_ids))
+        assert sequence.token_ids[: len(expected)] == expected
+        compared += len(expected)
+    assert compared > 20
+
+
+def test_what_is_drawn_depends_on_the_seed_alone(lm: CausalLM) -> None:
+    """Many of one prompt in one batch, come at different times."""
+    sequences = [Running(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
+    engine = Engine(lm)
+    for begin in range(0, len(sequences), 5):
+        engine.step(*sequences[begin : begin + 5])
+    engine.finish()
+    for sequence in sequences:
+        by_itself = alone(lm, sequence)
+        assert sequence.token_ids == by_itself.token_ids
+        assert sequence.logprobs == pytest.approx(by_itself.logprobs, abs=TOLERANCE)
+    assert len({tuple(each.token_ids) for each in sequences}) > 25
+
+
+@pytest.mark.parametrize("style", range(len(STYLES)))
+def test_one_that_comes_again_goes_on_as_if_it_had_stayed(lm: CausalLM, style: int) -> None:
+    whole = Running(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
+    whole = alone(lm, whole)
+    for cut in range(1, 10):
+        again = Running(PROMPT, whole.sampling, whole.stop, asks=True, token_ids=whole.token_ids[:cut])
+        Engine(lm).finish(again, Running(SHORT, SAMPLED))
+        assert again.token_ids == whole.token_ids
+        assert len(again.prompt_logprobs[0]) == len(PROMPT) - 1
+
+
+def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> None:
+    engine = Engine(lm)
+    old, stays = Running(PROMPT), Running(SHORT)
+    engine.step(old, stays)
+    [row] = [row for row, each in engine.running.items() if each is old]
+    engine.leave(old)
+    new = Running((90, 91, 92))
+    engine.step(new)
+    assert engine.running[row] is new
+    engine.finish()
+    for sequence in (old, stays, new):
+        check(oracle, sequence)
+
+
+def test_all_can_end_and_others_begin(lm: CausalLM, oracle: Any) -> None:
+    engine = Engine(lm)
+    engine.step(Running(PROMPT), Running(SHORT))
+    engine.leave(*engine.running.values())
+    nothing = engine.step()
+    assert (nothing.token_ids, nothing.logprobs, nothing.prompt_logprobs) == ([], [], [])
+    later = Running((90, 91, 92), asks=True)
+    engine.finish(later)
+    check(oracle, later)
+
+
+def test_a_step_is_one_forward_of_those_that_run_and_one_of_the_prompts(
+    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    forward = lm.forward
+
+    def counted(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(lm, "forward", counted)
+    engine = Engine(lm)
+    engine.step(Running(PROMPT), Running(SHORT))
+    engine.step()
+    engine.step(Running((9,) * 7), Running(SHORT), Running((4,)))
+    engine.step()
+    assert shapes == [(2, 5), (2, 1), (2, 1), (3, 7), (5, 1)]
+
+
+# --- What is reported -------------------------------------------------------------------------------------------------
+
+
+def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
+    """In steps that they join, beside others, and in plans of any order."""
+    counts = [0, 3, 0, 1, 400]  # the last asks for more than there are
+    for seed in range(5):
+        engine = Engine(lm, seed)
+        sequences = [
+            Running((*PROMPT, i), SamplingParams(num_alternatives=count)) for i, count in enumerate(counts, start=50)
+        ]
+        engine.step(*sequences[3:])
+        engine.step(*sequences[:3])
+        engine.finish()
+        for count, sequence in zip(counts, sequences, strict=True):
+            check(oracle, sequence)
+            found = [len(each.token_ids) for each in sequence.alternatives if each is not None]
+            assert found == ([min(count, VOCAB)] * 8 if count else [])
+
+
+def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
+    """Those of the model's own scores, whatever is wanted of the tokens."""
+    engine = Engine(pair.served)
+    engine.step(Running(SHORT))
+    wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
+    prompts = [PROMPT, SHORT, (8,), range(30, 60)]
+    asking = [Running(prompt, wild, asks=True) for prompt in prompts]
+    engine.finish(*asking, Running((44,) * 35))
+    for sequence in asking:
+        [found] = sequence.prompt_logprobs
+        assert len(found) == len(sequence.prompt) - 1
+        check(pair.oracle, sequence)
+
+
+def test_one_that_runs_has_no_prompt_to_report(lm: CausalLM) -> None:
+    runner = PaddedRunner(lm)
+    new = NewRow(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
+    runner.submit(make_plan(0, [3], [0], [5], [new], asks=[True]))
+    assert runner.submit(make_plan(1, [3], [5], [1], asks=[True])).prompt_logprobs == [[]]
+
+
+# --- Ends, which are not decided here ---------------------------------------------------------------------------------
+
+
+def test_neither_eos_nor_stop_strings_end_anything(lm: CausalLM) -> None:
+    stop = StopParams(max_new_tokens=6, eos_token_ids=frozenset([EOS_ID]), stop_strings=("<", "e"))
+    sequence = alone(lm, Running(PROMPT, SamplingParams(logit_bias={EOS_ID: 1e4}), stop))
+    assert sequence.token_ids == [EOS_ID] * 6
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before: int) -> None:
+    """Also those of one that comes with some of its minimum."""
+    stop = StopParams(
+        max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
+    )
+    bias = SamplingParams(logit_bias={EOS_ID: 1e4, 7: 9e3, 8: 5e3})
+    sequence = Running(PROMPT, bias, stop, token_ids=[8] * num_before)
+    Engine(lm).finish(sequence, Running(SHORT))
+    assert sequence.token_ids == [8, 8, 8, EOS_ID, EOS_ID, EOS_ID]
+
+
+def test_a_sequence_can_be_as_long_as_the_model_has_positions(zoo: Zoo) -> None:
+    """Beside others that come later and stay longer."""
+    pair = zoo.pair("gpt-neo-window")
+    engine, rng = Engine(pair.served), random.Random(5)
+    full = Running(rng.choices(range(2, VOCAB), k=MAX_POSITIONS - 6), stop=StopParams(max_new_tokens=6))
+    later = Running(SHORT, SAMPLED, StopParams(max_new_tokens=MAX_POSITIONS - len(SHORT)))
+    engine.step(full)
+    engine.finish(later)
+    for sequence in (full, later):
+        assert len(sequence.all_ids) == MAX_POSITIONS
+        check(pair.oracle, sequence)
+
+
+# --- What is not a number ---------------------------------------------------------------------------------------------
+
+POISON = VOCAB - 1
+
+
+@pytest.fixture
+def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
+    """A token whose embedding is not a number, so that neither are the keys and values after it."""
+    weight = lm.model.get_input_embeddings().weight
+    kept = weight[POISON].detach().clone()
+    with torch.no_grad():
+        weight[POISON] = math.nan
+    yield lm
+    with torch.no_grad():
+        weight[POISON] = kept
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, STYLES[5]])
+def test_scores_that_are_not_numbers_are_reported_and_harm_nobody_else(
+    poisoned: CausalLM, oracle: Any, sampling: SamplingParams
+) -> None:
+    engine = Engine(poisoned)
+    others = [Running(PROMPT, asks=True), Running(SHORT, SAMPLED), Running((90,) * 12)]
+    bad = Running((9, 9, POISON, 9), sampling, asks=True)
+    engine.step(others[0])
+    engine.step(bad, others[1])
+    engine.step()
+    assert all(map(math.isnan, bad.logprobs))
+    assert len(bad.logprobs) == 2
+    assert all(0 <= token_id < VOCAB for token_id in bad.token_ids)
+    assert math.isnan(bad.prompt_logprobs[0][-1])
+    engine.leave(bad)
+    engine.finish(others[2])
+    for sequence in others:
+        check(oracle, sequence)
+
+
+# --- Plans that cannot be ---------------------------------------------------------------------------------------------
+
+
+def new_row(row: int, prompt: Sequence[int] = PROMPT) -> NewRow:
+    return NewRow(row, list(prompt), len(prompt), SamplingParams(), StopParams())
+
+
+def test_one_that_was_left_out_cannot_go_on(lm: CausalLM) -> None:
+    runner = PaddedRunner(lm)
+    runner.submit(make_plan(0, [0, 1], [0, 0], [5, 5], [new_row(0), new_row(1)]))
+    runner.submit(make_plan(1, [0], [5], [1]))
+    with pytest.raises(AssertionError, match="row 1 was not in every step"):
+        runner.submit(make_plan(2, [0, 1], [6, 5], [1, 1]))
+
+
+BEGIN = make_plan(1, [0], [0], [5], [new_row(0)])
+IMPOSSIBLE = {
+    "part of a prompt": (make_plan(1, [0], [0], [3], [new_row(0)]), "not all of its new ones"),
+    "a prompt that is there": (make_plan(1, [0], [2], [3], [new_row(0)]), "not all of its new ones"),
+    "two tokens": (make_plan(1, [0], [4], [2]), "not all of its new ones"),
+    "nobody's row": (make_plan(1, [0], [4], [1]), "row 0 was not in every step"),
+    "a row without a part": (make_plan(1, [], [], [], [new_row(0)]), "have no part"),
+    "no token": (replace(BEGIN, samples=np.array([False])), "in parts"),
+    "an adapter": (replace(BEGIN, adapter_indices=np.array([1])), "no adapters"),
+    "an operation": (replace(BEGIN, adapter_ops=(Drop("x"),)), "no adapters"),
+}
+
+
+@pytest.mark.parametrize("name", list(IMPOSSIBLE))
+def test_what_it_cannot_do_is_not_asked_of_it(lm: CausalLM, name: str) -> None:
+    plan, message = IMPOSSIBLE[name]
+    with pytest.raises(AssertionError, match=message):
+        PaddedRunner(lm).submit(plan)
+
+
+# --- Capabilities -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 128), (100, 100), (500, 128)])
+def test_capabilities(lm: CausalLM, asked: int | None, expected: int) -> None:
+    found = padded_capabilities(lm, max_rows=5, max_length=asked)
+    assert (found.vocab_size, found.max_rows, found.max_length) == (VOCAB, 5, expected)
+    assert (found.depth, found.can_chunk, found.can_reuse, found.num_adapter_units) == (1, False, False, 0)
+    assert (found.model_type, found.model_class) == ("gptj", "GPTJForCausalLM")
+    assert found.max_step_tokens == expected + 5
+    assert found.num_blocks == 5 * math.ceil(expected / found.block_size)
+
+
+def test_a_model_without_a_limit_has_a_large_one(zoo: Zoo) -> None:
+    assert padded_capabilities(zoo.served("bloom"), 1, None).max_length == MANY_POSITIONS
