@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -15,10 +15,23 @@ class Record:
     unit: str
     peer: str
     goal: float | None
+    at_most: bool = False  # the goal is a limit
 
     @property
     def met(self) -> bool | None:
-        return None if self.goal is None else self.value >= self.goal
+        if self.goal is None:
+            return None
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "peer": self.peer,
+            "goal": self.goal,
+            "met": self.met,
+        }
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
@@ -32,9 +45,9 @@ def report(records: list[Record], path: Path | None) -> None:
     width = max(len(record.name) for record in records)
     print(f"\n{'':{width}}  {'value':>10}  {'goal':>6}  met   unit")
     for record in records:
-        goal = "" if record.goal is None else f"{record.goal:g}"
+        goal = "" if record.goal is None else f"{'<= ' if record.at_most else ''}{record.goal:g}"
         met = {None: "", True: "yes", False: "NO"}[record.met]
         unit = f"{record.unit}, against {record.peer}" if record.peer else record.unit
         print(f"{record.name:{width}}  {record.value:10.3f}  {goal:>6}  {met:4}  {unit}")
     if path is not None:
-        path.write_text(json.dumps([asdict(record) | {"met": record.met} for record in records], indent=2) + "\n")
+        path.write_text(json.dumps([record.as_json() for record in records], indent=2) + "\n")

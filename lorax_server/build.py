@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from lorax_server.adapters.source import AdapterSources, Source
+from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.config import EngineConfig
+from lorax_server.adapters.sources.s3 import S3Source
+from lorax_server.config import EngineConfig, SourceConfig
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.engine import Engine, Executor
@@ -28,10 +30,10 @@ def assemble(config: EngineConfig, executor: Executor) -> Engine:
     table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
     scheduler = Scheduler(_limits(config, capabilities), pool, table, config.tenant_weights)
     resolver = AdapterResolver(
-        AdapterSources(_sources(config), max_bytes=config.adapter_max_bytes),
+        AdapterSources(build_sources(config.sources), max_bytes=config.sources.max_bytes),
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
-        num_threads=config.adapter_threads,
+        num_threads=config.sources.num_threads,
     )
     return Engine(executor, scheduler, pool, table, resolver)
 
@@ -51,5 +53,15 @@ def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
     )
 
 
-def _sources(config: EngineConfig) -> dict[str, Source]:
-    return {"local": LocalSource(config.adapter_roots)}
+def build_sources(config: SourceConfig) -> dict[str, Source]:
+    """Those that the operator allows."""
+    sources: dict[str, Source] = {}
+    if config.roots:
+        sources["local"] = LocalSource(config.roots)
+    if config.hub and config.cache:
+        sources["hub"] = HubSource(config.cache / "hub", config.hub_endpoint, config.hub_token, config.hub_offline)
+    if config.s3_bucket and config.cache:
+        sources["s3"] = S3Source(
+            config.s3_bucket, config.cache / "s3", prefix=config.s3_prefix, endpoint_url=config.s3_endpoint
+        )
+    return sources

@@ -37,6 +37,36 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """Where adapters may come from. Without any of it there are none."""
+
+    roots: tuple[Path, ...] = ()
+    """Folders that local adapters may lie in."""
+    cache: Path | None = None
+    """Where what was fetched is kept; the hub and S3 need it."""
+    hub: bool = False
+    hub_endpoint: str | None = None
+    """None: that of huggingface_hub."""
+    hub_token: str | None = field(default=None, repr=False)
+    """For requests that bring none."""
+    hub_offline: bool = False
+    s3_bucket: str | None = None
+    s3_prefix: str = ""
+    s3_endpoint: str | None = None
+    max_bytes: int = 4 * 2**30
+    """The most that an adapter's files may have."""
+    num_threads: int = 16
+    """Adapters that are fetched at once, from each source."""
+
+    def __post_init__(self) -> None:
+        if self.cache is None and (self.hub or self.s3_bucket):
+            raise ConfigError("adapters of a hub or of S3 need a folder to be kept in: set cache")
+        for name in ("max_bytes", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How a model and its adapters are served. What is None is chosen for the machine."""
 
@@ -69,12 +99,7 @@ class EngineConfig:
     """How long a request waits for its adapter to be loaded."""
     adapter_patience_s: float = 1.0
     """How long a request waits until another adapter has to make room for its own though it is in use."""
-    adapter_roots: tuple[Path, ...] = ()
-    """Folders that local adapters may lie in."""
-    adapter_max_bytes: int = 4 * 2**30
-    """The most that an adapter's files may have."""
-    adapter_threads: int = 16
-    """Adapters that are fetched at once."""
+    sources: SourceConfig = field(default_factory=SourceConfig)
 
     max_waiting: int | None = 10_000
     """Requests that may wait; more are refused."""
@@ -85,7 +110,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         counts = ("tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_chunk", "max_length", "block_size")
-        sizes = ("cache_bytes", "adapter_host_bytes", "adapter_max_bytes", "adapter_threads", "max_waiting")
+        sizes = ("cache_bytes", "adapter_host_bytes", "max_waiting")
         for name in (*counts, *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:

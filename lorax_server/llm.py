@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from tqdm import tqdm
 
-import lorax_server.errors
 from lorax_server.answer import Answer
 from lorax_server.build import build_engine
-from lorax_server.config import EngineConfig, ModelConfig
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError
 from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos, load_tokenizer
@@ -31,7 +30,6 @@ from lorax_server.types import (
     AdapterRef,
     Alternatives,
     EngineStatus,
-    Failure,
     FinishReason,
     Merge,
     Output,
@@ -93,7 +91,7 @@ class _Run:
     def take(self, output: Output) -> None:
         completion = self.completion
         if output.failure is not None:
-            completion.error = to_error(output.failure)
+            completion.error = output.failure.to_error()
             return
         text = self.answer.take(output.token_id)
         completion.token_ids.append(output.token_id)
@@ -124,7 +122,7 @@ class LLM:
         self._folders = {name: Path(folder).resolve() for name, folder in _named(adapters).items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []
         roots += [folder.parent for folder in self._folders.values()]
-        settings.setdefault("adapter_roots", tuple(dict.fromkeys(roots)))
+        settings.setdefault("sources", SourceConfig(tuple(dict.fromkeys(roots))))
         model_config = ModelConfig(path, dtype=dtype, device=device or _find_device())
         self._tokenizer = _load_tokenizer(path, path)
         self._path = path
@@ -132,7 +130,7 @@ class LLM:
         self._lock = threading.Lock()
         self._runs: dict[int, _Run] = {}
         self._ids = itertools.count()
-        self._tokenizers: dict[str, _Tokenizer] = {}
+        self._tokenizers: dict[tuple[object, ...], _Tokenizer] = {}
 
     def generate(
         self,
@@ -322,17 +320,12 @@ class LLM:
         """The adapter's own, where it brings one."""
         if who.folder is None or not VOCABULARY_FILES & set(who.tokenizer_files):
             return self._tokenizer
-        if who.identity not in self._tokenizers:
-            self._tokenizers[who.identity] = _load_tokenizer(Path(who.folder), self._path)
-        return self._tokenizers[who.identity]
-
-
-def to_error(failure: Failure) -> LoraxError:
-    """The exception that a failure was."""
-    kind = getattr(lorax_server.errors, failure.kind, LoraxError)
-    error: LoraxError = kind(failure.message) if issubclass(kind, LoraxError) else LoraxError(failure.message)
-    error.retry_after_s = failure.retry_after_s
-    return error
+        folder = Path(who.folder)
+        # Not by the identity, which is that of the weights.
+        key = (folder, *((folder / file).stat().st_mtime_ns for file in who.tokenizer_files))
+        if key not in self._tokenizers:
+            self._tokenizers[key] = _load_tokenizer(folder, self._path)
+        return self._tokenizers[key]
 
 
 def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from lorax_server import errors
 from lorax_server.errors import InputError, LoraxError
 
 MAX_SEED = 2**64 - 1
@@ -142,6 +143,15 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: LoraxError) -> "Failure":
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
+
+    def to_error(self) -> LoraxError:
+        """The error that it was made of, of the same class."""
+        kind = getattr(errors, self.kind, LoraxError)
+        is_error = isinstance(kind, type) and issubclass(kind, LoraxError)
+        error: LoraxError = kind(self.message) if is_error else LoraxError(self.message)
+        error.status = self.status
+        error.retry_after_s = self.retry_after_s
+        return error
 
 
 class Output(NamedTuple):

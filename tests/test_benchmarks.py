@@ -24,10 +24,12 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Record("fast", 1.5, "x", "peer", 1.3),
         Record("slow", 1.1, "x", "peer", 1.3),
         Record("known", 2.0, "ms", "", None),
+        Record("short", 1.0, "ms", "", 2.0, at_most=True),
+        Record("long", 3.0, "ms", "", 2.0, at_most=True),
     ]
     report(records, tmp_path / "out.json")
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [record["met"] for record in written] == [True, False, None]
+    assert [record["met"] for record in written] == [True, False, None, True, False]
     assert set(written[0]) == {"name", "value", "unit", "peer", "goal", "met"}
     assert "NO" in capsys.readouterr().out
 

@@ -39,7 +39,7 @@ def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None
 def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
     modules = imported_by(
         "import lorax_server.models, lorax_server.adapters.host, lorax_server.adapters.merge, lorax_server.kernels\n"
-        "import lorax_server.weights, lorax_server.worker.adapter_memory\n"
+        "import lorax_server.weights, lorax_server.worker.adapter_memory, lorax_server.engine.engine\n"
         "from lorax_server.models.registry import MODELS, find_class\n"
         "for model_type in MODELS: find_class(model_type)"
     )
@@ -51,4 +51,4 @@ def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> Non
         "from transformers.activations import ACT2FN\n"
         "from transformers.modeling_outputs import CausalLMOutputWithPast"
     )
-    assert not modules & {"fastapi", "uvicorn", "zmq", "google.protobuf", "triton", "peft"}
+    assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}

@@ -22,7 +22,7 @@ from lorax_server.adapters.source import (
     FetchedAdapter,
     read_json,
 )
-from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, stamp_of
+from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, is_settled, stamp_of
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef, Resolved
 
@@ -31,8 +31,6 @@ MAX_BASE_TYPES = 10_000
 ATTEMPTS = 3  # at reading an adapter that somebody replaces meanwhile
 # How long a base model that no source knows stays unknown: asking takes a while where the hub does not answer.
 UNKNOWN_BASE_S = 600.0
-# A file that changed a moment ago can change again without a new stamp: clocks of file systems tick slowly.
-SETTLED_NS = 2 * 10**9
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -135,7 +133,7 @@ class AdapterFinder:
             return None
         if not is_same_config or _stamps(files) != files:
             return None
-        spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp),), num_elements)
+        spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp, identity),), num_elements)
         return Found(spec, Resolved(identity, str(folder), fetched.tokenizer_files), files)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
@@ -146,10 +144,10 @@ class AdapterFinder:
             known = self._identities.recall(key)
         if known is not None:
             return known
-        is_settled = self._time_ns() - stamp[-1] > SETTLED_NS
+        keeps = is_settled(stamp, self._time_ns())
         tensors = read_header(path, config.name)
         found = identify(config, path, tensors), count_elements(tensors)
-        if is_settled and _stamps([path]) == {path: stamp}:
+        if keeps and _stamps([path]) == {path: stamp}:
             with self._lock:
                 self._identities[key] = found
         return found

@@ -118,7 +118,7 @@ class AdapterSources:
         check_config(config, partial(self._base_model_type, source, token))
         folder = origin.fetch(files, wanted, token)
         total = sum(files.sizes[file] for file in wanted)
-        logger.info("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
+        logger.debug("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
         return FetchedAdapter(folder, files.version, config, tuple(file for file in wanted if file in TOKENIZER_FILES))
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:

@@ -10,6 +10,7 @@ from lorax_server.adapters.config import AdapterConfig
 from lorax_server.types import Merge
 
 Stamp = tuple[int, ...]
+SETTLED_NS = 2 * 10**9
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -21,6 +22,11 @@ def stamp_of(path: Path) -> Stamp:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def is_settled(stamp: Stamp, now_ns: int) -> bool:
+    """Whether a file that changes from now on gets another stamp: clocks of file systems tick slowly."""
+    return now_ns - stamp[-1] > SETTLED_NS
+
+
 @dataclass(frozen=True)
 class StoredPart:
     """An adapter in a folder of this machine."""
@@ -28,6 +34,7 @@ class StoredPart:
     folder: Path
     config: AdapterConfig
     stamp: Stamp  # of its weights when it was identified
+    identity: str = ""
 
 
 @dataclass(frozen=True)

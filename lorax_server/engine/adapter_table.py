@@ -120,7 +120,9 @@ class AdapterTable:
         self._by_index: dict[int, _Entry] = {}
         self._free_indices: list[int] = []
         self.num_preparing = 0
+        self._num_pinned_units = 0
         self._loading: set[int] = set()
+        self._is_stirred = False  # something has happened since the last `advance`
         self._ops: list[AdapterOp] = []
         self._arrived: list[str] = []
         self._failed: list[tuple[str, LoraxError]] = []
@@ -135,9 +137,10 @@ class AdapterTable:
         if entry is None:
             entry = self._known[spec.identity] = _Entry(spec)
             self._forget_some()
-        elif not (entry.is_prepared or entry.is_preparing):
-            entry.spec = spec  # the same content, perhaps in another place: the old one may be gone
+        entry.spec = spec  # the same content, perhaps in another place: the old one may be gone
+        entry.is_dismissed = False
         self._known.move_to_end(spec.identity)
+        self._is_stirred = True
         if prefetch and entry.state is State.DISK:
             self._prefetch[spec.identity] = entry
 
@@ -157,9 +160,11 @@ class AdapterTable:
     def ask_for(self, identity: str, pin: bool) -> None:
         """Bring an adapter to the device, and keep it there if it is pinned."""
         entry = self._usable(identity)
-        entry.is_pinned = entry.is_pinned or pin
+        self._pin(entry, entry.is_pinned or pin)
         entry.is_dismissed = False
-        if entry.is_loaded:
+        if entry.is_loaded and entry.is_pinned:
+            self._arrive(entry)  # it will not leave, so that nobody needs to be kept from it
+        elif entry.is_loaded:
             self._arrived.append(identity)
         else:
             entry.is_asked_for = True
@@ -169,13 +174,16 @@ class AdapterTable:
         """Let an adapter go, pinned or not, as soon as nobody needs it."""
         entry = self._known.get(identity)
         if entry is not None:
-            entry.is_pinned = entry.is_asked_for = False
+            self._pin(entry, False)
+            entry.is_asked_for = False
             entry.is_dismissed = True
             self._leave_if_dismissed(entry)
+            self._is_stirred = True
 
     def prepared(self, result: Prepared) -> None:
         """The workers have prepared an adapter, or could not."""
         entry = self._known[result.identity]
+        self._is_stirred = True
         self.num_preparing -= 1
         self.host_bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes
@@ -186,6 +194,7 @@ class AdapterTable:
             if entry.identity in self._wanted:
                 self._to_load[entry.identity] = entry
             self._leave_if_dismissed(entry)
+            self._make_room_on_host(0, has_waited=False)  # where it takes more than was known before
         else:
             self._fail(entry, result.error)
 
@@ -193,17 +202,32 @@ class AdapterTable:
         """Do what can be done now for those who wait, in the order in which they came: nobody overtakes one who waits
         for room, since what is freed is for that one."""
         now = self._clock()
+        self._is_stirred = False
         while self._to_load and self._load(next(iter(self._to_load.values())), now):
             pass
         while self._to_prepare and self.num_preparing < MAX_PREPARING:
             entry = next(iter(self._to_prepare.values()))
-            if not self._prepare(entry, may_drain=self._has_waited(entry, now)):
+            if not self._prepare(entry, self._has_waited(entry, now)):
                 break
         while self._prefetch and not self._to_prepare and self.num_preparing < MAX_PREPARING:
             identity, entry = next(iter(self._prefetch.items()))
-            if entry.state is State.DISK and not self._prepare(entry, may_drain=False):
+            if entry.state is State.DISK and not self._prepare(entry, has_waited=False):
                 break
             self._prefetch.pop(identity, None)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take, or `advance` may do more than it could the last time."""
+        waits = self._to_load or self._to_prepare or self._prefetch
+        return bool(self._arrived or self._failed or (self._is_stirred and waits))
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `advance` can do more though nothing has happened: when the patience of a first one ends."""
+        firsts = [next(iter(queue.values())) for queue in (self._to_load, self._to_prepare) if queue]
+        now = self._clock()
+        left = [entry.waits_since + self._patience_s - now for entry in firsts if not self._has_waited(entry, now)]
+        return min(left, default=None)
 
     def take_arrived(self) -> list[str]:
         """Adapters that can be used from now on."""
@@ -240,6 +264,7 @@ class AdapterTable:
             entry = self._known[identity]
             entry.num_requests -= 1
             entry.num_begun -= has_begun
+            self._is_stirred = True
             if entry.num_requests == 0:
                 entry.is_fresh = False
                 if not entry.is_asked_for:
@@ -253,9 +278,10 @@ class AdapterTable:
         entry = self._known[identity]
         entry.waits_since = self._clock()
         self._wanted.add(identity)
-        if entry.is_prepared or entry.is_loaded:
+        self._is_stirred = True
+        if entry.is_loaded or entry.state is State.HOST:
             self._to_load[identity] = entry
-        elif not entry.is_preparing:
+        elif entry.index is None and not entry.is_preparing:  # else it is on its way
             self._to_prepare[identity] = entry
 
     def begin(self, identity: str) -> None:
@@ -276,6 +302,7 @@ class AdapterTable:
         if identity != BASE_MODEL:
             entry = self._known[identity]
             entry.num_running -= 1
+            self._is_stirred = True
             self._touch(entry)
 
     @property
@@ -307,6 +334,7 @@ class AdapterTable:
         if self._space is None:
             return
         self._space.completed(step)
+        self._is_stirred = True
         for index in loaded:
             entry = self._by_index[index]
             self._loading.remove(index)
@@ -323,10 +351,10 @@ class AdapterTable:
     def _has_waited(self, entry: _Entry, now: float) -> bool:
         return now - entry.waits_since >= self._patience_s
 
-    def _prepare(self, entry: _Entry, may_drain: bool) -> bool:
+    def _prepare(self, entry: _Entry, has_waited: bool) -> bool:
         """Let the workers prepare it, if there is room in host memory."""
         wanted = entry.spec.num_elements * self._capabilities.itemsize
-        if not self._make_room_on_host(wanted, may_drain):
+        if not self._make_room_on_host(wanted, has_waited):
             return False
         self._to_prepare.pop(entry.identity, None)
         self._prefetch.pop(entry.identity, None)
@@ -358,6 +386,7 @@ class AdapterTable:
         entry.index = heapq.heappop(self._free_indices) if self._free_indices else len(self._by_index) + 1
         self._by_index[entry.index] = entry
         self._loading.add(entry.index)
+        self._num_pinned_units += entry.units * entry.is_pinned
         self._touch(entry)
         self._ops.append(Load(entry.identity, entry.index, start))
         return True
@@ -373,8 +402,7 @@ class AdapterTable:
         self._to_load.pop(entry.identity, None)
 
     def _never_fits(self, entry: _Entry) -> AdapterError | None:
-        unit = self._capabilities.adapter_unit_bytes
-        pinned = sum(other.units for other in self._on_device.values() if other.is_pinned)
+        unit, pinned = self._capabilities.adapter_unit_bytes, self._num_pinned_units
         room = self._capabilities.num_adapter_units
         if entry.units > room - pinned:
             return AdapterError(
@@ -389,18 +417,22 @@ class AdapterTable:
         assert self._space is not None
         if self._space.num_free_units >= units:
             return  # it is only scattered, or still being read
-        spare = units + int(self._capabilities.num_adapter_units * SPARE)
-        for victim in tuple(self._evictable(even_wanted=False)):
-            if self._space.num_free_units >= spare:
-                return
+        self._evict_some(units + int(self._capabilities.num_adapter_units * SPARE), even_wanted=False)
+        if has_waited:
+            self._evict_some(units, even_wanted=True)
+            self._drain(units - self._space.num_free_units)
+
+    def _evict_some(self, units: int, even_wanted: bool) -> None:
+        """Until so many are free, or no more can be."""
+        assert self._space is not None
+        missing = units - self._space.num_free_units
+        victims = []
+        evictable = self._evictable(even_wanted)
+        while missing > 0 and (victim := next(evictable, None)) is not None:
+            victims.append(victim)
+            missing -= victim.units
+        for victim in victims:
             self._evict(victim)
-        if not has_waited:
-            return
-        for victim in tuple(self._evictable(even_wanted=True)):
-            if self._space.num_free_units >= units:
-                return
-            self._evict(victim)
-        self._drain(units - self._space.num_free_units, lambda other: other.units)
 
     def _evictable(self, even_wanted: bool) -> Iterator[_Entry]:
         for entry in self._on_device.values():
@@ -410,33 +442,38 @@ class AdapterTable:
             if is_free and can_return and (even_wanted or not entry.num_requests):
                 yield entry
 
-    def _drain(self, missing: int, size: Callable[[_Entry], int]) -> None:
+    def _drain(self, missing: int) -> None:
         """Let nobody begin with some that run, so that there will be room when they are done."""
-        missing -= sum(size(entry) for entry in self._on_device.values() if entry.is_draining)
+        missing -= sum(entry.units for entry in self._on_device.values() if entry.is_draining)
         for entry in self._on_device.values():
             if missing <= 0:
                 return
             if entry.is_loaded and entry.num_begun and not entry.is_pinned and not entry.is_draining:
                 entry.is_draining = True
-                missing -= size(entry)
+                missing -= entry.units
 
-    def _make_room_on_host(self, num_bytes: int, may_drain: bool) -> bool:
-        for victim in tuple(self._droppable()):
-            if self.host_bytes_used + num_bytes <= self._host_bytes:
-                return True
-            self._drop(victim)
-            self.counters.evicted_from_host += 1
-        if self.host_bytes_used + num_bytes <= self._host_bytes or not self.host_bytes_used:
-            return True  # one that is larger than all there is gets it while it is alone
-        if may_drain:
-            missing = self.host_bytes_used + num_bytes - self._host_bytes
-            self._drain(missing, lambda other: other.num_bytes)
-        return False
+    def _make_room_on_host(self, num_bytes: int, has_waited: bool) -> bool:
+        """Nothing is dropped in vain, but for one that has waited: what is free then is kept for it."""
+        left, victims = self.host_bytes_used, []
+        droppable = self._droppable(even_begun=has_waited)
+        while left + num_bytes > self._host_bytes and (victim := next(droppable, None)) is not None:
+            victims.append(victim)
+            left -= victim.num_bytes
+        # One that is larger than all there is gets it while it is alone.
+        is_enough = left + num_bytes <= self._host_bytes or left == 0
+        if is_enough or has_waited:
+            for entry in victims:
+                self._drop(entry)
+            self.counters.evicted_from_host += len(victims)
+        return is_enough
 
-    def _droppable(self) -> Iterator[_Entry]:
+    def _droppable(self, even_begun: bool) -> Iterator[_Entry]:
         for entry in self._on_host.values():
-            is_on_its_way = entry.identity in self._to_load or entry.state is State.LOADING
-            if not entry.num_begun and not is_on_its_way:
+            is_on_its_way = entry.index is not None or entry.identity in self._to_load
+            if not entry.num_begun and (entry.is_loaded or not is_on_its_way):
+                yield entry
+        for entry in self._on_host.values() if even_begun else ():
+            if entry.num_begun and entry.is_loaded:  # which will stay there until these are done
                 yield entry
 
     def _evict(self, entry: _Entry) -> None:
@@ -448,6 +485,8 @@ class AdapterTable:
         del self._by_index[entry.index], self._on_device[entry.identity]
         heapq.heappush(self._free_indices, entry.index)
         entry.index, entry.is_loaded, entry.is_draining, entry.is_fresh = None, False, False, False
+        if entry.identity in self._to_load and not entry.is_prepared:
+            self._to_prepare[entry.identity] = self._to_load.pop(entry.identity)
 
     def _drop(self, entry: _Entry) -> None:
         self._ops.append(Drop(entry.identity))
@@ -484,8 +523,14 @@ class AdapterTable:
         self.counters.failed += 1
         entry.error, entry.retry_at = error, self._clock() + self._retry_s
         entry.is_asked_for = False
+        self._pin(entry, False)
         self._stop_waiting(entry)
         self._failed.append((entry.identity, error))
+
+    def _pin(self, entry: _Entry, is_pinned: bool) -> None:
+        if entry.index is not None:
+            self._num_pinned_units += entry.units * (is_pinned - entry.is_pinned)
+        entry.is_pinned = is_pinned
 
     def _touch(self, entry: _Entry) -> None:
         self._on_device[entry.identity] = entry

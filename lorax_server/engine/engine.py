@@ -11,7 +11,7 @@ from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.errors import LoraxError
+from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, Resolved
 
@@ -65,6 +65,12 @@ class Engine:
         return bool(self._num_in_flight or self._scheduler.num_running or self._scheduler.num_ready or self._moved)
 
     @property
+    def deadline_s(self) -> float | None:
+        """When to `step` even if it is not busy and nothing happens; None: never."""
+        deadlines = (self._scheduler.deadline_s, self._table.deadline_s)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    @property
     def has_work(self) -> bool:
         """Whether there are requests, be it that they wait for an adapter."""
         return self._scheduler.has_work
@@ -99,6 +105,8 @@ class Engine:
     def unload(self, identity: str) -> None:
         """Let an adapter go, pinned or not, as soon as nobody needs it."""
         self._table.dismiss(identity)
+        for done in self._loads.pop(identity, ()):
+            _settle(done, AdapterError("the adapter was unloaded before it was there"))
 
     def step(self) -> list[Output]:
         """One turn: submit the next step, and collect the one before, or the one before that."""
@@ -149,7 +157,8 @@ class Engine:
     @property
     def _moved(self) -> bool:
         """Whether adapters have to be told about, or heard of."""
-        return bool(self._resolved) or self._table.needs_step or self._table.is_loading
+        table = self._table
+        return bool(self._resolved) or table.needs_step or table.is_loading or table.has_news
 
     def _take_later(self, found: "Future[tuple[AdapterSpec, Resolved]]", answer: "Future[Resolved]") -> None:
         self._resolved.append((found, answer))

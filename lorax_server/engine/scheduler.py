@@ -174,6 +174,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._by_id)
 
+    @property
+    def deadline_s(self) -> float | None:
+        """When `schedule` is to be called though nothing has happened: when a request gives up its adapter."""
+        return max(0.0, self._cold_queue[0][0] - self._clock()) if self._cold_queue else None
+
     def add(self, request: Request) -> None:
         """Take a request, or refuse what could never run."""
         length = len(request.prompt_ids) + request.stop.max_new_tokens
@@ -288,7 +293,8 @@ class Scheduler:
         now = self._clock() if self._cold_queue else 0.0
         while self._cold_queue:
             until, sequence = self._cold_queue[0]
-            is_current = until == sequence.cold_until and sequence in self._cold.get(sequence.request.adapter, ())
+            is_cold = sequence in self._cold.get(sequence.request.adapter, ()) and not sequence.has_begun
+            is_current = is_cold and until == sequence.cold_until
             if is_current and until > now:
                 return
             self._cold_queue.popleft()

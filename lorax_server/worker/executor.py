@@ -125,10 +125,11 @@ class GroupExecutor(LocalExecutor):
 
     def _watch(self) -> None:
         """Wait until a rank ends; the others can do nothing without it, not even notice in the middle of a step."""
-        wait([process.sentinel for process in self._ranks])
+        ended = wait([process.sentinel for process in self._ranks])
         if self._is_closing:
             return
-        dead = next(process for process in self._ranks if not process.is_alive())
+        dead = next(process for process in self._ranks if process.sentinel in ended)
+        dead.join()  # for its exit code, which comes a moment later
         said = _last_words(self._connections[self._ranks.index(dead)])
         self._failure = EngineError(f"tensor-parallel {dead.name} ended with exit code {dead.exitcode}{said}")
         logger.error("%s", self._failure)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
@@ -10,7 +11,7 @@ import torch
 
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.adapters.spec import AdapterSpec, is_settled
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
@@ -95,8 +96,15 @@ class Preparer:
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
         parts = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
         adapter = parts[0] if spec.merge is None else MergedAdapter(parts, spec.merge)
-        # A rank that fails to read in the middle would leave the others waiting: so it is read before.
-        return adapter if self._group.size() == 1 else _InMemory(adapter)
+        recent = [i for i, part in enumerate(spec.parts) if not is_settled(part.stamp, time.time_ns())]
+        if self._group.size() == 1 and not recent:
+            return adapter
+        # A rank that fails to read in the middle would leave the others waiting: so all is read before.
+        in_memory = _InMemory(adapter)
+        for i in recent:  # it may have changed once more without a new stamp
+            if parts[i].identify() != spec.parts[i].identity:
+                raise AdapterError(f"adapter {parts[i].name!r}: changed while it was read; try again")
+        return in_memory
 
 
 class _InMemory:

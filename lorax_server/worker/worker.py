@@ -109,7 +109,8 @@ class Worker:
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
     """Load this rank's part of the model, and take the memory that it may have."""
     if is_paged(config):
-        return _build_paged(config, group or FakeGroup())
+        group = group or FakeGroup()
+        return paged_worker(get_model(config.model, group), config, group)
     if config.tensor_parallel > 1:
         raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
     dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
@@ -126,8 +127,8 @@ def is_paged(config: EngineConfig) -> bool:
         return True
 
 
-def _build_paged(config: EngineConfig, group: ProcessGroup) -> Worker:
-    model = get_model(config.model, group)
+def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
+    """A rank around its part of a model."""
     device = model.device
     step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
     step_tokens = max(step_tokens, config.max_rows)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,7 +16,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
+from lorax_server.adapters.spec import stamp_of
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
@@ -308,6 +311,24 @@ def test_a_file_that_is_cut_short_while_in_use_is_an_error(tmp_path: Path) -> No
     os.truncate(adapter.path, 4096)
     with pytest.raises(AdapterError, match=r"acme/tuned.*(cut short|changed)"):
         adapter.load(adapter.modules[-1])
+
+
+def test_another_file_than_was_chosen_is_refused(tmp_path: Path) -> None:
+    path = store(tmp_path) / WEIGHTS_FILE
+    config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "acme/tuned")
+    chosen = stamp_of(path)
+    identity = StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify()
+    content = path.read_bytes()
+    # The same size at the same time, moved there or written in place.
+    (tmp_path / "new").write_bytes(content)
+    for change in (lambda: os.replace(tmp_path / "new", path), lambda: path.write_bytes(content)):
+        time.sleep(0.02)  # a tick of the file system's clock
+        change()
+        os.utime(path, ns=(chosen[2], chosen[2]))
+        with pytest.raises(AdapterError, match=r"acme/tuned.*safetensors changed after it was chosen; try again"):
+            StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen)
+        chosen = stamp_of(path)
+        assert StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify() == identity
 
 
 def prepare_half(group: ProcessGroup, folder: Path) -> str:

@@ -1,9 +1,10 @@
 """The scheduler against a device that notices wrong blocks, and the rules: budgets, fairness, progress."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.pace import Pace
 from lorax_server.engine.scheduler import Limits, Scheduler
-from lorax_server.errors import InputError
-from lorax_server.plan import AdapterOp, StepPlan, StepResult
+from lorax_server.errors import AdapterError, InputError, OverloadedError
+from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
 from lorax_server.stopping import FinishReason
-from lorax_server.types import Request, SamplingParams, StopParams
+from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams
 
 EOS = 0
 VOCAB = 7
@@ -383,6 +385,400 @@ def test_what_can_never_run_is_refused(prompt: list[int], new: int, message: str
 def test_a_request_larger_than_the_cache_is_refused() -> None:
     with pytest.raises(InputError, match="must be <= 16"):
         Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
+
+
+# --- What is reported, refused and given up ---------------------------------------------------------------------------
+
+
+def code(tokens: list[int], position: int) -> float:
+    """The logprob, in these tests, of the token at a position: it says which token it is, and where."""
+    return -(position + tokens[position] / 10)
+
+
+@dataclass
+class ReportingDevice(Device):
+    """Reports on prompts and on alternatives; what begins with a 6 comes to nothing at its third new token."""
+
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for new in plan.new_rows:
+            self.prompts[new.row] = list(new.token_ids[: new.prompt_length])
+        result = super().run(plan)
+        reports = []
+        for row, start, count, asks in zip(plan.rows, plan.starts, plan.counts, plan.asks, strict=True):
+            if asks:
+                prompt = self.prompts[row]
+                ends = min(start + count, len(prompt) - 1)
+                assert ends > start
+                reports.append([code(prompt, position + 1) for position in range(start, ends)])
+        sampled = [int(row) for row, samples in zip(plan.rows, plan.samples, strict=True) if samples]
+        logprobs = [-0.5] * len(sampled)
+        for place, row in enumerate(sampled):
+            if self.tokens[row][0] == 6 and len(self.tokens[row]) == len(self.prompts[row]) + 3:
+                logprobs[place] = math.nan
+        alternatives = {place: Alternatives([token], [-0.25]) for place, token in enumerate(result.token_ids)}
+        return replace(result, logprobs=logprobs, alternatives=alternatives, prompt_logprobs=reports)
+
+
+class ReportingEngine(Engine):
+    """Keeps all that is told, on a clock that is told the time."""
+
+    def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
+        self.now = 0.0
+        super().__init__(limits, num_blocks, depth, clock=lambda: self.now, **options)
+        self.device = ReportingDevice(limits.max_rows)
+        self.outputs: dict[int, list[Output]] = {}
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule()
+        self.tell(self.scheduler.take_failed())
+        if plan is not None:
+            self.plans.append(plan)
+            self.results.append(self.device.run(plan))
+        while self.results and (plan is None or len(self.results) >= self.depth):
+            self.collect()
+        return plan is not None
+
+    def collect(self) -> None:
+        self.tell(self.scheduler.update(self.results.popleft()))
+
+    def tell(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+            if output.failure is None:
+                self.answers.setdefault(output.request_id, []).append(output.token_id)
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+
+    def failure(self, request_id: int) -> Failure:
+        *before, last = self.outputs[request_id]
+        assert all(output.failure is None for output in before)
+        assert last.failure is not None
+        return last.failure
+
+
+def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
+    engine = ReportingEngine(replace(ROOMY, max_rows=2, max_waiting=3), 64)
+    for i in range(2):
+        engine.scheduler.add(make_request(i, [1], 5, eos=False))
+    engine.step()
+    for i in range(2, 5):
+        engine.scheduler.add(make_request(i, [1], 5, eos=False))
+    with pytest.raises(OverloadedError, match="3 requests are waiting") as refused:
+        engine.scheduler.add(make_request(5, [1]))
+    assert refused.value.retry_after_s == 1.0
+    assert engine.scheduler.counters.refused == 1
+    assert engine.adapters.requests == {"": 5}
+    engine.finish()
+    engine.scheduler.add(make_request(5, [1]))
+    engine.finish()
+
+
+def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() -> None:
+    engine = ReportingEngine(replace(ROOMY, max_rows=1, max_wait_s=10.0), 64, depth=2)
+    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first nothing is known
+    engine.step()
+    while engine.scheduler.has_work:
+        engine.now += 2.0
+        engine.step()
+    cost, pace = 5 + 3, engine.scheduler._pace.seconds_for(1)  # requests have come to 3 tokens
+    assert 0.5 < pace < 1.0  # 10 tokens have taken 6 s
+    num_taken = int(10.0 / (cost * pace)) + 1
+    for i in range(1, num_taken + 1):
+        engine.scheduler.add(make_request(i, [1] * 5, 50, eos=False))
+    with pytest.raises(OverloadedError) as refused:
+        engine.scheduler.add(make_request(99, [1] * 5, 50, eos=False))
+    assert refused.value.retry_after_s == pytest.approx(max(1.0, num_taken * cost * pace - 10.0))
+    engine.scheduler.abort(num_taken)
+    engine.scheduler.add(make_request(100, [1] * 5, 50, eos=False))
+    for i in range(1, 101):
+        engine.scheduler.abort(i)
+    assert engine.scheduler._backlog == pytest.approx(0.0)
+
+
+def test_the_backlog_is_of_those_that_have_not_begun() -> None:
+    engine = ReportingEngine(Limits(16, 2, 100), 8, depth=2)
+    for i in range(6):
+        engine.scheduler.add(make_request(i, [1 + i] * 6, 12, eos=False))
+    assert engine.scheduler._backlog == 6 * 18
+    engine.step()
+    assert engine.scheduler._backlog == 4 * 18
+    engine.finish()
+    assert engine.scheduler._backlog == pytest.approx(0.0)
+
+
+def test_pace_counts_overlapping_steps_once() -> None:
+    pace = Pace()
+    assert pace.seconds_for(1000) == 0.0
+    pace.step(10, submitted=0.0, now=1.0)
+    assert pace.seconds_for(10) == pytest.approx(1.0)
+    pace.step(10, submitted=0.5, now=2.0)
+    assert pace.seconds_for(10) == pytest.approx(1.0)
+    pace.step(0, submitted=2.0, now=50.0)  # computes nothing
+    pace.step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    assert pace.seconds_for(10) == pytest.approx(1.0)
+    for end in range(92, 500):
+        pace.step(10, submitted=end - 0.5, now=float(end))
+    assert pace.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
+
+
+def test_pace_expects_what_requests_came_to_lately() -> None:
+    pace = Pace()
+    request = make_request(0, [1] * 4, 100)
+    assert pace.expect(request) == 104
+    pace.finish(10)
+    assert pace.expect(request) == 14
+    assert pace.expect(make_request(0, [1] * 4, 3)) == 7
+    for _ in range(500):
+        pace.finish(20)
+    assert pace.expect(request) == pytest.approx(24, rel=1e-2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) -> None:
+    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, depth)
+    engine.adapters.missing |= {"1", "2"}
+    engine.scheduler.add(make_request(0, [1], adapter="1"))
+    engine.now = 10.0
+    engine.scheduler.add(make_request(1, [1], adapter="1"))
+    engine.scheduler.add(make_request(2, [1], adapter="2"))
+    engine.scheduler.add(make_request(3, [1], 4, eos=False))
+    assert engine.scheduler.deadline_s == 20.0
+    engine.now = 29.9
+    engine.step()
+    assert 0 not in engine.outputs
+    engine.now = 30.0
+    engine.step()
+    failure = engine.failure(0)
+    assert (failure.kind, failure.status) == ("SourceError", 503)
+    assert "within 30 s" in failure.message
+    engine.adapters.missing.remove("2")
+    engine.scheduler.adapter_arrived("2")
+    engine.now = 40.0
+    engine.finish()
+    assert engine.failure(1).kind == "SourceError"
+    assert set(engine.reasons) == {2, 3}
+    assert engine.scheduler.num_cold == 0
+    assert not any(engine.adapters.requests.values())
+
+
+def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
+    engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
+    engine.adapters.missing |= {"1", "2"}
+    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps those behind it in the queue of who gives up
+    engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
+    engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter="1"))
+    engine.adapters.missing.remove("1")
+    engine.scheduler.adapter_arrived("1")
+    while not engine.scheduler.counters.preemptions:  # the last gives way
+        assert engine.step()
+    engine.adapters.missing.add("1")
+    while engine.step():
+        pass
+    assert engine.scheduler.num_cold == 2
+    engine.now = 100.0
+    engine.step()
+    assert engine.failure(0).kind == "SourceError"
+    assert engine.outputs[2][-1].failure is None
+    engine.adapters.missing.remove("1")
+    engine.scheduler.adapter_arrived("1")
+    engine.finish()
+    assert len(engine.answers[2]) == 12
+
+
+def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
+    engine = ReportingEngine(ROOMY, 64)
+    engine.adapters.missing |= {"1", "2"}
+    for i, adapter in enumerate(("1", "2", "1", "")):
+        engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter=adapter))
+    error = AdapterError("damaged")
+    error.retry_after_s = 7.0
+    engine.scheduler.adapter_failed("1", error)
+    engine.scheduler.adapter_failed("nobody's", error)
+    engine.step()
+    assert engine.failure(0) == engine.failure(2) == ("AdapterError", 424, "damaged", 7.0)
+    engine.adapters.missing.clear()
+    engine.scheduler.adapter_arrived("2")
+    engine.finish()
+    assert set(engine.reasons) == {1, 3}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> None:
+    engine = ReportingEngine(ROOMY, 64, depth)
+    bad, good = make_request(0, [6, 1], 9, eos=False), make_request(1, [5, 1], 9, eos=False)
+    engine.scheduler.add(bad)
+    engine.scheduler.add(good)
+    engine.finish()
+    check(engine, good)
+    assert len(engine.outputs[0]) == 3
+    assert "not numbers" in engine.failure(0).message
+    assert engine.pool.num_free == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "message"),
+    [
+        ([1, VOCAB], {}, "`inputs` has tokens beyond the vocabulary of 7"),
+        ([1, -1], {}, "`inputs` has tokens beyond the vocabulary of 7"),
+        ([1, VOCAB + 2], {"adapter": "1"}, "`inputs` has tokens beyond the vocabulary of 9"),
+        ([1], {"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "`logit_bias` has tokens beyond"),
+        ([1], {"stop": StopParams(min_new_tokens=1, stop_token_ids=frozenset(range(VOCAB)))}, "every token"),
+    ],
+)
+def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
+    prompt: list[int], more: dict[str, Any], message: str
+) -> None:
+    engine = ReportingEngine(ROOMY, 64)
+    engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
+    engine.adapters.missing.add("1")
+    bad, good = replace(make_request(0, prompt), **more), make_request(1, [1, 2])
+    engine.scheduler.add(bad)
+    engine.scheduler.add(good)
+    engine.adapters.missing.clear()
+    engine.scheduler.adapter_arrived("1")
+    engine.finish()
+    check(engine, good)
+    assert (engine.failure(0).kind, len(engine.outputs[0])) == ("InputError", 1)
+    assert message in engine.failure(0).message
+    assert not any(engine.adapters.requests.values())
+
+
+def test_an_adapter_can_bring_tokens_of_its_own() -> None:
+    engine = ReportingEngine(ROOMY, 64)
+    engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
+    engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter="1"))
+    engine.finish()
+    assert set(engine.reasons) == {0}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_chunk", [None, 3])
+def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_chunk: int | None) -> None:
+    num_preempted_in_the_prompt = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        engine = ReportingEngine(Limits(8, 4, 60, max_chunk), rng.choice([8, 9]), depth)
+        requests = []
+        for i in range(8):
+            prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
+            if i % 4 == 3:
+                prompt = prompt[:1]
+            more = {"prompt_logprobs": i % 2 == 1, "priority": rng.choice([0, 0, 1])}
+            requests.append(make_request(i, prompt, rng.randint(1, 9), eos=False, **more))
+            engine.scheduler.add(requests[-1])
+            for _ in range(rng.randint(0, 4)):
+                engine.step()
+                waiting = [each for each in engine.scheduler._by_id.values() if each.has_begun and each.row is None]
+                num_preempted_in_the_prompt += sum(bool(each.prompt_logprobs) for each in waiting)
+        engine.finish()
+        check(engine, *requests)
+        for request in requests:
+            first, *rest = engine.outputs[request.request_id]
+            prompt = list(request.prompt_ids)
+            expected = [code(prompt, position) for position in range(1, len(prompt))]
+            assert first.prompt_logprobs == (expected if request.prompt_logprobs else None)
+            assert all(output.prompt_logprobs is None for output in rest)
+    assert num_preempted_in_the_prompt > 0
+
+
+def test_alternatives_reach_who_asked() -> None:
+    engine = ReportingEngine(ROOMY, 64, depth=2)
+    requests = [make_request(i, [1 + i], 4, eos=False, adapter=str(2 - i or "")) for i in range(3)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.finish()
+    for request in requests:
+        for output in engine.outputs[request.request_id]:
+            assert output.alternatives == ([output.token_id], [-0.25])
+            assert output.logprob == -0.5
+
+
+@pytest.mark.parametrize(
+    ("rope", "lengths", "shared"),
+    [
+        (RopeRule(), (13, 17), 12),
+        (RopeRule(16), (13, 16), 12),
+        (RopeRule(16), (13, 17), 0),  # one is short and one is long
+        (RopeRule(16), (17, 30), 16),  # both are long
+        (RopeRule(16, by_length=True), (17, 30), 0),
+        (RopeRule(16, by_length=True), (30, 30), 28),
+        (RopeRule(16, by_length=True), (13, 16), 12),
+    ],
+)
+def test_what_was_turned_by_other_angles_is_not_shared(rope: RopeRule, lengths: tuple[int, int], shared: int) -> None:
+    engine = ReportingEngine(replace(ROOMY, rope=rope), 64)
+    for i, length in enumerate(lengths):
+        engine.scheduler.add(make_request(i, [1 + j % 5 for j in range(length)], 1))
+        engine.finish()
+    assert engine.scheduler.counters.prefix_tokens == shared
+
+
+def test_the_angles_are_those_of_the_prompt_for_life() -> None:
+    engine = ReportingEngine(replace(ROOMY, rope=RopeRule(8)), 10)
+    first, second = make_request(0, [1] * 8, 16, eos=False), make_request(1, [2] * 8, 28, eos=False)
+    engine.scheduler.add(first)
+    engine.scheduler.add(second)
+    engine.finish()
+    check(engine, first, second)
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.scheduler.counters.prefix_tokens > 8  # it found what it had computed itself, beyond the prompt too
+
+
+def test_nothing_is_reused_where_it_cannot_be() -> None:
+    engine = ReportingEngine(replace(ROOMY, can_reuse=False), 64)
+    requests = [make_request(i, [1, 2, 3] * 5, 3) for i in range(3)]
+    for request in requests:
+        engine.scheduler.add(request)
+        engine.finish()
+    check(engine, *requests)
+    assert engine.scheduler.counters.prefix_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_are_whole_where_they_cannot_be_cut(depth: int) -> None:
+    limits = Limits(44, 4, 40, can_chunk=False, can_reuse=False)
+    engine = ReportingEngine(limits, 40, depth)
+    requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.finish()
+    check(engine, *requests)
+    assert engine.scheduler.counters.chunks == engine.scheduler.counters.preemptions == 0
+    assert all(plan.num_tokens <= 44 for plan in engine.plans)
+    assert all(plan.samples.all() for plan in engine.plans)
+
+
+def test_a_step_must_have_room_for_a_whole_prompt() -> None:
+    with pytest.raises(AssertionError, match="a prompt must fit"):
+        Limits(40, 4, 40, can_chunk=False)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_higher_priority_takes_the_blocks_of_a_lower_one_that_runs(depth: int) -> None:
+    engine = ReportingEngine(Limits(64, 4, 60), 6, depth)
+    low, high = make_request(0, [1] * 4, 16, eos=False), make_request(1, [2] * 4, 16, eos=False, priority=1)
+    engine.scheduler.add(low)
+    engine.step()
+    engine.scheduler.add(high)
+    engine.finish()
+    check(engine, low, high)
+    assert list(engine.reasons) == [1, 0]
+    assert engine.scheduler.counters.preemptions > 0
+
+
+def test_a_step_is_asked_for_while_adapters_have_to_be_heard_of() -> None:
+    engine = ReportingEngine(ROOMY, 64)
+    assert engine.scheduler.schedule() is None
+    engine.adapters.is_loading = True
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert len(plan.rows) == 0
+    assert engine.scheduler.schedule() is None  # one is enough
+    assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
+    engine.adapters.is_loading, engine.adapters.needs_step = False, True
+    assert engine.scheduler.schedule() is not None
 
 
 # --- Many at once -----------------------------------------------------------------------------------------------------

@@ -1,140 +1,232 @@
-"""Scheduler and runner together, on every architecture: each request gets what transformers gives it alone."""
+"""The engine on every architecture: each request gets what transformers and PEFT give it alone."""
 
+import copy
 import random
-from collections import deque
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from lorax_server.engine.blocks import BlockPool
-from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.adapters.host import UNIT_BYTES, prepare
+from lorax_server.build import assemble
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.distributed import FakeGroup
+from lorax_server.engine.engine import Engine
 from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
-from lorax_server.plan import StepResult
-from lorax_server.types import Request, SamplingParams, StopParams
-from lorax_server.worker.runner import PagedRunner, Ticket
-from tests.lora import make_arena, merged, random_factors
-from tests.parity.oracle import oracle_greedy
-from tests.parity.variants import LENGTH_DEPENDENT, VARIANTS, checkpoint, make_oracle, make_weights
+from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
+from lorax_server.worker.executor import LocalExecutor
+from lorax_server.worker.memory import block_bytes
+from lorax_server.worker.worker import paged_worker
+from tests.parity.adapters.cases import ATTENTION, randomize
+from tests.parity.adapters.served import open_adapter
+from tests.parity.oracle import oracle_greedy, oracle_logits
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 20
-LIMITS = Limits(max_step_tokens=12, max_rows=4, max_length=48)
+NUM_BLOCKS = 12  # as many as the longest request takes
+NEW_TOKENS = 14
+RANKS = (2, 5)  # of the adapters that each model gets
+WHO = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
 
-class Resident:
-    """All adapters are there; an identity is its index."""
+class Models(NamedTuple):
+    """One architecture: ours, and transformers' plain and with each adapter."""
 
-    def index_of(self, identity: str) -> int:
-        return int(identity or 0)
-
-    def bring(self, identity: str) -> None:
-        raise AssertionError("all are there")
-
-    def hold(self, identity: str) -> None: ...
-
-    def release(self, identity: str) -> None: ...
+    ours: PagedCausalLM
+    oracles: list[Any]
+    folders: list[Path]
+    tensors: dict[str, torch.Tensor]
 
 
-class InProcess:
-    """The loop of the engine around a runner in this process."""
+def make_models(name: str, folder: Path, device: torch.device) -> Models:
+    oracle = make_oracle(name)
+    tensors = checkpoint(name, oracle)
+    ours = build_model(VARIANTS[name].config(), make_weights(tensors, device))
+    oracles, folders = [oracle.to(device)], []
+    for rank in RANKS:
+        folders.append(folder / f"rank-{rank}")
+        adapted = write_adapter(copy.deepcopy(oracle), name, rank, folders[-1])
+        oracles.append(adapted.to(device))
+    return Models(ours, oracles, folders, tensors)
 
-    def __init__(self, model: Any, arena: Any = None, depth: int = 1) -> None:
-        self.scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE), Resident())
-        self.runner = PagedRunner(
-            model,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            num_rows=LIMITS.max_rows,
-            max_length=LIMITS.max_length,
-            arena=arena,
-        )
-        self.depth = depth
-        self.tickets: deque[Ticket] = deque()
-        self.answers: dict[int, list[int]] = {}
+
+def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
+    """As PEFT trains and saves it; the model with it."""
+    family = name.split("-", maxsplit=1)[0]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=ATTENTION[family],
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+        use_rslora=rank == 5,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(oracle, config)
+        randomize(model)
+        torch.manual_seed(rank)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.data.normal_(0, 0.2)
+        model.save_pretrained(folder)
+    return model.eval().get_base_model()
+
+
+def units(models: Models) -> list[int]:
+    targets = adapter_targets(models.ours)
+    return [prepare(open_adapter(f, targets), targets, torch.float32, FakeGroup()).units for f in models.folders]
+
+
+def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
+    """Too few blocks for all, steps too small for the longest prompts, and room for one adapter at a time."""
+    config = EngineConfig(
+        ModelConfig(Path("in-memory")),
+        depth=depth,
+        block_size=BLOCK_SIZE,
+        **{
+            "max_rows": 4,
+            "max_step_tokens": 12,
+            "max_length": 48,
+            "cache_bytes": NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE),
+            "adapter_bytes": max(units(models)) * UNIT_BYTES,
+            "sources": SourceConfig((models.folders[0].parent,)),
+            "adapter_patience_s": 0.0,
+        }
+        | settings,
+    )
+    return assemble(config, LocalExecutor(paged_worker(models.ours, config, FakeGroup())))
+
+
+class Crowd:
+    """Requests that come at random times, some of which go again."""
+
+    def __init__(self, engine: Engine, folders: Sequence[Path], seed: int = 0) -> None:
+        self.engine = engine
+        self.folders = folders
+        self.rng = random.Random(seed)
+        self.answers: dict[int, list[Output]] = {}
 
     def step(self) -> None:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.tickets.append(self.runner.submit(plan))
-        while self.tickets and (plan is None or len(self.tickets) >= self.depth):
-            result: StepResult = self.runner.collect(self.tickets.popleft())
-            for emitted in self.scheduler.update(result):
-                self.answers.setdefault(emitted.request_id, []).append(emitted.token_id)
+        if not self.engine.is_busy:
+            self.engine.wake.wait(0.01)
+        self.engine.wake.clear()
+        for output in self.engine.step():
+            assert output.failure is None, output.failure
+            self.answers.setdefault(output.request_id, []).append(output)
 
-    def finish(self) -> None:
-        while self.scheduler.has_work:
+    def add(self, request_id: int, prompt: list[int], adapter: int, aborted: bool = False, **more: Any) -> None:
+        identity = ""
+        if adapter:
+            found = self.engine.resolve([AdapterRef("local", self.folders[adapter - 1].name)])
+            while not found.done():
+                self.step()
+            identity = found.result().identity
+        sampling = more.pop("sampling", SamplingParams())
+        stop = StopParams(max_new_tokens=NEW_TOKENS)
+        self.engine.add(Request(request_id, prompt, sampling, stop, adapter=identity, **more))
+        for _ in range(self.rng.choice([0, 1, 2])):
             self.step()
+        if aborted:
+            self.engine.abort(request_id)
+
+    def finish(self) -> EngineStatus:
+        while self.engine.has_work:
+            self.step()
+        status = self.engine.status()
+        self.engine.close()
+        return status
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [output.token_id for output in self.answers[request_id]]
 
 
-def make_requests(name: str, num_adapters: int = 0, **sampling: Any) -> list[Request]:
+def make_prompts() -> list[list[int]]:
     """Some begin alike, some are long, and together they are too many for the cache."""
     rng = random.Random(0)
     beginning = rng.choices(range(3, 97), k=9)
-    requests = []
-    for i in range(10):
-        prompt = [*(beginning if i % 2 else []), *rng.choices(range(3, 97), k=rng.choice([1, 3, 8, 17]))]
-        salt = str(len(prompt)) if name in LENGTH_DEPENDENT else ""  # their angles depend on it
-        adapter = str(i % (num_adapters + 1) or "")
-        params = SamplingParams(seed=i, **sampling)
-        requests.append(Request(i, prompt, params, StopParams(max_new_tokens=14), adapter=adapter, salt=salt))
-    return requests
-
-
-def run(engine: InProcess, requests: list[Request], seed: int = 0) -> dict[int, list[int]]:
-    rng = random.Random(seed)
-    for request in requests:
-        engine.scheduler.add(request)
-        for _ in range(rng.choice([0, 1, 2])):
-            engine.step()
-    engine.finish()
-    return engine.answers
+    return [
+        [*(beginning if i % 2 else []), *rng.choices(range(3, 97), k=rng.choice([1, 3, 8, 17]))]
+        for i in range(len(WHO))
+    ]
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device) -> None:
-    oracle = make_oracle(name).to(device)
-    tensors = checkpoint(name, oracle)
-    engine = InProcess(build_model(VARIANTS[name].config(), make_weights(tensors, device)), depth=2)
-    requests = make_requests(name)
-    answers = run(engine, requests)
+def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, tmp_path: Path) -> None:
+    models = make_models(name, tmp_path, device)
+    crowd = Crowd(make_engine(models), models.folders)
+    prompts = make_prompts()
+    for i, prompt in enumerate(prompts):
+        crowd.add(i, prompt, adapter=WHO[i])
+        crowd.add(100 + i, prompt, adapter=WHO[-i], aborted=True)
+    status = crowd.finish()
     compared = 0
-    for request in requests:
-        expected = oracle_greedy(oracle, request.prompt_ids, 14, tensors)
-        assert answers[request.request_id][: len(expected)] == expected
+    for i, prompt in enumerate(prompts):
+        expected = oracle_greedy(models.oracles[WHO[i]], prompt, NEW_TOKENS, models.tensors)
+        assert crowd.tokens(i)[: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
-    counters = engine.scheduler.counters
-    assert counters.preemptions > 0
-    assert counters.chunks > 0
-    assert counters.prefix_tokens > 0 or name in LENGTH_DEPENDENT
+    assert status.preemptions > 0
+    assert status.chunks > 0
+    assert status.prefix_tokens > 0
+    assert status.cache_evictions > 0
+    assert status.adapters_evicted_from_device > 0
+    assert status.free_blocks == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_requests_for_different_adapters_share_the_steps(name: str, device: torch.device) -> None:
-    oracle = make_oracle(name).to(device)
-    tensors = checkpoint(name, oracle)
-    model = build_model(VARIANTS[name].config(), make_weights(tensors, device))
-    targets = adapter_targets(model)
-    adapters = [(random_factors(targets, rank, seed=rank), 0.5) for rank in (2, 5)]
-    models = [oracle, *(merged(oracle, factors, scale) for factors, scale in adapters)]
-    engine = InProcess(model, make_arena(targets, adapters, device), depth=2)
-    requests = make_requests(name, num_adapters=2)
-    answers = run(engine, requests)
-    for request in requests:
-        expected = oracle_greedy(models[int(request.adapter or 0)], request.prompt_ids, 14, tensors)
-        assert answers[request.request_id][: len(expected)] == expected
-    assert engine.scheduler.counters.preemptions > 0
+def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
+    models = make_models(name, tmp_path, device)
+    crowd = Crowd(make_engine(models), models.folders)
+    prompts = make_prompts()
+    for i, prompt in enumerate(prompts):
+        crowd.add(
+            i, prompt, adapter=WHO[i], prompt_logprobs=i % 2 == 1, sampling=SamplingParams(num_alternatives=i % 4)
+        )
+    status = crowd.finish()
+    assert status.preemptions > 0
+    assert status.chunks > 0
+    for i, prompt in enumerate(prompts):
+        outputs = crowd.answers[i]
+        ids = [*prompt, *crowd.tokens(i)]
+        logprobs = oracle_logits(models.oracles[WHO[i]], ids, len(prompt), models.tensors).log_softmax(-1)
+        for place, output in enumerate(outputs):
+            at = logprobs[len(prompt) - 1 + place]
+            assert output.logprob == pytest.approx(float(at[output.token_id]), abs=1e-3)
+            alternatives = output.alternatives
+            assert (alternatives is not None) == (i % 4 > 0)
+            if alternatives is not None:
+                best = at.topk(i % 4)
+                assert alternatives.logprobs == pytest.approx(best.values.tolist(), abs=1e-3)
+        found = outputs[0].prompt_logprobs
+        if i % 2:
+            expected = logprobs[: len(prompt) - 1].gather(-1, torch.tensor(prompt[1:], device=device)[:, None])
+            assert found == pytest.approx(expected.flatten().tolist(), abs=1e-3)
+        else:
+            assert found is None
+        assert all(output.prompt_logprobs is None for output in outputs[1:])
 
 
-def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device) -> None:
+def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, tmp_path: Path) -> None:
     """A request alone, and in crowds that come at other times."""
-    tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
-    model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, device))
+    models = make_models("llama-gqa", tmp_path, device)
+    prompts = make_prompts()
     wishes = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
-    requests = make_requests("llama-gqa", **wishes)
-    crowds = [run(InProcess(model, depth=depth), requests, seed) for depth, seed in ((1, 0), (2, 1), (2, 2))]
-    for request in requests:
-        alone = run(InProcess(model), [request])[request.request_id]
-        assert all(crowd[request.request_id] == alone for crowd in crowds)
+
+    def run(wanted: Sequence[int], depth: int, seed: int) -> Crowd:
+        crowd = Crowd(make_engine(models, depth), models.folders, seed)
+        for i in wanted:
+            crowd.add(i, prompts[i], adapter=WHO[i], sampling=SamplingParams(seed=i, **wishes))
+        crowd.finish()
+        return crowd
+
+    crowds = [run(range(len(prompts)), depth, seed) for depth, seed in ((1, 0), (2, 1), (2, 2))]
+    for i in range(len(prompts)):
+        alone = run([i], 1, 0).tokens(i)
+        assert all(crowd.tokens(i) == alone for crowd in crowds)

@@ -239,7 +239,7 @@ def test_the_sum_of_the_files_is_limited(source: FakeSource) -> None:
 
 
 def test_the_end_is_logged(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     front(source, clock=Clock()).fetch("fake", "name", "hf_secret", accept)
     total = sum(map(len, ADAPTER.values()))
     assert caplog.messages == [f"adapter 'name' of source fake: {total} bytes in 0.0 s"]

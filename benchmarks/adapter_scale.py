@@ -1,0 +1,163 @@
+"""Many adapters, few places: 2,000 on disk, device memory for 64, against 16 that are always there.
+
+Requests name adapters drawn from a Zipf distribution (exponent 1). 32 requests are under way at any time: when one
+ends, the next comes, is resolved, and waits for its adapter if that is not on the device. All is measured from a cold
+start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the hard
+case: there is little computing to hide the loading behind.
+"""
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from report import Record, parse_args, report
+from safetensors.numpy import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.build import build_engine
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.engine.engine import Engine
+from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
+
+MANY, FEW, PLACES = 2000, 16, 64
+REQUESTS, AT_ONCE = 4000, 32
+PROMPT, ANSWER = 32, 32
+HIDDEN, LAYERS, RANK, VOCAB = 256, 4, 8, 1024
+MODULES = ("q_proj", "v_proj")
+RUNS = 2
+
+
+@dataclass
+class Run:
+    seconds: float = 0.0
+    first_tokens: list[float] = field(default_factory=list)
+    status: EngineStatus | None = None
+
+    @property
+    def requests_per_s(self) -> float:
+        return REQUESTS / self.seconds
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    transformers_logging.disable_progress_bar()
+    best: dict[int, Run] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_files(folder)
+        for _ in range(RUNS):
+            for count in (FEW, MANY):
+                run = measure(folder, count)
+                print(f"{count} adapters: {run.requests_per_s:.1f} requests/s", run.status, flush=True)
+                if count not in best or run.seconds < best[count].seconds:
+                    best[count] = run
+    few, many = best[FEW], best[MANY]
+    assert many.status is not None
+    late = [statistics.quantiles(run.first_tokens, n=100)[98] * 1e3 for run in (few, many)]
+    report(
+        [
+            Record(f"requests per second, {FEW} adapters", few.requests_per_s, "1/s", "", None),
+            Record(f"requests per second, {MANY} adapters", many.requests_per_s, "1/s", "", None),
+            Record("throughput", many.requests_per_s / few.requests_per_s, "x", f"{FEW} adapters", 0.8),
+            Record(f"P99 time to first token, {FEW} adapters", late[0], "ms", "", None),
+            Record(f"P99 time to first token, {MANY} adapters", late[1], "ms", "", None),
+            Record("P99 time to first token", late[1] / late[0], "x", f"{FEW} adapters", None),
+            Record("adapters prepared", many.status.adapters_prepared, "", "", None),
+            Record("adapters loaded to the device", many.status.adapters_loaded, "", "", None),
+            Record("adapters evicted from the device", many.status.adapters_evicted_from_device, "", "", None),
+        ],
+        args.json,
+    )
+
+
+def make_files(folder: Path) -> None:
+    """A model, and adapters as PEFT writes them, each with numbers of its own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 16,
+        "target_modules": list(MODULES),
+    }
+    chance = np.random.default_rng(0)
+    for i in range(MANY):
+        adapter = folder / f"adapter-{i}"
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text(json.dumps(settings))
+        tensors = {}
+        for layer in range(LAYERS):
+            for module in MODULES:
+                name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+                tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (RANK, HIDDEN)).astype(np.float32)
+                tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (HIDDEN, RANK)).astype(np.float32)
+        save_file(tensors, adapter / "adapter_model.safetensors")
+
+
+def make_engine(folder: Path) -> Engine:
+    units = -(-RANK * HIDDEN * 4 // UNIT_BYTES) * 2 * len(MODULES) * LAYERS
+    return build_engine(
+        EngineConfig(
+            ModelConfig(folder / "model"),
+            max_rows=AT_ONCE,
+            cache_bytes=2**27,
+            adapter_bytes=PLACES * units * UNIT_BYTES,
+            sources=SourceConfig((folder,)),
+        )
+    )
+
+
+def measure(folder: Path, num_adapters: int) -> Run:
+    chance = random.Random(0)
+    popularity = [1 / (rank + 1) for rank in range(num_adapters)]
+    names = [f"adapter-{i}" for i in chance.choices(range(num_adapters), popularity, k=REQUESTS)]
+    prompts = [[chance.randrange(VOCAB) for _ in range(PROMPT)] for _ in names]
+    engine = make_engine(folder)
+    run, stop = Run(), StopParams(max_new_tokens=ANSWER)
+    came: dict[int, float] = {}
+    resolving: dict[int, Future[Resolved]] = {}
+    next_id = num_done = 0
+    start = time.perf_counter()
+    while num_done < REQUESTS:
+        while next_id < REQUESTS and next_id - num_done < AT_ONCE:
+            came[next_id] = time.perf_counter()
+            resolving[next_id] = engine.resolve([AdapterRef("local", names[next_id])])
+            next_id += 1
+        for i in [i for i, found in resolving.items() if found.done()]:
+            identity = resolving.pop(i).result().identity
+            engine.add(Request(i, prompts[i], SamplingParams(), stop, identity, tenant=identity))
+        if not engine.is_busy:
+            engine.wake.wait(0.001)
+        engine.wake.clear()
+        for output in engine.step():
+            assert output.failure is None, output.failure
+            if output.request_id in came:
+                run.first_tokens.append(time.perf_counter() - came.pop(output.request_id))
+            num_done += output.finish_reason is not None
+    run.seconds = time.perf_counter() - start
+    run.status = engine.status()
+    engine.close()
+    return run
+
+
+if __name__ == "__main__":
+    main()

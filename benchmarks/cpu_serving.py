@@ -1,0 +1,284 @@
+"""A crowd of requests for 32 adapters on a CPU: our engine against transformers and PEFT in static batches.
+
+200 requests with prompts of 16 to 128 tokens want 8 to 128 tokens each (both log-uniform: most are short, as in real
+traffic); which of 32 adapters, of rank 4 to 16, each one names is drawn from a Zipf distribution. The model has the
+shape of a Llama of 160M parameters. The peer takes requests in the order of their arrival, up to the same number as we
+run at once, into a batch in which every row has its own adapter (PEFT's `adapter_names`), and starts the next batch
+when all of it is done. Its adapters are all loaded before; ours come from their folders while we are measured.
+
+First all requests are there from the start (throughput). Then they arrive at random at 70 % of our own capacity.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from report import Record, report
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from lorax_server.build import build_engine
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.engine.engine import Engine
+from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
+
+ADAPTERS = 32
+PROMPTS, ANSWERS = (16, 128), (8, 128)  # tokens
+VOCAB = 32000
+LOAD = 0.7  # of our capacity
+PEER = "transformers + PEFT, static batches"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request of the load."""
+
+    request_id: int
+    prompt: list[int]
+    num_tokens: int
+    adapter: int
+
+
+@dataclass
+class Served:
+    """What came out, and when, in seconds since the start."""
+
+    arrivals: dict[int, float]
+    shown: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    def show(self, request_id: int, now: float, token_id: int) -> None:
+        self.shown[request_id].append((now, token_id))
+
+    @property
+    def seconds(self) -> float:
+        return max(times[-1][0] for times in self.shown.values())
+
+    @property
+    def first_tokens(self) -> list[float]:
+        return [times[0][0] - self.arrivals[i] for i, times in self.shown.items()]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one token of a request and the next."""
+        return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
+
+
+def main() -> None:
+    args = parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    load = make_load(args.requests)
+    total = sum(wanted.num_tokens for wanted in load)
+    print(f"{len(load)} requests, {total} tokens, at most {args.rows} at once, {torch.get_num_threads()} threads")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        peer = make_models(folder)
+        engine = make_engine(folder, args.rows)
+        run_ours(engine, load[:2], [0.0] * 2)  # what is slow only once
+        run_peer(peer, load[:2], [0.0] * 2, args.rows)
+        at_once = [0.0] * len(load)
+        ours, theirs = run_ours(engine, load, at_once), run_peer(peer, load, at_once, args.rows)
+        print(f"all at once: {total / ours.seconds:.1f} against {total / theirs.seconds:.1f} tokens/s", flush=True)
+        rate = LOAD * len(load) / ours.seconds
+        arrivals = poisson(len(load), rate)
+        ours_late, theirs_late = run_ours(engine, load, arrivals), run_peer(peer, load, arrivals, args.rows)
+        engine.close()
+    records = [
+        Record("throughput, ours", total / ours.seconds, "tokens/s", "", None),
+        Record("throughput, peer", total / theirs.seconds, "tokens/s", "", None),
+        Record("throughput", theirs.seconds / ours.seconds, "x", PEER, 3.0),
+        Record("requests with the same tokens", same_tokens(ours, theirs), "of 1", PEER, None),
+        *compare("time to first token", ours_late.first_tokens, theirs_late.first_tokens, goal=1.0),
+        *compare("time between tokens", ours_late.gaps, theirs_late.gaps, goal=None),
+    ]
+    report(records, args.json)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=16, help="requests that either side runs at once")
+    return parser.parse_args()
+
+
+def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None) -> Iterator[Record]:
+    for percent in (50, 90, 99):
+        mine, other = (statistics.quantiles(values, n=100)[percent - 1] for values in (ours, theirs))
+        yield Record(f"{name}, P{percent}, ours", mine * 1e3, "ms", "", None)
+        yield Record(f"{name}, P{percent}, peer", other * 1e3, "ms", "", None)
+        yield Record(f"{name}, P{percent}: times shorter", other / mine, "x", PEER, goal if percent == 50 else None)
+
+
+def same_tokens(ours: Served, theirs: Served) -> float:
+    """The share of requests. Where two logits are close, rounding decides, which differs between the sides."""
+    tokens = [([t for _, t in ours.shown[i]], [t for _, t in shown]) for i, shown in theirs.shown.items()]
+    return statistics.mean(mine == other for mine, other in tokens)
+
+
+# --- The load ---------------------------------------------------------------------------------------------------------
+
+
+def make_load(count: int) -> list[Wanted]:
+    chance = random.Random(0)
+    popularity = [1 / (rank + 1) for rank in range(ADAPTERS)]
+    return [
+        Wanted(
+            i,
+            [chance.randrange(2, VOCAB) for _ in range(log_uniform(chance, PROMPTS))],
+            log_uniform(chance, ANSWERS),
+            chance.choices(range(ADAPTERS), popularity)[0],
+        )
+        for i in range(count)
+    ]
+
+
+def log_uniform(chance: random.Random, bounds: tuple[int, int]) -> int:
+    low, high = bounds
+    return round(low * (high / low) ** chance.random())
+
+
+def poisson(count: int, rate: float) -> list[float]:
+    chance, arrival, arrivals = random.Random(1), 0.0, []
+    for _ in range(count):
+        arrivals.append(arrival)
+        arrival += chance.expovariate(rate)
+    return arrivals
+
+
+def name_of(adapter: int) -> str:
+    return f"adapter-{adapter}"  # PEFT takes a plain number for that of a layer
+
+
+def make_models(folder: Path) -> Any:
+    """The base model and its adapters in folders, and PEFT's model with all of them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=VOCAB,
+        max_position_embeddings=1024,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model: Any = LlamaForCausalLM.from_pretrained(folder / "model")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(ADAPTERS):
+            lora = LoraConfig(r=(4, 8, 16)[i % 3], lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+            if i == 0:
+                model = get_peft_model(model, lora, adapter_name=name_of(0))
+            else:
+                model.add_adapter(name_of(i), lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.02)
+        model.save_pretrained(folder)
+        base = LlamaForCausalLM.from_pretrained(folder / "model")
+        peer = PeftModel.from_pretrained(base, folder / name_of(0), adapter_name=name_of(0))
+        for i in range(1, ADAPTERS):
+            peer.load_adapter(folder / name_of(i), adapter_name=name_of(i))
+    return peer.eval()
+
+
+# --- Ours -------------------------------------------------------------------------------------------------------------
+
+
+def make_engine(folder: Path, rows: int) -> Engine:
+    model = ModelConfig(folder / "model")
+    return build_engine(EngineConfig(model, max_rows=rows, sources=SourceConfig((folder,)), adapter_bytes=2**28))
+
+
+def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) -> Served:
+    served = Served({wanted.request_id: arrival for wanted, arrival in zip(load, arrivals, strict=True)})
+    to_come, resolving = list(zip(load, arrivals, strict=True)), []
+    start = time.perf_counter()
+    while to_come or resolving or engine.has_work:
+        while to_come and to_come[0][1] <= time.perf_counter() - start:
+            wanted, _ = to_come.pop(0)
+            resolving.append((wanted, engine.resolve([AdapterRef("local", name_of(wanted.adapter))])))
+        for wanted, found in [each for each in resolving if each[1].done()]:
+            resolving.remove((wanted, found))
+            identity = found.result().identity
+            stop = StopParams(max_new_tokens=wanted.num_tokens)
+            request = Request(wanted.request_id, wanted.prompt, SamplingParams(), stop, identity, tenant=identity)
+            engine.add(request)
+        if not engine.is_busy:
+            engine.wake.wait(0.001)
+        engine.wake.clear()
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            served.show(output.request_id, now, output.token_id)
+    return served
+
+
+# --- The peer ---------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Called by `generate` after each token of a batch."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter() - self.start)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@torch.inference_mode()
+def run_peer(model: Any, load: Sequence[Wanted], arrivals: Sequence[float], rows: int) -> Served:
+    served = Served({wanted.request_id: arrival for wanted, arrival in zip(load, arrivals, strict=True)})
+    to_come = list(zip(load, arrivals, strict=True))
+    start = time.perf_counter()
+    while to_come:
+        time.sleep(max(0.0, to_come[0][1] - (time.perf_counter() - start)))
+        now = time.perf_counter() - start
+        batch = [wanted for wanted, arrival in to_come[:rows] if arrival <= now]
+        del to_come[: len(batch)]
+        generate(model, batch, served, start)
+    return served
+
+
+def generate(model: Any, batch: Sequence[Wanted], served: Served, start: float) -> None:
+    width = max(len(wanted.prompt) for wanted in batch)
+    ids = torch.tensor([[0] * (width - len(wanted.prompt)) + wanted.prompt for wanted in batch])
+    mask = torch.tensor([[0] * (width - len(wanted.prompt)) + [1] * len(wanted.prompt) for wanted in batch])
+    watch = Watch(start)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        adapter_names=[name_of(wanted.adapter) for wanted in batch],
+        max_new_tokens=max(wanted.num_tokens for wanted in batch),
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[watch],
+    )
+    for row, wanted in enumerate(batch):
+        tokens = output[row, width : width + wanted.num_tokens].tolist()
+        for moment, token_id in zip(watch.times, tokens, strict=False):
+            served.show(wanted.request_id, moment, token_id)
+
+
+if __name__ == "__main__":
+    main()

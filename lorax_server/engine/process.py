@@ -1,0 +1,186 @@
+"""The engine process: takes messages, lets the engine step, sends what came of it."""
+
+import logging
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from lorax_server import ipc
+from lorax_server.errors import EngineError, LoraxError
+from lorax_server.types import AdapterRef, EngineStatus, Failure, Merge, Output, Request, Resolved
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+IDLE_S = 0.05  # how often it is looked for what depends on time alone
+
+
+class Engine(Protocol):
+    """What can be served: `engine.engine.Engine`, or what stands in for it."""
+
+    @property
+    def wake(self) -> threading.Event: ...
+    @property
+    def is_busy(self) -> bool: ...
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def load(self, identity: str, pin: bool = False) -> Future[None]: ...
+    def unload(self, identity: str) -> None: ...
+    def step(self) -> list[Output]: ...
+    def status(self) -> EngineStatus: ...
+    def close(self) -> None: ...
+
+
+@contextmanager
+def connected(address: str) -> Iterator[ipc.EngineChannel]:
+    """The channel to the API process. What fails inside, such as building an engine, is told there before it ends all.
+
+    Ctrl-C reaches every process of a terminal, but when the engine stops is for the API process to say.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = ipc.EngineChannel(address)
+    channel.open()
+    try:
+        yield channel
+    except Exception as error:
+        channel.fail(error)
+        raise
+    finally:
+        channel.close()
+
+
+def serve(engine: Engine, channel: ipc.EngineChannel, info: ipc.Info | None = None) -> None:
+    """Until it is told to stop or nobody is left to serve. Whatever `step` raises is told, and then raised.
+
+    Who finds in another thread that the engine cannot go on calls `channel.report`.
+    """
+    try:
+        _Server(engine, channel).run(info or {})
+        if channel.has_failed:
+            raise SystemExit(1)
+    except Exception as error:
+        channel.fail(error)
+        raise
+    finally:
+        engine.close()
+
+
+class _Server:
+    def __init__(self, engine: Engine, channel: ipc.EngineChannel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._refused: list[Output] = []  # goes out with those of the step
+        self._replies: queue.SimpleQueue[ipc.FromEngine] = queue.SimpleQueue()  # from any thread
+        self._is_stopping = False
+
+    def run(self, info: ipc.Info) -> None:
+        engine, channel = self._engine, self._channel
+        channel.wake = engine.wake
+        channel.send(ipc.Ready(info))
+        while True:
+            engine.wake.clear()  # before looking: what happens from here on sets it again
+            for data in channel.take():
+                self._take(data)
+            if self._is_stopping:
+                return
+            self._send(engine.step())
+            if not (engine.is_busy or channel.has_messages or not self._replies.empty()):
+                engine.wake.wait(IDLE_S)
+
+    # --- What comes ---------------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        try:
+            message = ipc.decode_to_engine(data)
+        except ipc.ChannelError as error:
+            answer = ipc.answer_to_unreadable(data, error)
+            if answer is None:
+                raise  # somebody would wait for ever
+            logger.exception("A message that cannot be read is refused")
+            self._replies.put(answer)
+        else:
+            self._obey(message)
+
+    def _obey(self, message: ipc.ToEngine) -> None:
+        match message:
+            case ipc.Stop():
+                self._is_stopping = True
+            case ipc.Abort(request_ids):
+                for request_id in request_ids:
+                    self._engine.abort(request_id)
+            case ipc.Add(request):
+                try:
+                    self._engine.add(request)
+                except Exception as error:
+                    self._refused.append(Output.failed(request.request_id, _to_be_told(error)))
+            case _:
+                try:
+                    self._call(message)
+                except Exception as error:
+                    self._replies.put(ipc.Refused(message.call_id, Failure.of(_to_be_told(error))))
+
+    def _call(self, message: ipc.Resolve | ipc.LoadAdapter | ipc.UnloadAdapter | ipc.GetStatus) -> None:
+        call_id = message.call_id
+        match message:
+            case ipc.Resolve(_, refs, merge):
+                resolving = self._engine.resolve(refs, merge)
+                self._reply_when_done(call_id, resolving, lambda resolved: ipc.ResolveReply(call_id, resolved))
+            case ipc.LoadAdapter(_, identity, pin):
+                self._reply_when_done(call_id, self._engine.load(identity, pin), lambda _: ipc.Done(call_id))
+            case ipc.UnloadAdapter(_, identity):
+                self._engine.unload(identity)
+                self._replies.put(ipc.Done(call_id))
+            case ipc.GetStatus():
+                self._replies.put(ipc.StatusReply(call_id, self._engine.status()))
+
+    def _reply_when_done(self, call_id: int, future: Future[Result], reply: Callable[[Result], ipc.FromEngine]) -> None:
+        def when_done(done: Future[Result]) -> None:
+            try:
+                self._replies.put(reply(done.result()))
+            except BaseException as error:  # whatever it is, it belongs to who asked
+                self._replies.put(ipc.Refused(call_id, Failure.of(_to_be_told(error))))
+            self._engine.wake.set()
+
+        future.add_done_callback(when_done)
+
+    # --- What goes ----------------------------------------------------------------------------------------------------
+
+    def _send(self, outputs: list[Output]) -> None:
+        """All of it in one message. What cannot be sent fails alone."""
+        outputs, self._refused = self._refused + outputs, []
+        if outputs:
+            try:
+                self._channel.send(ipc.Outputs(outputs))
+            except ipc.ChannelError:
+                self._channel.send(ipc.Outputs([self._sendable(output) for output in outputs]))
+        while not self._replies.empty():
+            self._send_reply(self._replies.get())
+
+    def _sendable(self, output: Output) -> Output:
+        try:
+            ipc.encode(ipc.Outputs([output]))
+        except ipc.ChannelError as error:
+            self._engine.abort(output.request_id)
+            return Output.failed(output.request_id, _to_be_told(error))
+        return output
+
+    def _send_reply(self, reply: ipc.FromEngine) -> None:
+        try:
+            self._channel.send(reply)
+        except ipc.ChannelError as error:
+            if not isinstance(reply, ipc.Reply):
+                raise
+            self._channel.send(ipc.Refused(reply.call_id, Failure.of(_to_be_told(error))))
+
+
+def _to_be_told(error: BaseException) -> LoraxError:
+    """A user's mistake as it is. One of ours is written down, and ends no more than what it happened to."""
+    if isinstance(error, LoraxError) and not isinstance(error, ipc.ChannelError):
+        return error
+    logger.error("A request failed because of a mistake of the engine", exc_info=error)
+    return EngineError(f"the engine made a mistake: {type(error).__name__}: {error}")

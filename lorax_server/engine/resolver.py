@@ -1,0 +1,344 @@
+"""Who an adapter's name means now: asks the sources on threads of its own, and remembers what they said for a while.
+
+a request -> a pointer that is still fresh         answered at once
+          -> a failure of a moment ago             answered at once
+          -> a flight: somebody asks the source    all who want to know the same wait for it, in no thread
+"""
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from lorax_server.adapters.finder import AdapterFinder, Found, Key, Recent, key_of
+from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.errors import EngineError, InputError, LoraxError, OverloadedError, SourceError
+from lorax_server.types import AdapterRef, Merge, Resolved
+
+logger = logging.getLogger(__name__)
+
+MAX_POINTERS = 10_000
+MAX_FAILURES = 10_000
+MAX_FLIGHTS = 10_000  # running and waiting for a thread
+RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+
+Answer = tuple[AdapterSpec, Resolved]
+
+
+class _Pointer(NamedTuple):
+    found: Found
+    ask_at: float  # from then on its source has to be asked again
+
+
+class _Failure(NamedTuple):
+    error: LoraxError
+    retry_at: float
+    delay_s: float
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A question to a source, on its way."""
+
+    key: Key
+    ref: AdapterRef
+    answer: "Future[Found]" = field(default_factory=Future)
+    has_started: bool = False
+    following: "_Flight | None" = None  # starts when this one has ended
+
+
+class AdapterResolver:
+    """Turns names into adapters with an identity, all of whose files are here. All methods may be called by any thread.
+
+    Each kind of source has threads of its own, so that one that hangs holds up no other.
+    """
+
+    def __init__(
+        self,
+        sources: AdapterSources,
+        *,
+        model_type: str,
+        model_class: str,
+        num_threads: int = 16,  # of each kind of source
+        revalidate_s: float = 60,
+        clock: Callable[[], float] = time.monotonic,
+        time_ns: Callable[[], int] = time.time_ns,  # what the times of files are held against
+    ) -> None:
+        self._revalidate_s = revalidate_s
+        self._clock = clock
+        self._finder = AdapterFinder(
+            sources, model_type=model_type, model_class=model_class, clock=clock, time_ns=time_ns
+        )
+        self._threads = {kind: _Threads(f"adapters of {kind}", num_threads) for kind in sources.kinds}
+        self._other_threads = _Threads("adapters of nowhere", 1)  # for sources that do not exist
+        self._lock = threading.Lock()  # of all below; never held while somebody is asked or told
+        self._is_closed = False
+        self._pointers: Recent[Key, _Pointer] = Recent(MAX_POINTERS)
+        self._failures: Recent[Key, _Failure] = Recent(MAX_FAILURES)
+        self._flights: dict[Key, _Flight] = {}  # those that may be joined, and whose answer will be remembered
+        self._unfinished: set[_Flight] = set()
+
+    @property
+    def num_fetching(self) -> int:
+        """How many questions to sources are being answered or wait for a thread."""
+        return len(self._unfinished)
+
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Answer]":
+        """Who is meant. Whatever goes wrong is in the Future, which is the caller's own and may be cancelled."""
+        try:
+            _check_request(refs, merge)
+            parts = [self._find(ref) for ref in refs]
+        except Exception as error:
+            return _failed(error)
+        return _Gathering(parts, partial(_combine, merge)).outcome
+
+    def forget(self, source: str, name: str) -> None:
+        """Whatever is known of a name, with any token. What is on its way reaches only those who wait for it now."""
+        remembered: dict[Key, Any]
+        with self._lock:
+            for remembered in (self._pointers, self._failures, self._flights):
+                for key in [key for key in remembered if key[:2] == (source, name)]:
+                    del remembered[key]
+
+    def close(self) -> None:
+        """Ends all that waits. Threads in the middle of a fetch are left behind, and do not keep the process alive."""
+        remembered: dict[Key, Any]
+        with self._lock:
+            self._is_closed = True
+            unfinished, self._unfinished = self._unfinished, set()
+            unfinished |= {flight.following for flight in unfinished if flight.following is not None}
+            for remembered in (self._flights, self._pointers, self._failures):
+                remembered.clear()
+        for threads in (*self._threads.values(), self._other_threads):
+            threads.close()
+        for flight in unfinished:
+            flight.answer.set_exception(_closed())
+
+    # --- where an answer comes from
+
+    def _find(self, ref: AdapterRef) -> "Future[Found]":
+        key = key_of(ref)
+        with self._lock:
+            pointer, failure = self._pointers.recall(key), self._failures.recall(key)
+        now = self._clock()
+        # A few calls of stat, here: behind slow fetches they would wait for a thread.
+        if pointer is not None and now < pointer.ask_at and pointer.found.is_unchanged():
+            return _done(pointer.found)
+        if failure is not None and now < failure.retry_at:
+            stand_in = _stand_in(key, pointer, failure.error)
+            return _done(stand_in) if stand_in else _failed(_again(failure.error, failure.retry_at - now))
+        with self._lock:
+            return self._join(key, ref).answer
+
+    def _join(self, key: Key, ref: AdapterRef) -> _Flight:
+        if self._is_closed:
+            raise _closed()
+        flight = self._flights.get(key)
+        if flight is None:
+            self._check_room()
+            flight = _Flight(key, ref)
+            self._depart(flight)
+            self._flights[key] = flight
+        elif flight.has_started and ref.source == LocalSource.kind:
+            # It may have looked before somebody put a new version there, which who comes after that must get.
+            flight.following = flight.following or _Flight(key, ref)
+            return flight.following
+        return flight
+
+    def _check_room(self) -> None:
+        if len(self._unfinished) >= MAX_FLIGHTS:
+            raise OverloadedError(f"{MAX_FLIGHTS} adapters are being fetched already; try again later", RETRY_S)
+
+    def _depart(self, flight: _Flight) -> None:
+        self._threads.get(flight.ref.source, self._other_threads).submit(partial(self._run, flight))
+        self._unfinished.add(flight)
+
+    # --- on a thread
+
+    def _run(self, flight: _Flight) -> None:
+        with self._lock:
+            if flight not in self._unfinished:
+                return
+            flight.has_started = True
+        try:
+            found = self._ask(flight)
+        except BaseException as error:
+            self._land(flight, partial(flight.answer.set_exception, error))
+        else:
+            self._land(flight, partial(flight.answer.set_result, found))
+
+    def _land(self, flight: _Flight, tell: Callable[[], None]) -> None:
+        with self._lock:
+            if flight not in self._unfinished:
+                return  # closed, and all have been told
+            self._unfinished.remove(flight)
+            following = flight.following
+            if following is not None:
+                self._depart(following)
+            if self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]
+                if following is not None:
+                    self._flights[flight.key] = following
+        tell()
+
+    def _ask(self, flight: _Flight) -> Found:
+        try:
+            found = self._finder.find(flight.ref)
+        except LoraxError as error:
+            failure = self._remember_failure(flight, error)
+        else:
+            self._remember(flight, found)
+            return found
+        with self._lock:
+            pointer = self._pointers.recall(flight.key)
+        stand_in = _stand_in(flight.key, pointer, failure.error)
+        if stand_in is None:
+            raise _again(failure.error, failure.delay_s)
+        logger.warning("%s; until then, what it was before is served", failure.error)
+        return stand_in
+
+    def _remember(self, flight: _Flight, found: Found) -> None:
+        is_local = flight.ref.source == LocalSource.kind
+        with self._lock:
+            if self._flights.get(flight.key) is flight:
+                ask_at = float("-inf") if is_local else self._clock() + self._revalidate_s
+                self._pointers[flight.key] = _Pointer(found, ask_at)
+                self._failures.pop(flight.key, None)
+
+    def _remember_failure(self, flight: _Flight, error: LoraxError) -> _Failure:
+        is_source = isinstance(error, SourceError)
+        with self._lock:
+            before = self._failures.recall(flight.key)
+            is_repeated = is_source and before is not None and isinstance(before.error, SourceError)
+            delay_s = min(2 * before.delay_s, MAX_RETRY_S) if before is not None and is_repeated else RETRY_S
+            failure = _Failure(_again(error, None), self._clock() + delay_s, delay_s)
+            if self._flights.get(flight.key) is flight and self._is_worth_keeping(flight.ref):
+                self._failures[flight.key] = failure
+                if not is_source:
+                    self._pointers.pop(flight.key, None)
+        return failure
+
+    def _is_worth_keeping(self, ref: AdapterRef) -> bool:
+        """No source is asked for the others, and their names may be of any size."""
+        return ref.source in self._threads and len(ref.name) <= MAX_NAME_LENGTH
+
+
+class _Gathering:
+    """Waits, in no thread, for all parts of an answer, or for the first that fails."""
+
+    def __init__(self, parts: Sequence["Future[Found]"], combine: Callable[[Sequence[Found]], Answer]) -> None:
+        self.outcome: Future[Answer] = Future()
+        self._parts = parts
+        self._combine = combine
+        self._num_missing = len(parts)
+        self._lock = threading.Lock()
+        for part in parts:
+            part.add_done_callback(self._arrive)
+
+    def _arrive(self, part: "Future[Found]") -> None:
+        with self._lock:
+            if self._num_missing == 0:
+                return
+            self._num_missing = 0 if part.exception() is not None else self._num_missing - 1
+            is_over = self._num_missing == 0
+        if is_over and self.outcome.set_running_or_notify_cancel():
+            self._tell(part.exception())
+
+    def _tell(self, error: BaseException | None) -> None:
+        if isinstance(error, LoraxError):
+            # Each gets one of its own: raising an error changes it.
+            error = _again(error, error.retry_after_s)
+        if error is not None:
+            self.outcome.set_exception(error)
+            return
+        try:
+            self.outcome.set_result(self._combine([part.result() for part in self._parts]))
+        except Exception as bug:
+            self.outcome.set_exception(bug)
+
+
+class _Threads:
+    """Up to so many threads, each started when there is work. They end with the process, whatever they wait for."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._num_started = 0
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        if self._num_started < self._limit:
+            self._start()
+        self._work.put(work)
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._num_started += 1
+        except RuntimeError:  # the machine has no more threads
+            if not self._num_started:
+                raise
+
+    def close(self) -> None:
+        for _ in range(self._num_started):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _check_request(refs: Sequence[AdapterRef], merge: Merge | None) -> None:
+    if merge is None and len(refs) != 1:
+        raise InputError(f"{len(refs)} adapters are named; one is, or several and how they are merged")
+    if merge is not None and len(refs) != len(merge.weights):
+        raise InputError(f"{len(refs)} adapters are to be merged, but {len(merge.weights)} weights are given")
+
+
+def _combine(merge: Merge | None, parts: Sequence[Found]) -> Answer:
+    if merge is None:
+        return parts[0].spec, parts[0].resolved
+    specs = [part.spec for part in parts]
+    identity = merge.identity([spec.identity for spec in specs])
+    stored = tuple(part for spec in specs for part in spec.parts)
+    name, num_elements = "+".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
+    return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity)
+
+
+def _stand_in(key: Key, pointer: _Pointer | None, error: LoraxError) -> Found | None:
+    """What may be served while a source fails. This machine's folders never do: they only change."""
+    if pointer is None or key[0] == LocalSource.kind or not isinstance(error, SourceError):
+        return None
+    return pointer.found if pointer.found.is_unchanged() else None
+
+
+def _again(error: LoraxError, retry_after_s: float | None) -> LoraxError:
+    """The same error without its history, in which tokens may be found."""
+    same = copy.copy(error)
+    same.retry_after_s = retry_after_s
+    return same
+
+
+def _closed() -> EngineError:
+    return EngineError("the server is shutting down")
+
+
+def _done(found: Found) -> "Future[Found]":
+    future: Future[Found] = Future()
+    future.set_result(found)
+    return future
+
+
+def _failed(error: BaseException) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

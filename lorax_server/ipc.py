@@ -1,0 +1,316 @@
+"""The channel between who talks to users and the engine: typed messages, as msgpack over ZeroMQ.
+
+    API process            a folder that only we may enter                   engine process
+    ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
+                   PULL <── from_engine  (the API process listens) <── PUSH
+
+Each process listens before it is sent anything, so no message waits for a connection to be tried again. No socket has
+a limit: how much may wait is for the scheduler to say, with an answer that tells when to come back.
+"""
+
+import multiprocessing
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from lorax_server.errors import EngineError, LoraxError
+from lorax_server.types import AdapterRef, EngineStatus, Failure, Merge, Output, Request, Resolved
+
+Info = dict[str, str | int | float | bool | None]
+Received = TypeVar("Received")
+
+LINGER_MS = 1000  # for what was sent last, when a process ends
+ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until it is known why
+ORPHAN_S = 10.0  # how long an engine may take to end once nobody is there to use it
+
+
+class ChannelError(EngineError):
+    """A message that cannot be sent, or that cannot be read."""
+
+
+# --- To the engine ----------------------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """The base of all; each is told apart by its name."""
+
+
+class Call(Message, frozen=True):
+    """What is answered by a `Reply` of the same id."""
+
+    call_id: int
+
+
+class Add(Message, frozen=True):
+    request: Request
+
+
+class Abort(Message, frozen=True):
+    request_ids: tuple[int, ...]
+
+
+class Resolve(Call, frozen=True):
+    refs: tuple[AdapterRef, ...]
+    merge: Merge | None = None
+
+
+class LoadAdapter(Call, frozen=True):
+    identity: str
+    pin: bool = False
+
+
+class UnloadAdapter(Call, frozen=True):
+    identity: str
+
+
+class GetStatus(Call, frozen=True):
+    pass
+
+
+class Stop(Message, frozen=True):
+    """End now; also says that a `Failed` was heard."""
+
+
+ToEngine = Add | Abort | Resolve | LoadAdapter | UnloadAdapter | GetStatus | Stop
+
+# --- From the engine --------------------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The first message: the engine takes requests, and what there is to know about it."""
+
+    info: Info
+
+
+class Outputs(Message, frozen=True):
+    """All that came of one step."""
+
+    outputs: list[Output]
+
+
+class Reply(Message, frozen=True):
+    call_id: int
+
+
+class ResolveReply(Reply, frozen=True):
+    resolved: Resolved
+
+
+class StatusReply(Reply, frozen=True):
+    status: EngineStatus
+
+
+class Done(Reply, frozen=True):
+    """It was loaded, or unloaded."""
+
+
+class Refused(Reply, frozen=True):
+    failure: Failure
+
+
+class Failed(Message, frozen=True):
+    """The last message: the engine ends because of this."""
+
+    message: str
+
+
+FromEngine = Ready | Outputs | ResolveReply | StatusReply | Done | Refused | Failed
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: Message) -> bytes:
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ChannelError(f"a message {type(message).__name__} cannot be sent: {error}") from error
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _decode(data, _TO_ENGINE)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _decode(data, _FROM_ENGINE)
+
+
+def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
+    """What is told to who sent this, if it can be made out at least who did."""
+    failure = EngineError(str(error))
+    try:
+        message = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError):
+        return None
+    match message:
+        case {"call_id": int(call_id)}:
+            return Refused(call_id, Failure.of(failure))
+        case {"request": {"request_id": int(request_id)}}:
+            return Outputs([Output.failed(request_id, failure)])
+    return None
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
+    try:
+        return decoder.decode(data)
+    except Exception as error:  # also what the dataclasses raise of themselves
+        raise ChannelError(f"a message of {len(data)} bytes cannot be read: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """Fields are typed by what they can do; whatever can do it may be sent."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set | Sequence):
+        return list(value)
+    raise TypeError(f"it holds {type(value).__name__} {value!r:.100}")
+
+
+# --- The two ends -----------------------------------------------------------------------------------------------------
+
+
+class ClientChannel:
+    """The end in the API process, for one engine process; of one event loop."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._to_engine: zmq.Socket[bytes] | None = None
+
+    def open(self) -> str:
+        """Listen; the address that the engine needs."""
+        self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # of mode 0700
+        _bind(self._from_engine, self._folder.name, "from_engine")
+        return self._folder.name
+
+    async def receive(self) -> FromEngine:
+        return decode_from_engine(await self._from_engine.recv())
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits. Before the engine's first message nobody is there to listen."""
+        data = encode(message)
+        if self._to_engine is None:
+            assert self._folder is not None, "the channel is not open"
+            self._to_engine = zmq.Socket(self._context, zmq.PUSH)  # a plain one: nothing to await
+            _connect(self._to_engine, self._folder.name, "to_engine")
+        self._to_engine.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Leave nothing behind. What was not read is lost."""
+        if self._to_engine is not None:
+            self._to_engine.close(linger=0)
+        self._context.destroy(linger=0)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class EngineChannel:
+    """The end in the engine process. A thread takes what arrives, and `wake` is set whenever something did."""
+
+    def __init__(self, address: str) -> None:
+        self.wake = threading.Event()
+        self._address = address
+        self._context = zmq.Context()
+        self._from_engine = self._context.socket(zmq.PUSH)
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.has_failed = False
+        self._was_heard = False
+        self._sending = threading.Lock()
+
+    def open(self) -> None:
+        to_engine = self._context.socket(zmq.PULL)
+        _bind(to_engine, self._address, "to_engine")
+        _connect(self._from_engine, self._address, "from_engine")
+        threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
+
+    @property
+    def has_messages(self) -> bool:
+        return not self._inbox.empty()
+
+    def take(self) -> list[bytes]:
+        """All messages that are there. They are decoded by who can answer those that cannot be."""
+        return [self._inbox.get() for _ in range(self._inbox.qsize())]
+
+    def send(self, message: FromEngine) -> None:
+        data = encode(message)
+        with self._sending:
+            self._from_engine.send(data, zmq.NOBLOCK)
+
+    def report(self, error: Exception) -> None:
+        """Say why the engine ends, from any thread: whoever is stuck will be ended. Only the first reason counts."""
+        with self._sending:
+            if self.has_failed:
+                return
+            self.has_failed = True
+        reason = str(error) if isinstance(error, LoraxError) else f"{type(error).__name__}: {error}"
+        self.send(Failed(reason.encode(errors="backslashreplace").decode()))
+
+    def fail(self, error: Exception) -> None:
+        """Report, and wait until it was heard: what is on its way when a process ends may be lost."""
+        self.report(error)
+        until, stop = time.monotonic() + ACKNOWLEDGE_S, encode(Stop())
+        with suppress(queue.Empty):
+            while not self._was_heard:
+                self._was_heard = self._inbox.get(timeout=max(0.0, until - time.monotonic())) == stop
+
+    def close(self) -> None:
+        self._from_engine.close(linger=LINGER_MS)
+        self._context.term()  # also ends the thread
+
+    def _listen(self, to_engine: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(to_engine, zmq.POLLIN)
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            poller.register(parent.sentinel, zmq.POLLIN)
+        try:
+            while any(ready is to_engine for ready, _ in poller.poll()):
+                self._put(to_engine.recv())
+        except zmq.ContextTerminated:
+            return
+        finally:
+            to_engine.close(linger=0)
+        self._end_as_orphan()
+
+    def _end_as_orphan(self) -> None:
+        """The other process is gone, however it ended: clean up after it, and stop; by force if that takes long."""
+        shutil.rmtree(self._address, ignore_errors=True)
+        self._put(encode(Stop()))
+        time.sleep(ORPHAN_S)  # in a daemon thread, which does not keep the process
+        os._exit(1)
+
+    def _put(self, data: bytes) -> None:
+        self._inbox.put(data)
+        self.wake.set()
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, folder: str, name: str) -> None:
+    socket.set_hwm(0)
+    address = _address_of(folder, name)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
+
+
+def _connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
+    socket.set_hwm(0)
+    socket.connect(_address_of(folder, name))
+
+
+def _address_of(folder: str, name: str) -> str:
+    return f"ipc://{Path(folder) / name}"

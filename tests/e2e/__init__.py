@@ -1,0 +1,1 @@
+"""The whole thing: real processes, real files."""

@@ -1,0 +1,226 @@
+"""The engine in its own process, alone and with a second rank: every request gets what it gets alone."""
+
+import asyncio
+import copy
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.engine.client import EngineClient
+from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
+from lorax_server.launch import make_client
+from lorax_server.types import AdapterRef, Output, Request, SamplingParams, StopParams
+from tests.parity.oracle import oracle_greedy
+from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts, write_adapter
+from tests.parity.variants import VARIANTS, make_oracle
+
+ARCHITECTURES = {
+    "llama-gqa": 2,
+    "gpt2": 4,
+    "neox-parallel": 4,
+    "opt-pre-norm": 4,
+    "mistral-window": 2,
+    "qwen2-bias": 2,
+    "qwen3-head-norm": 2,
+}  # and how many heads keep keys and values
+RANKS = (2, 5)
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+def write_models(name: str, folder: Path) -> list[Any]:
+    """A model and its adapters in folders; transformers' model plain and with each adapter."""
+    oracle = make_oracle(name)
+    oracle.save_pretrained(folder / "model")
+    adapted = [write_adapter(copy.deepcopy(oracle), name, rank, folder / f"rank-{rank}") for rank in RANKS]
+    return [oracle, *adapted]
+
+
+def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **settings: Any) -> EngineConfig:
+    """Little of everything, so that all has to be shared."""
+    model = VARIANTS[name].config()
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    block_bytes = 2 * model.num_hidden_layers * ARCHITECTURES[name] // ranks * head_dim * BLOCK_SIZE * 4
+    return EngineConfig(
+        ModelConfig(folder / "model"),
+        tensor_parallel=ranks,
+        sources=SourceConfig((folder,)),
+        **{
+            "block_size": BLOCK_SIZE,
+            "max_rows": 4,
+            "max_step_tokens": 12,
+            "max_length": 48,
+            "cache_bytes": NUM_BLOCKS * block_bytes,
+            "adapter_bytes": 2**20,
+        }
+        | settings,
+    )
+
+
+@asynccontextmanager
+async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineClient]:
+    client = make_client(config, **options)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def ask(client: EngineClient, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
+    identity = "" if adapter is None else (await client.resolve([AdapterRef("local", adapter)])).identity
+    stop = StopParams(max_new_tokens=more.pop("max_new_tokens", NEW_TOKENS))
+    request = Request(client.new_id(), list(prompt), more.pop("sampling", SamplingParams()), stop, identity, **more)
+    return [output async for output in client.generate(request)]
+
+
+async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int) -> None:
+    """Read a few tokens, and go."""
+    request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
+    answer = client.generate(request)
+    async for _ in answer:
+        count -= 1
+        if count <= 0:
+            break
+    await answer.aclose()
+
+
+# --- The same as alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
+    oracles = write_models(name, tmp_path)
+    prompts = make_prompts()
+    chance = random.Random(0)
+
+    async def crowd() -> list[list[Output]]:
+        async with started(make_config(tmp_path, name, ranks)) as client:
+            tasks = []
+            for i, prompt in enumerate(prompts):
+                adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
+                tasks.append(asyncio.create_task(ask(client, prompt, adapter)))
+                tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
+                await asyncio.sleep(chance.choice([0, 0, 0.005]))
+            answers = await asyncio.gather(*tasks)
+            status = await client.status()
+        assert status.preemptions > 0
+        assert status.chunks > 0
+        assert status.prefix_tokens > 0
+        assert (status.num_blocks, status.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
+        return [answer for answer in answers if answer is not None]
+
+    answers = asyncio.run(crowd())
+    tensors = dict(oracles[0].state_dict())
+    compared = 0
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        expected = oracle_greedy(oracles[WHO[i]], prompt, NEW_TOKENS, tensors)
+        assert [output.token_id for output in answer][: len(expected)] == expected
+        compared += len(expected)
+    assert compared > 100
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
+    write_models("llama-gqa", tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").write_text("{")
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"no")
+    prompt = make_prompts()[0]
+
+    async def run() -> None:
+        async with started(make_config(tmp_path)) as client:
+            alone = [output.token_id for output in await ask(client, prompt)]
+            with pytest.raises(InputError, match="beyond the vocabulary of 97"):
+                await ask(client, [5, 97])
+            with pytest.raises(InputError, match="must be <= 48"):
+                await ask(client, [5] * 40)
+            with pytest.raises(InputError, match="cannot be empty"):
+                await ask(client, [])
+            with pytest.raises(AdapterNotFoundError):
+                await ask(client, prompt, "../../etc")
+            with pytest.raises(AdapterError, match="adapter_config"):
+                await ask(client, prompt, "broken")
+            with pytest.raises(InputError, match="logit_bias"):
+                await ask(client, prompt, sampling=SamplingParams(logit_bias={97: 1.0}))
+            assert [output.token_id for output in await ask(client, prompt)] == alone
+            assert client.is_healthy
+
+    asyncio.run(run())
+
+
+def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> None:
+    write_models("llama-gqa", tmp_path)
+    prompt = make_prompts()[0]
+
+    async def run() -> None:
+        async with started(make_config(tmp_path, ranks=2, max_length=None, cache_bytes=2**20)) as client:
+            alone = [output.token_id for output in await ask(client, prompt)]
+            engine, rank = processes_of(client)
+            running = asyncio.create_task(ask(client, prompt, max_new_tokens=100))
+            stop = StopParams(max_new_tokens=100)
+            stream = client.generate(Request(client.new_id(), prompt, SamplingParams(), stop))
+            await anext(stream)
+            os.kill(rank, signal.SIGKILL)
+            with pytest.raises(EngineError, match="rank 1 ended with exit code -9"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineError):
+                await running
+            assert not client.is_healthy
+            while not client.is_healthy:
+                await asyncio.sleep(0.05)
+            assert not is_alive(engine)
+            assert set(processes_of(client)).isdisjoint({engine, rank})
+            assert [output.token_id for output in await ask(client, prompt)] == alone
+            last = processes_of(client)
+        assert not any(is_alive(process) for process in last)
+
+    asyncio.run(run())
+
+
+def processes_of(client: EngineClient) -> list[int]:
+    """The engine process and its ranks."""
+    assert client._child is not None
+    assert client._child._process is not None
+    engine = client._child._process.pid
+    assert engine is not None
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    ranks = [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [engine, *ranks]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(EngineError, match=r"config\.json"):
+            await make_client(EngineConfig(ModelConfig(tmp_path / "nothing"))).start()
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """Three ranks for four heads."""
+    write_models("llama-gqa", tmp_path)
+
+    async def run() -> None:
+        with pytest.raises(EngineError, match="cannot be divided over 3"):
+            await make_client(EngineConfig(ModelConfig(tmp_path / "model"), tensor_parallel=3)).start()
+
+    asyncio.run(run())

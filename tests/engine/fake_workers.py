@@ -1,0 +1,499 @@
+"""Workers that obey plans on a model of their memory, at any timing that is legal, and notice every wrong use of it."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.engine.adapter_table import AdapterTable
+from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.engine import Engine
+from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload
+from lorax_server.types import AdapterRef, Merge, Output, Request, Resolved, SamplingParams, StopParams
+
+VOCAB = 7
+SIZE = 4  # of a block
+UNIT_BYTES = 4
+MODULUS = 2**61 - 1
+
+
+def seed_of(identity: str) -> int:
+    return int.from_bytes(sha256(identity.encode()).digest()[:7], "big")
+
+
+def chain(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) % MODULUS
+
+
+def token_after(chained: int) -> int:
+    return (chained >> 9) % VOCAB
+
+
+def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a request gets that runs by itself."""
+    chained, tokens = seed_of(identity), []
+    for token in prompt:
+        chained = chain(chained, token)
+    for _ in range(num_tokens):
+        tokens.append(token_after(chained))
+        chained = chain(chained, tokens[-1])
+    return tokens
+
+
+def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec:
+    """It takes as many units as its numbers, each of a unit's size."""
+    return AdapterSpec(identity, name or identity.split("@", maxsplit=1)[0], (), units)
+
+
+def make_capabilities(num_units: int, depth: int = 1, **more: Any) -> Capabilities:
+    values = {"max_rows": 3, "max_length": 40, "num_blocks": 24, "max_step_tokens": 12} | more
+    return Capabilities(
+        vocab_size=VOCAB,
+        block_size=SIZE,
+        depth=depth,
+        num_adapter_units=num_units,
+        adapter_unit_bytes=UNIT_BYTES,
+        itemsize=UNIT_BYTES,
+        **values,
+    )
+
+
+@dataclass
+class _Resident:
+    identity: str
+    start: int
+    units: int
+    is_loaded: bool = False  # which the engine has been told
+
+    @property
+    def place(self) -> range:
+        return range(self.start, self.start + self.units)
+
+
+@dataclass
+class _Reading:
+    identity: str
+    place: range
+
+
+@dataclass
+class _Step:
+    plan: StepPlan
+    moves: list[tuple[int, int, int]]  # source, target, units
+    reads: dict[int, _Reading]  # by index
+    result: StepResult | None = None
+
+
+@dataclass
+class _Load:
+    identity: str
+    place: range
+    turns_left: int  # until it is reported
+    is_written: bool = False
+
+
+class Workers:
+    """Implements `Executor`.
+
+    A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
+    its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
+    result reports it. Each unit remembers whose it is, and which part of it.
+    """
+
+    def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:
+        self.capabilities = capabilities
+        self.host_bytes = host_bytes
+        self.rng = rng
+        self.most_turns = most_turns
+        self.failing: dict[str, int] = {}  # identities, and how often they will fail to be prepared
+        self.host: dict[str, int] = {}  # bytes
+        self.residents: dict[int, _Resident] = {}
+        self.num_unloads = 0
+        self._notify: Callable[[], None] = lambda: None
+        self._preparing: dict[str, list[int]] = {}  # bytes, turns left
+        self._prepared: list[Prepared] = []
+        self._buffer: list[tuple[str, int] | None] = [None] * capabilities.num_adapter_units
+        self._loads: dict[int, _Load] = {}
+        self._steps: deque[_Step] = deque()
+        self._tokens: dict[int, list[int]] = {}
+        self._chains: dict[int, list[int]] = {}
+        self._tables: dict[int, dict[int, int]] = {}
+        self._cache: dict[int, int] = {}
+
+    # --- What the engine does -----------------------------------------------------------------------------------------
+
+    def on_prepared(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+
+    def take_prepared(self) -> list[Prepared]:
+        taken, self._prepared = self._prepared, []
+        return taken
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._steps) < self.capabilities.depth
+        moves: list[tuple[int, int, int]] = []
+        for op in plan.adapter_ops:
+            match op:
+                case Prepare(spec):
+                    self._prepare(spec)
+                case Load(identity, index, first_unit):
+                    self._load(identity, index, first_unit)
+                case Move(index, source, target):
+                    moves.append(self._move(index, source, target))
+                case Unload(index):
+                    assert self.residents[index].is_loaded, "unloaded while it is being written"
+                    del self.residents[index]
+                    self.num_unloads += 1
+                case Drop(identity):
+                    assert not any(load.identity == identity for load in self._loads.values()), "dropped while read"
+                    del self.host[identity]
+        self._check_host()
+        self._check_collisions()
+        reads = {}
+        for index in set(plan.adapter_indices.tolist()) - {0}:
+            resident = self.residents[index]
+            assert resident.is_loaded, f"{resident.identity} is not there yet"
+            reads[index] = _Reading(resident.identity, resident.place)
+        self._steps.append(_Step(plan, moves, reads))
+        self.tick()
+
+    def collect(self) -> StepResult:
+        step = self._steps[0]
+        if step.result is None:
+            self._run(step)
+        self._read(step)
+        self._steps.popleft()
+        assert step.result is not None
+        self.tick()
+        step.result.loaded.extend(self._take_loaded())
+        return step.result
+
+    def close(self) -> None: ...
+
+    # --- Time ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_preparing(self) -> bool:
+        return bool(self._preparing)
+
+    def tick(self) -> None:
+        """Something may happen beside the engine."""
+        for identity in list(self._preparing):
+            self._preparing[identity][1] -= 1
+        ready = [identity for identity, (_, left) in self._preparing.items() if left <= 0]
+        self.rng.shuffle(ready)
+        for identity in ready:
+            self._end_preparing(identity)
+        for load in self._loads.values():
+            if self.rng.random() < 0.3:
+                self._write(load)
+        waiting = next((step for step in self._steps if step.result is None), None)
+        if waiting is not None and self.rng.random() < 0.5:
+            self._run(waiting)
+
+    # --- Host memory --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, spec: AdapterSpec) -> None:
+        assert spec.identity not in self.host, "prepared twice"
+        assert spec.identity not in self._preparing, "prepared twice"
+        self._preparing[spec.identity] = [spec.num_elements * UNIT_BYTES, self.rng.randint(0, 2 * self.most_turns)]
+
+    def _end_preparing(self, identity: str) -> None:
+        num_bytes, _ = self._preparing.pop(identity)
+        if self.failing.get(identity, 0):
+            self.failing[identity] -= 1
+            self._prepared.append(Prepared(identity, error=AdapterError(f"{identity} is damaged")))
+        else:
+            self.host[identity] = num_bytes
+            self._prepared.append(Prepared(identity, num_bytes // UNIT_BYTES, num_bytes, VOCAB))
+        self._notify()
+
+    def _check_host(self) -> None:
+        sizes = [*self.host.values(), *(size for size, _ in self._preparing.values())]
+        assert sum(sizes) <= self.host_bytes or len(sizes) == 1, f"{sizes} are more than {self.host_bytes}"
+
+    # --- Device memory ------------------------------------------------------------------------------------------------
+
+    def _load(self, identity: str, index: int, first_unit: int) -> None:
+        assert index > 0
+        assert index not in self.residents, f"index {index} is in use"
+        resident = _Resident(identity, first_unit, self.host[identity] // UNIT_BYTES)
+        assert all(other.identity != identity for other in self.residents.values()), "loaded twice"
+        self.residents[index] = resident
+        self._loads[index] = _Load(identity, resident.place, self.rng.randint(0, self.most_turns))
+
+    def _move(self, index: int, source: int, target: int) -> tuple[int, int, int]:
+        resident = self.residents[index]
+        assert resident.is_loaded, "moved while it is being written"
+        assert resident.start == source
+        assert 0 <= target < source
+        resident.start = target
+        return source, target, resident.units
+
+    def _check_collisions(self) -> None:
+        end = 0
+        for resident in sorted(self.residents.values(), key=lambda each: each.start):
+            assert resident.start >= end, "two adapters in one place"
+            end = resident.place.stop
+        assert end <= self.capabilities.num_adapter_units
+
+    def _write(self, load: _Load) -> None:
+        if not load.is_written:
+            assert load.identity in self.host
+            for position, unit in enumerate(load.place):
+                self._buffer[unit] = load.identity, position
+            load.is_written = True
+
+    def _take_loaded(self) -> list[int]:
+        loaded = []
+        for index, load in self._loads.items():
+            load.turns_left -= 1
+            if load.turns_left < 0:
+                self._write(load)
+                loaded.append(index)
+                self.residents[index].is_loaded = True
+        for index in loaded:
+            del self._loads[index]
+        self.rng.shuffle(loaded)
+        return loaded
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def _run(self, step: _Step) -> None:
+        for before in self._steps:
+            if before is step:
+                break
+            self._read(before)
+            before.reads = {}  # steps run in order, so it has ended
+        for source, target, units in step.moves:
+            self._buffer[target : target + units] = self._buffer[source : source + units]
+        self._read(step)
+        step.result = self._compute(step)
+
+    def _read(self, step: _Step) -> None:
+        for reading in step.reads.values():
+            for position, unit in enumerate(reading.place):
+                assert self._buffer[unit] == (reading.identity, position), "another's bytes, or not all of them"
+
+    def _compute(self, step: _Step) -> StepResult:
+        plan = step.plan
+        for new in plan.new_rows:
+            self._tokens[new.row], self._chains[new.row], self._tables[new.row] = list(new.token_ids), [], {}
+        for row, place, block in plan.new_blocks.tolist():
+            assert place not in self._tables[row], "told twice"
+            self._tables[row][place] = block
+        columns = (plan.rows, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
+        tokens = []
+        parts = list(zip(*(column.tolist() for column in columns), strict=True))
+        for row, start, count, _, index in parts:
+            identity = self._found(step.reads[index]) if index else ""
+            chains = self._extend_chain(row, identity, start + count)
+            for position in range(start, start + count):
+                self._cache[self._slot(row, position)] = chains[position]
+        for row, start, count, samples, _ in parts:
+            chains = self._chains[row]
+            for position in range(start + count):
+                assert self._cache[self._slot(row, position)] == chains[position], "another's keys"
+            if samples:
+                assert start + count == len(self._tokens[row])
+                tokens.append(token_after(chains[start + count - 1]))
+                self._tokens[row].append(tokens[-1])
+        return StepResult(plan.step, tokens, [0.0] * len(tokens))
+
+    def _found(self, reading: _Reading) -> str:
+        held = self._buffer[reading.place.start]
+        assert held is not None
+        return held[0]
+
+    def _extend_chain(self, row: int, identity: str, length: int) -> list[int]:
+        chains, tokens = self._chains[row], self._tokens[row]
+        while len(chains) < length:
+            chains.append(chain(chains[-1] if chains else seed_of(identity), tokens[len(chains)]))
+        return chains
+
+    def _slot(self, row: int, position: int) -> int:
+        return self._tables[row][position // SIZE] * SIZE + position % SIZE
+
+
+@dataclass
+class Names:
+    """Stands in for the resolver: what each name means now."""
+
+    specs: dict[str, AdapterSpec] = field(default_factory=dict)
+    num_fetching: int = 0
+
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[tuple[AdapterSpec, Resolved]]":
+        answer: Future[tuple[AdapterSpec, Resolved]] = Future()
+        spec = self.specs[refs[0].name]
+        answer.set_result((spec, Resolved(spec.identity)))
+        return answer
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Asked:
+    """A request of a test, from the moment its name is resolved."""
+
+    request_id: int
+    spec: AdapterSpec | None
+    prompt: list[int]
+    num_tokens: int
+    options: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    failure: str | None = None
+    is_aborted: bool = False
+
+    @property
+    def identity(self) -> str:
+        return self.spec.identity if self.spec else ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_aborted or self.failure is not None or len(self.tokens) == self.num_tokens
+
+
+class World:
+    """The real engine, its workers, and the loop around it, on a clock that is told the time.
+
+    As in a server, the engine is called only when it is busy, was woken, or its deadline has come.
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        host_units: int,
+        *,
+        depth: int = 1,
+        seed: int = 0,
+        patience_s: float = 1.0,
+        most_turns: int = 3,
+        limits: dict[str, Any] | None = None,
+        **capabilities: Any,
+    ) -> None:
+        self.now = 0.0
+        self.names = Names()
+        self.asked: dict[int, Asked] = {}
+        self.open: dict[int, Asked] = {}
+        self.num_turns = 0
+        self._resolving: list[tuple[Asked, Future[Resolved]]] = []
+        of = make_capabilities(num_units, depth, **capabilities)
+        host_bytes = host_units * UNIT_BYTES
+        self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
+        self.pool = BlockPool(of.num_blocks, of.block_size)
+        self.table = AdapterTable(of, host_bytes=host_bytes, patience_s=patience_s, retry_s=5.0, clock=self.clock)
+        sizes = Limits(of.max_step_tokens, of.max_rows, of.max_length, **(limits or {}))
+        self.scheduler = Scheduler(sizes, self.pool, self.table, clock=self.clock)
+        self.engine = Engine(self.workers, self.scheduler, self.pool, self.table, self.names)  # type: ignore[arg-type]
+
+    def clock(self) -> float:
+        return self.now
+
+    def put(self, name: str, version: int, units: int) -> AdapterSpec:
+        """Another content under a name."""
+        spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
+        return spec
+
+    def ask(self, name: str | None, prompt: list[int], num_tokens: int = 4, **options: Any) -> Asked:
+        spec = self.names.specs[name] if name else None
+        asked = Asked(len(self.asked), spec, prompt, num_tokens, options)
+        self.asked[asked.request_id] = self.open[asked.request_id] = asked
+        if name is None:
+            self._add(asked)
+        else:
+            self._resolving.append((asked, self.engine.resolve([AdapterRef("local", name)])))
+        return asked
+
+    def abort(self, asked: Asked) -> None:
+        if not asked.is_done:
+            asked.is_aborted = True
+            del self.open[asked.request_id]
+            self.engine.abort(asked.request_id)
+
+    def turn(self, passes_s: float = 0.1) -> bool:
+        """Whether the engine had something to do."""
+        self.num_turns += 1
+        self.now += passes_s
+        self.workers.tick()
+        engine = self.engine
+        is_called = engine.is_busy or engine.wake.is_set()
+        if not is_called and engine.deadline_s is not None:
+            self.now += engine.deadline_s
+            is_called = True
+        if is_called:
+            engine.wake.clear()
+            self._take(engine.step())
+        else:
+            assert self.workers.is_preparing or not engine.has_work, "it sleeps, and nothing will wake it"
+        for asked, answer in [each for each in self._resolving if each[1].done()]:
+            self._resolving.remove((asked, answer))
+            if not asked.is_aborted:
+                assert answer.result().identity == asked.identity
+                self._add(asked)
+        return is_called
+
+    def finish(self, most: int) -> None:
+        for _ in range(most):
+            if not self.open:
+                return
+            self.turn()
+        raise AssertionError(f"{len(self.open)} requests are not finished after {most} turns")
+
+    def settle(self, most: int = 200) -> None:
+        """Until the engine sleeps."""
+        while self.turn() or self.workers.is_preparing:
+            most -= 1
+            assert most > 0, "it never sleeps"
+
+    def _add(self, asked: Asked) -> None:
+        stop = StopParams(max_new_tokens=asked.num_tokens)
+        request = Request(
+            asked.request_id, asked.prompt, SamplingParams(), stop, adapter=asked.identity, **asked.options
+        )
+        try:
+            self.engine.add(request)
+        except LoraxError as error:
+            self._fail(asked, str(error))
+        else:
+            self.engine.wake.set()
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            asked = self.open[output.request_id]
+            if output.failure is not None:
+                self._fail(asked, output.failure.message)
+                continue
+            asked.tokens.append(output.token_id)
+            is_last = len(asked.tokens) == asked.num_tokens
+            assert (output.finish_reason is not None) == is_last
+            if is_last:
+                del self.open[output.request_id]
+                assert asked.tokens == alone(asked.identity, asked.prompt, asked.num_tokens), "stale tokens"
+
+    def _fail(self, asked: Asked, message: str) -> None:
+        asked.failure = message
+        del self.open[asked.request_id]
+
+    def check_tokens_so_far(self) -> None:
+        for asked in self.open.values():
+            assert asked.tokens == alone(asked.identity, asked.prompt, len(asked.tokens)), "stale tokens"
+
+    def check_nothing_is_left(self) -> None:
+        """When nobody needs anything, all that was taken comes back."""
+        assert not self.open
+        self.settle()
+        assert self.pool.num_free == self.pool.num_blocks
+        for identity in {asked.identity for asked in self.asked.values()} - {""}:
+            self.engine.unload(identity)
+        self.settle()
+        assert not self.workers.host
+        assert not self.workers.residents
+        assert self.table.host_bytes_used == 0
+        assert self.table.num_on_host == self.table.num_on_device == self.table.num_preparing == 0
+        self.turn()

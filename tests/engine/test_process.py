@@ -1,0 +1,241 @@
+"""The loop of the engine process, served by a thread so that it can be looked at."""
+
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from lorax_server import ipc
+from lorax_server.engine import process
+from lorax_server.engine.process import serve
+from lorax_server.errors import EngineError
+from lorax_server.types import Output, Resolved
+from tests.engine.fake_engine import FakeEngine, ask_for
+
+
+class Peer:
+    """The other end, which can also send what is not a message; `process.serve` runs in a thread."""
+
+    def __init__(self, folder: str) -> None:
+        self._context = zmq.Context()
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._from_engine.bind(f"ipc://{folder}/from_engine")
+        self._from_engine.rcvtimeo = 60_000
+        self._channel = ipc.EngineChannel(folder)
+        self._channel.open()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.connect(f"ipc://{folder}/to_engine")
+        self.engine = FakeEngine(self._channel)
+        self.ended_with: queue.Queue[BaseException | None] = queue.Queue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._serve).start()
+        assert self.receive() == ipc.Ready({"name": "fake"})
+
+    def until_arrived(self, num_messages: int) -> None:
+        while self._channel._inbox.qsize() < num_messages:
+            self._channel.wake.wait()
+            self._channel.wake.clear()
+
+    def _serve(self) -> None:
+        try:
+            serve(self.engine, self._channel, {"name": "fake"})
+        except BaseException as error:
+            self.ended_with.put(error)
+        else:
+            self.ended_with.put(None)
+        self._channel.close()
+
+    def send(self, message: ipc.ToEngine) -> None:
+        self.send_bytes(ipc.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._to_engine.send(data)
+
+    def receive(self) -> ipc.FromEngine:
+        return ipc.decode_from_engine(self._from_engine.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def waiting_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    """Its engine has not started. What is not woken for does not happen."""
+    monkeypatch.setattr(process, "IDLE_S", 1000.0)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(folder)
+        yield peer
+        peer.close()
+
+
+@pytest.fixture
+def peer(waiting_peer: Peer) -> Peer:
+    waiting_peer.start()
+    return waiting_peer
+
+
+def stop(peer: Peer) -> None:
+    peer.send(ipc.Stop())
+    assert peer.ended_with.get(timeout=60) is None
+    assert peer.engine.is_closed
+
+
+def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    for request_id, how in ((1, ""), (2, "refused"), (3, "")):
+        peer.send(ipc.Add(ask_for(request_id, (7, 8), how)))
+    peer.until_arrived(3)
+    peer.start()
+    messages = [peer.receive(), peer.receive()]
+    assert all(isinstance(message, ipc.Outputs) for message in messages)
+    tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in messages]
+    assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
+    stop(peer)
+
+
+def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "call_id": 5}))
+        reply = peer.receive()
+    assert isinstance(reply, ipc.Refused)
+    assert (reply.call_id, reply.failure.kind) == (5, "EngineError")
+    assert "'Unknown'" in reply.failure.message
+    stop(peer)
+
+
+def test_an_unreadable_request_is_answered(peer: Peer) -> None:
+    whole = msgspec.msgpack.decode(ipc.encode(ipc.Add(ask_for(4))))
+    whole["request"]["stop"]["max_new_tokens"] = "many"
+    peer.send_bytes(msgspec.msgpack.encode(whole))
+    message = peer.receive()
+    assert isinstance(message, ipc.Outputs)
+    ((request_id, failure),) = [(output.request_id, output.failure) for output in message.outputs]
+    assert request_id == 4
+    assert failure is not None
+    assert "max_new_tokens" in failure.message
+    stop(peer)
+
+
+def test_a_message_that_nobody_can_be_answered_for_ends_the_engine_with_a_reason(peer: Peer) -> None:
+    peer.send_bytes(b"\xc1")
+    message = peer.receive()
+    assert isinstance(message, ipc.Failed)
+    assert "a message of 1 bytes cannot be read" in message.message
+    peer.send(ipc.Stop())  # it was heard
+    assert isinstance(peer.ended_with.get(timeout=60), ipc.ChannelError)
+    assert peer.engine.is_closed
+
+
+def test_a_failing_engine_stays_until_it_was_heard(peer: Peer) -> None:
+    peer.send(ipc.Add(ask_for(1, how="raise")))
+    messages = [peer.receive(), peer.receive()]
+    assert messages[1] == ipc.Failed("RuntimeError: boom \\udcff")
+    assert peer.ended_with.empty()
+    assert not peer.engine.is_closed
+    peer.send(ipc.GetStatus(3))
+    peer.send(ipc.Stop())
+    assert isinstance(peer.ended_with.get(timeout=60), RuntimeError)
+    assert peer._channel._was_heard
+
+
+def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
+    error = EngineError("rank 1 ended")
+    peer._channel.report(error)
+    peer._channel.report(EngineError("and rank 2"))
+    assert peer.receive() == ipc.Failed("rank 1 ended")
+    peer.send(ipc.Stop())
+    ended_with = peer.ended_with.get(timeout=60)
+    assert isinstance(ended_with, SystemExit)
+    assert ended_with.code == 1
+    assert peer.engine.is_closed
+
+
+def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
+    peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
+    steps = iter([[Output(1, 5, 0.0), Output(2, 5, object()), Output(3, 6, 0.0)]])  # type: ignore[arg-type]
+    peer.engine.wake.set()
+    message = peer.receive()
+    assert isinstance(message, ipc.Outputs)
+    assert [(output.request_id, output.token_id) for output in message.outputs] == [(1, 5), (2, -1), (3, 6)]
+    assert message.outputs[1].failure is not None
+    assert "it holds object" in message.outputs[1].failure.message
+    assert 2 in peer.engine._aborted
+    stop(peer)
+
+
+def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = waiting_peer
+    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    steps = iter([[], [], [Output(1, 5, 0.0)]])
+    peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
+    peer.start()
+    assert peer.receive() == ipc.Outputs([Output(1, 5, 0.0)])
+    stop(peer)
+
+
+class WatchedEvent(threading.Event):
+    """Tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_waited_for.set()
+        return super().wait(timeout)
+
+
+def test_what_another_thread_found_out_is_answered_at_once(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    peer.engine.wake = WatchedEvent()
+    peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
+    future: Future[Resolved] = Future()
+    peer.send(ipc.Resolve(1, ()))
+    peer.until_arrived(1)
+    peer.start()
+    assert peer.engine.wake.is_waited_for.wait(60)
+    future.set_result(Resolved("found"))
+    assert peer.receive() == ipc.ResolveReply(1, Resolved("found"))
+    stop(peer)
+
+
+def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+
+    def step() -> list[Output]:
+        peer.engine.wake.set()  # as another thread may, when the step has looked already
+        return next(steps, [])
+
+    steps = iter([[], [Output(1, 5, 0.0)]])
+    peer.engine.step = step  # type: ignore[method-assign]
+    peer.start()
+    assert peer.receive() == ipc.Outputs([Output(1, 5, 0.0)])
+    stop(peer)
+
+
+def test_without_anything_to_do_it_does_nothing(peer: Peer) -> None:
+    steps: list[int] = []
+    peer.send(ipc.GetStatus(1))
+    peer.receive()
+    peer.engine.step = lambda: steps.append(1) or []  # type: ignore[method-assign, func-returns-value]
+    for call_id in range(2, 12):
+        peer.send(ipc.GetStatus(call_id))
+        peer.receive()
+    assert len(steps) <= 3 * 10  # a message may be seen, then its wake, then its reply
+    stop(peer)
+
+
+def test_the_folder_is_left_to_who_made_it(peer: Peer) -> None:
+    folder = Path(peer._channel._address)
+    stop(peer)
+    assert folder.exists()
