@@ -3,9 +3,7 @@
 from collections.abc import Callable
 
 from lorax_server.adapters.source import AdapterSources, Source
-from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.adapters.sources.s3 import S3Source
 from lorax_server.config import EngineConfig, SourceConfig
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
@@ -54,13 +52,17 @@ def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
 
 
 def build_sources(config: SourceConfig) -> dict[str, Source]:
-    """Those that the operator allows."""
+    """Those that the operator allows. What they are fetched with is imported only where it is needed."""
     sources: dict[str, Source] = {}
     if config.roots:
         sources["local"] = LocalSource(config.roots)
     if config.hub and config.cache:
+        from lorax_server.adapters.sources.hub import HubSource  # noqa: PLC0415
+
         sources["hub"] = HubSource(config.cache / "hub", config.hub_endpoint, config.hub_token, config.hub_offline)
     if config.s3_bucket and config.cache:
+        from lorax_server.adapters.sources.s3 import S3Source  # noqa: PLC0415
+
         sources["s3"] = S3Source(
             config.s3_bucket, config.cache / "s3", prefix=config.s3_prefix, endpoint_url=config.s3_endpoint
         )

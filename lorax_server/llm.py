@@ -6,24 +6,30 @@ for completion in llm.generate(["Once upon a time", "Hello"], adapter=["french",
 """
 
 import itertools
+import math
 import os
+import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from tqdm import tqdm
 
+from lorax_server.adapters.spec import stamp_of
 from lorax_server.answer import Answer
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
 from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos, load_tokenizer
 from lorax_server.text import Detokenizer, make_detokenizer
 from lorax_server.types import (
@@ -31,7 +37,6 @@ from lorax_server.types import (
     Alternatives,
     EngineStatus,
     FinishReason,
-    Merge,
     Output,
     Request,
     Resolved,
@@ -91,17 +96,21 @@ class _Run:
     def take(self, output: Output) -> None:
         completion = self.completion
         if output.failure is not None:
+            completion.text = self.answer.text
             completion.error = output.failure.to_error()
             return
         text = self.answer.take(output.token_id)
         completion.token_ids.append(output.token_id)
         completion.logprobs.append(output.logprob)
-        completion.prompt_logprobs = completion.prompt_logprobs or output.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            completion.prompt_logprobs = output.prompt_logprobs
         if output.alternatives is not None:
             completion.alternatives.append(output.alternatives)
-        completion.text = self.answer.text
-        completion.finish_reason = self.answer.finish_reason or output.finish_reason
-        self.chunks.append(Chunk(text, output.token_id, output.logprob, completion.finish_reason, output.alternatives))
+        reason = output.finish_reason if self.answer.finish_reason is None else self.answer.finish_reason
+        self.chunks.append(Chunk(text, output.token_id, output.logprob, reason, output.alternatives))
+        if reason is not None:
+            completion.text = self.answer.text
+            completion.finish_reason = reason  # last: then all is there for who waits on another thread
 
 
 class LLM:
@@ -121,16 +130,23 @@ class LLM:
         path = Path(model)
         self._folders = {name: Path(folder).resolve() for name, folder in _named(adapters).items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []
-        roots += [folder.parent for folder in self._folders.values()]
+        # Only these folders are asked for, and their files may be links to anywhere, as in the cache of the hub.
+        roots += [Path(folder.anchor) for folder in self._folders.values()]
         settings.setdefault("sources", SourceConfig(tuple(dict.fromkeys(roots))))
+        # A script gives all of its prompts at once, and waits until they are done.
+        settings.setdefault("max_waiting", None)
+        settings.setdefault("adapter_timeout_s", math.inf)
         model_config = ModelConfig(path, dtype=dtype, device=device or _find_device())
         self._tokenizer = _load_tokenizer(path, path)
         self._path = path
-        self._engine: Engine = build_engine(EngineConfig(model_config, **settings))
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of all below
+        self._built: Engine | None = build_engine(EngineConfig(model_config, **settings))
+        self._end = EngineError("this LLM is closed")  # why there is no engine, if there is none
         self._runs: dict[int, _Run] = {}
+        self._left: deque[_Run] = deque()  # that nobody wants any more
         self._ids = itertools.count()
-        self._tokenizers: dict[tuple[object, ...], _Tokenizer] = {}
+        self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
+        self._tokenizers: dict[Path, tuple[object, _Tokenizer]] = {}
 
     def generate(
         self,
@@ -157,9 +173,11 @@ class LLM:
         runs: list[_Run] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not _shows(progress, len(listed)), dynamic_ncols=True)
         try:
-            resolved = self._resolve_all(names, on_error)
-            for prompt, who in zip(listed, resolved, strict=True):
-                runs.append(self._start(prompt, who, params, stop, prompt_logprobs, on_error))
+            found = self._resolve_all(names, on_error)
+            for prompt, who in zip(listed, found, strict=True):
+                runs.append(self._make_run(prompt, who, params, stop, prompt_logprobs))
+            for run in runs:
+                self._start(run, on_error)
             self._finish(runs, bar, on_error)
         finally:
             bar.close()
@@ -175,14 +193,16 @@ class LLM:
         adapter: str | None = None,
     ) -> Iterator[Chunk]:
         """Answer one prompt, token by token. Closing the iterator ends the request."""
-        run = self._start(prompt, self._resolve_all([adapter], "raise")[0], params, stop, False, "raise")
+        run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, False)
         try:
+            self._start(run, "raise")
             while True:
-                chunks, run.chunks = run.chunks, []
+                with self._lock:  # another thread may be adding to it
+                    chunks, run.chunks, is_done = run.chunks, [], run.is_done
                 yield from chunks
                 if run.completion.error is not None:
                     raise run.completion.error
-                if run.is_done:
+                if is_done:
                     return
                 self._step()
         finally:
@@ -190,25 +210,36 @@ class LLM:
 
     def load_adapter(self, name: str, *, pin: bool = False) -> None:
         """Bring an adapter to the device before it is needed; one that is pinned stays there."""
-        identity = self._await(self._ask([AdapterRef("local", self._folder(name))])).identity
-        with self._lock:
+        identity = self._await(self._ask(name)).identity
+        with self._held():
             loading = self._engine.load(identity, pin)
+            self._loaded.setdefault(name, set()).add(identity)
         self._await(loading)
 
     def unload_adapter(self, name: str) -> None:
-        """Let an adapter go as soon as no request needs it."""
-        identity = self._await(self._ask([AdapterRef("local", self._folder(name))])).identity
-        with self._lock:
-            self._engine.unload(identity)
+        """Let an adapter go as soon as no request needs it, also what it was before its files were replaced."""
+        identities = self._loaded.pop(name, set())
+        try:
+            identities.add(self._await(self._ask(name)).identity)
+        except AdapterError:
+            if not identities:
+                raise
+        with self._held():
+            for identity in identities:
+                self._engine.unload(identity)
 
     @property
     def status(self) -> EngineStatus:
-        with self._lock:
+        with self._held():
             return self._engine.status()
 
     def close(self) -> None:
-        """Give back the memory. Requests that are under way get no more tokens."""
-        self._engine.close()
+        """Give back the memory. Requests that are under way end with an error."""
+        with self._held():
+            engine, self._built = self._built, None
+            self._runs.clear()
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,38 +251,49 @@ class LLM:
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
-    def _start(
+    def _make_run(
         self,
         prompt: Prompt,
         who: Resolved | LoraxError,
         params: SamplingParams | None,
         stop: StopParams | None,
         prompt_logprobs: bool,
-        on_error: str,
     ) -> _Run:
-        identity = "" if isinstance(who, LoraxError) else who.identity
-        tokenizer = self._tokenizer if isinstance(who, LoraxError) else self._tokenizer_of(who)
+        tokenizer, problem = self._tokenizer, who if isinstance(who, LoraxError) else None
+        ids: list[int] = []
+        try:
+            tokenizer = tokenizer if isinstance(who, LoraxError) else self._tokenizer_of(who)
+            ids = _to_ids(tokenizer, prompt)
+        except LoraxError as error:
+            problem = problem or error
         stop = stop or StopParams()
         if not stop.eos_token_ids:
             stop = replace(stop, eos_token_ids=tokenizer.eos_token_ids)
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        sampling = params or SamplingParams()
-        with self._lock:
-            request_id = next(self._ids)
-            request = Request(
-                request_id, ids, sampling, stop, identity, tenant=identity, prompt_logprobs=prompt_logprobs
-            )
-            run = _Run(request, Answer(tokenizer.detokenizer, ids, stop))
-            try:
-                if isinstance(who, LoraxError):
-                    raise who
-                self._engine.add(request)
-                self._runs[request_id] = run
-            except LoraxError as error:
-                if on_error == "raise":
-                    raise
-                run.completion.error = error
+        identity = "" if isinstance(who, LoraxError) else who.identity
+        request = Request(
+            next(self._ids),
+            ids,
+            params or SamplingParams(),
+            stop,
+            identity,
+            tenant=identity,
+            prompt_logprobs=prompt_logprobs,
+        )
+        run = _Run(request, Answer(tokenizer.detokenizer, ids, stop))
+        run.completion.error = problem
         return run
+
+    def _start(self, run: _Run, on_error: str) -> None:
+        try:
+            if run.completion.error is not None:
+                raise run.completion.error
+            with self._held():
+                self._engine.add(run.request)
+                self._runs[run.request.request_id] = run
+        except LoraxError as error:
+            if on_error == "raise" or isinstance(error, EngineError):
+                raise
+            run.completion.error = error
 
     def _finish(self, runs: Sequence[_Run], bar: Any, on_error: str) -> None:
         left = list(runs)
@@ -266,18 +308,36 @@ class LLM:
                 self._step()
 
     def _stop(self, runs: Sequence[_Run]) -> None:
-        with self._lock:
-            for run in runs:
-                if self._runs.pop(run.request.request_id, None) is not None:
-                    self._engine.abort(run.request.request_id)
+        """Waits for nobody: an iterator that is forgotten is closed wherever Python happens to be, be it in a step."""
+        self._left.extend(run for run in runs if run.request.request_id in self._runs)
+        if self._left and self._lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _let_go(self) -> None:
+        while self._left:
+            request_id = self._left.popleft().request.request_id
+            if self._runs.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
 
     def _step(self) -> None:
         """One turn of the engine, for whoever waits for it."""
         if not self._engine.is_busy:
             self._engine.wake.wait(IDLE_S)
-        with self._lock:
-            self._engine.wake.clear()
-            for output in self._engine.step():
+        with self._held():
+            engine = self._engine
+            engine.wake.clear()
+            try:
+                outputs = engine.step()
+            except BaseException as error:  # nobody knows what is under way now
+                self._built = None
+                self._end = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
+                self._runs.clear()
+                engine.close()
+                raise
+            for output in outputs:
                 run = self._runs.get(output.request_id)
                 if run is None:
                     continue
@@ -285,13 +345,27 @@ class LLM:
                 if run.is_done:
                     del self._runs[output.request_id]
                     if output.finish_reason is None and output.failure is None:
-                        self._engine.abort(output.request_id)  # a stop string, which the engine does not see
+                        engine.abort(output.request_id)  # a stop string, which the engine does not see
+
+    @property
+    def _engine(self) -> Engine:
+        if self._built is None:
+            raise EngineError(str(self._end))
+        return self._built
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The engine, to one thread, which Ctrl-C does not stop before it is done."""
+        with _uninterrupted(), self._lock:
+            self._let_go()
+            yield
+            self._let_go()
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 
     def _resolve_all(self, names: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
         """Each name once, all at the same time."""
-        asked = {name: self._ask([AdapterRef("local", self._folder(name))]) for name in set(names) if name is not None}
+        asked = {name: self._ask(name) for name in dict.fromkeys(names) if name is not None}
         found: dict[str | None, Resolved | LoraxError] = {None: Resolved("")}
         for name, answer in asked.items():
             try:
@@ -302,30 +376,35 @@ class LLM:
                 found[name] = error
         return [found[name] for name in names]
 
-    def _ask(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Resolved]":
-        with self._lock:
-            return self._engine.resolve(refs, merge)
+    def _ask(self, name: str) -> "Future[Resolved]":
+        """Who a name means now. Whatever is wrong with it is in the Future."""
+        if self._folders and name not in self._folders:
+            unknown: Future[Resolved] = Future()
+            known = ", ".join(sorted(self._folders))
+            unknown.set_exception(AdapterNotFoundError(f"adapter {name!r}: there are {known}"))
+            return unknown
+        with self._held():
+            return self._engine.resolve([AdapterRef("local", str(self._folders.get(name, name)))])
 
     def _await(self, answer: "Future[_T]") -> _T:
         while not answer.done():
             self._step()
         return answer.result()
 
-    def _folder(self, name: str) -> str:
-        if self._folders and name not in self._folders:
-            raise AdapterNotFoundError(f"adapter {name!r}: there are {', '.join(sorted(self._folders))}")
-        return str(self._folders.get(name, name))
-
     def _tokenizer_of(self, who: Resolved) -> _Tokenizer:
         """The adapter's own, where it brings one."""
         if who.folder is None or not VOCABULARY_FILES & set(who.tokenizer_files):
             return self._tokenizer
         folder = Path(who.folder)
-        # Not by the identity, which is that of the weights.
-        key = (folder, *((folder / file).stat().st_mtime_ns for file in who.tokenizer_files))
-        if key not in self._tokenizers:
-            self._tokenizers[key] = _load_tokenizer(folder, self._path)
-        return self._tokenizers[key]
+        try:
+            # Not by the identity, which is that of the weights.
+            stamps = [stamp_of(folder / file) for file in who.tokenizer_files]
+            known = self._tokenizers.get(folder)
+            if known is None or known[0] != stamps:
+                known = self._tokenizers[folder] = stamps, _load_tokenizer(folder, self._path)
+        except (ConfigError, OSError) as error:
+            raise AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {error}") from error
+        return known[1]
 
 
 def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:
@@ -334,11 +413,42 @@ def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:
 
 def _is_list(prompts: Any) -> bool:
     """Of prompts; a list of token ids is one prompt."""
-    return not isinstance(prompts, str) and not (len(prompts) > 0 and isinstance(prompts[0], int))
+    return not isinstance(prompts, str) and not (len(prompts) > 0 and _is_id(prompts[0]))
+
+
+def _is_id(value: Any) -> bool:
+    """Also one of numpy's, or a tensor of nothing but it."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
+def _to_ids(tokenizer: _Tokenizer, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    try:
+        return [index(token_id) for token_id in prompt]
+    except TypeError as error:
+        raise InputError(f"a prompt is a text or a list of token ids: {error}") from error
 
 
 def _shows(progress: bool | None, count: int) -> bool:
     return sys.stderr.isatty() and count > 1 if progress is None else progress
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hear Ctrl-C afterwards: an engine that is left in the middle of a step does not know what it has submitted."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *heard_now: heard.append(heard_now))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            handler(*heard[0])
 
 
 def _find_device() -> str:

@@ -137,7 +137,8 @@ class AdapterTable:
         if entry is None:
             entry = self._known[spec.identity] = _Entry(spec)
             self._forget_some()
-        entry.spec = spec  # the same content, perhaps in another place: the old one may be gone
+        if spec.parts != entry.spec.parts:  # the same content in another place: the old one may be gone
+            entry.spec, entry.error = spec, None
         entry.is_dismissed = False
         self._known.move_to_end(spec.identity)
         self._is_stirred = True

@@ -20,6 +20,8 @@ from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
 
+READY_S = 60.0  # how much later than the first rank another one may be
+
 
 class Preparer:
     """One rank's adapters in host memory. All ranks prepare the same ones in the same order, in a group of their own,
@@ -34,6 +36,8 @@ class Preparer:
         self._group = group
         self._pin = pin
         self._ready: dict[str, HostAdapter] = {}
+        self._added = threading.Condition()  # to `_ready`
+        self._is_closed = False
         self._results: deque[Prepared] = deque()
         self._specs: SimpleQueue[AdapterSpec | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
@@ -43,9 +47,13 @@ class Preparer:
         self._specs.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
-        return self._ready[identity]
+        """One that the first rank has. All have agreed by then, but another one may hear of it a moment later."""
+        with self._added:
+            self._added.wait_for(lambda: identity in self._ready, READY_S)
+            return self._ready[identity]
 
     def drop(self, identity: str) -> None:
+        self.get(identity)
         del self._ready[identity]
 
     def take(self) -> list[Prepared]:
@@ -56,11 +64,12 @@ class Preparer:
         return taken
 
     def close(self) -> None:
+        self._is_closed = True
         self._specs.put(None)
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        while (spec := self._specs.get()) is not None:
+        while (spec := self._specs.get()) is not None and not self._is_closed:
             self._results.append(self._prepare(spec))
             self.notify()
 
@@ -69,21 +78,23 @@ class Preparer:
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
         except LoraxError as error:
             return Prepared(spec.identity, error=error)
-        except Exception as error:  # a bug, or no memory: it must not take others along
-            logger.exception("adapter %r cannot be prepared", spec.name)
-            return Prepared(
-                spec.identity, error=AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
-            )
-        self._ready[spec.identity] = host
+        except Exception as error:  # it must not take others along
+            return Prepared(spec.identity, error=_explain(spec, error))
+        with self._added:
+            self._ready[spec.identity] = host
+            self._added.notify_all()
         return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
         """All ranks open it or none does."""
-        adapter, refusal = None, None
+        adapter: AdapterWeights | None = None
+        refusal: LoraxError | None = None
         try:
             adapter = self._read(spec)
         except LoraxError as error:
             refusal = error
+        except Exception as error:  # the others must hear of it, or they would wait for this rank
+            refusal = _explain(spec, error)
         if self._group.size() > 1:
             flags = self._group.all_gather(torch.tensor([refusal is not None]), dim=0)
             if bool(flags.any()) and refusal is None:
@@ -105,6 +116,12 @@ class Preparer:
             if parts[i].identify() != spec.parts[i].identity:
                 raise AdapterError(f"adapter {parts[i].name!r}: changed while it was read; try again")
         return in_memory
+
+
+def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:
+    """A bug of ours, or no memory."""
+    logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
+    return AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
 
 
 class _InMemory:

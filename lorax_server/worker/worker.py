@@ -113,8 +113,14 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Wor
         return paged_worker(get_model(config.model, group), config, group)
     if config.tensor_parallel > 1:
         raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
+    if config.model.quantize is not None:
+        raise ConfigError(f"{config.model.path}: models of this type do not support quantize = {config.model.quantize}")
     dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
     model = CausalLM(str(config.model.path), dtype=dtype)
+    if model.device.type != torch.device(config.model.device).type:
+        raise ConfigError(
+            f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
+        )
     capabilities = padded_capabilities(model, config.max_rows, config.max_length)
     return Worker(capabilities, PaddedRunner(model))
 

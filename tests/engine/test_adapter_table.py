@@ -656,6 +656,21 @@ def test_the_same_content_in_another_place_is_read_there() -> None:
     assert [op.spec for op in desk.ops if isinstance(op, Prepare)][-1] is moved
 
 
+def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
+    desk = Desk()
+    spec = make_spec("a", 4)
+    moved = replace(spec, parts=(StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    desk.table.register(spec)
+    desk.step(prepare=False)
+    desk.answer("a", AdapterError("gone"))
+    desk.table.register(spec)
+    assert desk.state("a") == [State.FAILED]
+    desk.table.register(moved)
+    assert desk.state("a") == [State.DISK]
+    desk.use("a")
+    assert desk.on_device == {"a"}
+
+
 def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_table, "MAX_KNOWN", 3)
     desk = Desk()
@@ -809,8 +824,9 @@ def test_loads_are_answered() -> None:
 @pytest.mark.parametrize("cold", ["c", "cde"])
 def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
     """No starvation: each of them is served within a bounded number of steps, again and again."""
-    for seed in range(3):
-        world = World(6, host_units, depth=depth, seed=seed, num_blocks=12, patience_s=1.0)
+    for seed in range(4):
+        rows = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
+        world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * rows, max_rows=rows)
         for name in "ab" + cold:
             world.put(name, 1, 3)
         rng = random.Random(seed)
