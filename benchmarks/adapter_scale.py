@@ -79,7 +79,7 @@ def main() -> None:
     )
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder: Path, count: int = MANY) -> None:
     """A model, and adapters as PEFT writes them, each with numbers of its own."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -100,7 +100,7 @@ def make_files(folder: Path) -> None:
         "target_modules": list(MODULES),
     }
     chance = np.random.default_rng(0)
-    for i in range(MANY):
+    for i in range(count):
         adapter = folder / f"adapter-{i}"
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text(json.dumps(settings))

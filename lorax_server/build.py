@@ -1,6 +1,6 @@
 """Puts an engine together: the one place where who decides meets who obeys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lorax_server.adapters.source import AdapterSources, Source
 from lorax_server.adapters.sources.local import LocalSource
@@ -21,14 +21,16 @@ def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] |
     return assemble(config, build_executor(config, on_death))
 
 
-def assemble(config: EngineConfig, executor: Executor) -> Engine:
-    """An engine around an executor."""
+def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Source] | None = None) -> Engine:
+    """An engine around an executor. Adapters come from `sources`, or from those that the config names."""
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
     scheduler = Scheduler(_limits(config, capabilities), pool, table, config.tenant_weights)
     resolver = AdapterResolver(
-        AdapterSources(build_sources(config.sources), max_bytes=config.sources.max_bytes),
+        AdapterSources(
+            build_sources(config.sources) if sources is None else sources, max_bytes=config.sources.max_bytes
+        ),
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
         num_threads=config.sources.num_threads,

@@ -47,6 +47,7 @@ from lorax_server.types import (
 Prompt = str | Sequence[int]
 IDLE_S = 0.05  # how often it is looked for what depends on time alone
 VOCABULARY_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a tokenizer has one of them
+MAX_ID = 2**31 - 1
 _T = TypeVar("_T")
 
 
@@ -425,9 +426,12 @@ def _to_ids(tokenizer: _Tokenizer, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     try:
-        return [index(token_id) for token_id in prompt]
+        ids = [index(token_id) for token_id in prompt]
     except TypeError as error:
         raise InputError(f"a prompt is a text or a list of token ids: {error}") from error
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # which no tokenizer can be asked for
+        raise InputError("a prompt has tokens beyond the vocabulary")
+    return ids
 
 
 def _shows(progress: bool | None, count: int) -> bool:

@@ -1,9 +1,11 @@
+import math
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lorax_server.config import DTYPES, QUANTIZE, ModelConfig
+from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
 
@@ -53,3 +55,83 @@ def test_settings_are_frozen() -> None:
     settings = ModelConfig(Path("model"))
     with pytest.raises(FrozenInstanceError):
         settings.dtype = "float16"  # type: ignore[misc]
+
+
+# --- Engines ----------------------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(Path("model"))
+COUNTS = ["tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_chunk", "max_length", "block_size"]
+SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
+NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"]
+
+
+def test_a_model_is_enough_for_an_engine() -> None:
+    settings = EngineConfig(MODEL)
+    assert settings.sources == SourceConfig()
+    assert not settings.tenant_weights
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *SIZES])
+@pytest.mark.parametrize("value", [0, -1])
+def test_what_must_be_at_least_one(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = {value} must be at least 1$"):
+        EngineConfig(MODEL, **{name: value})
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *SIZES])
+def test_one_is_enough(name: str) -> None:
+    assert getattr(EngineConfig(MODEL, **{"max_rows": 1, name: 1}), name) == 1
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_what_may_be_zero_but_not_less(name: str) -> None:
+    assert getattr(EngineConfig(MODEL, **{name: 0}), name) == 0
+    with pytest.raises(ConfigError, match=f"^{name} = -0.5 must not be negative$"):
+        EngineConfig(MODEL, **{name: -0.5})
+
+
+@pytest.mark.parametrize("name", ["adapter_timeout_s", "max_wait_s"])
+def test_to_wait_for_ever_is_allowed(name: str) -> None:
+    assert getattr(EngineConfig(MODEL, **{name: math.inf}), name) == math.inf
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.1, math.nan, math.inf])
+def test_a_fraction_is_between_nothing_and_all(fraction: float) -> None:
+    with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
+        EngineConfig(MODEL, gpu_memory_fraction=fraction)
+    assert EngineConfig(MODEL, gpu_memory_fraction=1).gpu_memory_fraction == 1
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, math.nan])
+def test_weights_of_tenants_are_above_zero(weight: float) -> None:
+    with pytest.raises(ConfigError, match="tenant_weights must be above 0"):
+        EngineConfig(MODEL, tenant_weights={"a": 1.0, "b": weight})
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *SIZES, *NOT_NEGATIVE])
+def test_what_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(MODEL, **{name: math.nan})
+
+
+def test_every_running_sequence_needs_a_token_of_each_step() -> None:
+    with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_rows = 8"):
+        EngineConfig(MODEL, max_step_tokens=7, max_rows=8)
+    assert EngineConfig(MODEL, max_step_tokens=8, max_rows=8).max_rows == 8
+
+
+@pytest.mark.parametrize("settings", [{"hub": True}, {"s3_bucket": "bucket"}])
+def test_what_is_fetched_needs_a_place(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="set cache"):
+        SourceConfig(**settings)
+    assert SourceConfig(cache=Path("cache"), **settings).cache == Path("cache")
+
+
+@pytest.mark.parametrize("name", ["max_bytes", "num_threads"])
+def test_sources_need_some_of_everything(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = 0 must be at least 1$"):
+        SourceConfig(**{name: 0})
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(EngineConfig(MODEL, sources=SourceConfig(hub_token="secret")))

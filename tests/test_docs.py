@@ -3,11 +3,16 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from lorax_server.adapters.config import REFUSED_FIELDS
+from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
-from tests.models.tiny import SERVED, make_model, make_tokenizer, save
+from tests.models.tiny import LLAMA, SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -36,6 +41,27 @@ def test_the_example_of_another_model_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "StableLmForCausalLM on" in done.stdout
+
+
+def test_the_example_of_the_engine_runs(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    save(tmp_path / "my-model", model, make_tokenizer())
+    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+    adapter.save_pretrained(tmp_path / "my-adapters" / "poet")
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "engine.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" tokens: ") == 2
+
+
+def test_the_settings_of_the_engine_are_explained_as_they_are() -> None:
+    table = (DOCS / "engine.md").read_text().split("## Settings")[1]
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", table, flags=re.MULTILINE)
+    assert len(rows) >= 6
+    for name, shown in rows:
+        assert name in defaults
+        assert defaults[name] is None or shown == str(defaults[name])
 
 
 def test_what_is_refused_is_listed() -> None:

@@ -52,3 +52,11 @@ def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> Non
         "from transformers.modeling_outputs import CausalLMOutputWithPast"
     )
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
+
+
+def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
+    modules = imported_by("import lorax_server.llm")
+    assert "lorax_server.llm" in modules
+    modules -= imported_by("import torch.distributed\nfrom transformers import AutoConfig, AutoTokenizer")
+    assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}
+    assert not modules & {"lorax_server.ipc", "lorax_server.engine.client", "lorax_server.launch"}

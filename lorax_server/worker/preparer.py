@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from queue import SimpleQueue
 
 import torch
@@ -77,7 +78,7 @@ class Preparer:
         try:
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
         except LoraxError as error:
-            return Prepared(spec.identity, error=error)
+            return Prepared(spec.identity, error=copy(error))  # without its history, which holds what was read
         except Exception as error:  # it must not take others along
             return Prepared(spec.identity, error=_explain(spec, error))
         with self._added:

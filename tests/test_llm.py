@@ -1,0 +1,837 @@
+"""The engine in a script, on tiny models and adapters in folders: what comes out is what transformers and PEFT give."""
+
+import copy
+import gc
+import itertools
+import os
+import shutil
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
+from lorax_server.llm import LLM, Completion
+from lorax_server.models.registry import MODELS
+from lorax_server.types import FinishReason, SamplingParams, StopParams
+from tests.models.tiny import EOS_ID, SERVED, VOCAB, make_model, make_tokenizer, save
+
+NEW_TOKENS = 12
+STOP = StopParams(max_new_tokens=NEW_TOKENS)
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+ADDED = [f"<added-{i}>" for i in range(25)]  # more than the rows of the base model's embedding that are not used
+TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_rows": 4,
+    "block_size": 4,
+    "max_step_tokens": 24,
+    "cache_bytes": 2**18,
+    "adapter_bytes": 2**19,
+    "adapter_host_bytes": 2**24,
+}
+
+
+# --- Models and adapters ----------------------------------------------------------------------------------------------
+
+
+def write_adapter(base: Any, folder: Path, seed: int, **settings: Any) -> Path:
+    """As PEFT saves it."""
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT explains what it is doing
+        model = get_peft_model(base, config)
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.2)
+        model.save_pretrained(folder, save_embedding_layers=base.config.vocab_size != VOCAB)
+    return folder
+
+
+class World:
+    """A model and its adapters in folders, and the same in transformers and PEFT."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = make_tokenizer()
+        self.base = make_model(SERVED["llama"]())
+        self.model = save(folder / "model", self.base, self.tokenizer)
+        self.root = folder / "adapters"
+        for seed, name in enumerate(("first", "second")):
+            write_adapter(copy.deepcopy(self.base), self.root / name, seed)
+        elsewhere = folder / "else where" / "third (copy)"
+        write_adapter(copy.deepcopy(self.base), elsewhere, 7, r=2)
+        self.adapters = {"first": self.root / "first", "second": self.root / "second", "the third": elsewhere}
+        self.oracles = {name: self.load(path) for name, path in self.adapters.items()} | {None: self.base}
+
+    def load(self, folder: Path, vocab_size: int = VOCAB) -> Any:
+        base = copy.deepcopy(self.base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if vocab_size != VOCAB:
+                base.resize_token_embeddings(vocab_size, mean_resizing=False)
+            return PeftModel.from_pretrained(base, folder).eval()
+
+    def ids(self, prompt: str | Sequence[int], tokenizer: Any = None) -> list[int]:
+        return list((tokenizer or self.tokenizer)(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+
+    def answer(self, prompt: str | Sequence[int], adapter: str | None = None) -> tuple[list[int], str]:
+        return answer(self.oracles[adapter], self.tokenizer, self.ids(prompt))
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) -> tuple[list[int], str]:
+    """Greedy tokens of transformers, and their text."""
+    done = model.generate(
+        input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.cat(done.logits).topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "rounding would decide"
+    tokens = done.sequences[0, len(ids) :].tolist()
+    before, after = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *tokens]))
+    assert after.startswith(before)
+    return tokens, after[len(before) :]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def shared_llm(world: World) -> Iterator[LLM]:
+    with LLM(world.model, world.adapters, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """The same for all, who leave nothing behind."""
+    yield shared_llm
+    assert_idle(shared_llm)
+
+
+def assert_idle(llm: LLM) -> None:
+    status = llm.status
+    assert (status.running, status.waiting, status.waiting_for_adapters) == (0, 0, 0)
+    assert status.free_blocks == status.num_blocks
+    assert not llm._runs
+    assert not llm._left
+
+
+def texts(completions: Sequence[Completion]) -> list[str]:
+    return [completion.text for completion in completions]
+
+
+@pytest.fixture
+def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Do something in the middle of the n-th step from now on."""
+
+    def when(number: int, do: Callable[[], object]) -> None:
+        executor = llm._engine._executor
+        submit, count = executor.submit, itertools.count()
+
+        def interfere(plan: Any) -> None:
+            if next(count) == number:
+                do()
+            submit(plan)
+
+        monkeypatch.setattr(executor, "submit", interfere)
+
+    return when
+
+
+# --- The same as transformers and PEFT --------------------------------------------------------------------------------
+
+
+def test_prompts_of_several_adapters_get_what_they_get_alone(world: World, llm: LLM) -> None:
+    prompts: list[Any] = [text if i % 2 else world.ids(text) for i, text in enumerate(TEXTS * 3)]
+    names = [name for name in (None, *world.adapters) for _ in range(3)]
+    completions = llm.generate(prompts, stop=STOP, adapter=names)
+    for prompt, name, completion in zip(prompts, names, completions, strict=True):
+        token_ids, text = world.answer(prompt, name)
+        assert completion.token_ids == token_ids
+        assert completion.text == text
+        assert completion.prompt_ids == world.ids(prompt)
+        assert len(completion.logprobs) == len(token_ids)
+        assert completion.finish_reason is (
+            FinishReason.EOS_TOKEN if token_ids[-1] == EOS_ID else FinishReason.LENGTH
+        )
+        assert completion.error is None
+        assert completion.alternatives == []
+        assert completion.prompt_logprobs is None
+    assert len({tuple(completion.token_ids) for completion in completions}) == len(completions)  # all differ
+
+
+@pytest.mark.parametrize(
+    "prompts", ["hello", ["hello"], ("hello",), [[108, 109, 110]], [108, 109, 110], (108, 109, 110)]
+)
+def test_one_prompt_in_any_form(prompts: Any, world: World, llm: LLM) -> None:
+    prompt = "hello" if "hello" in prompts else [108, 109, 110]
+    assert texts(llm.generate(prompts, stop=STOP)) == [world.answer(prompt)[1]]
+
+
+def test_ids_of_numpy_and_torch(llm: LLM) -> None:
+    ids = torch.tensor([108, 109, 110])
+    plain = llm.generate([108, 109, 110], stop=STOP)
+    for given in (ids, ids.numpy(), [ids], [ids.numpy()], torch.stack([ids]), ids.numpy()[None]):
+        (completion,) = llm.generate(given, stop=STOP)  # type: ignore[arg-type]
+        assert completion == plain[0]
+
+
+def test_no_prompts_at_all(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.generate([], adapter=[]) == []
+
+
+def test_one_adapter_for_all(world: World, llm: LLM) -> None:
+    expected = [world.answer(text, "second")[1] for text in TEXTS]
+    assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
+
+
+def test_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
+    """10,000 by default, beyond which a server answers that it is overloaded."""
+    assert llm._engine._scheduler.limits.max_waiting is None
+    completions = llm.generate([[5, 6]] * 300, stop=StopParams(max_new_tokens=1))
+    assert len({completion.text for completion in completions}) == 1
+
+
+def test_what_is_drawn_is_the_same_alone_and_together(llm: LLM) -> None:
+    wishes = SamplingParams(do_sample=True, temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=3)
+    names = [None, "first", "the third", "second"]
+    together = llm.generate(TEXTS, wishes, STOP, adapter=names)
+    alone = [llm.generate(text, wishes, STOP, adapter=name)[0] for text, name in zip(TEXTS, names, strict=True)]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert together[0].token_ids != llm.generate(TEXTS[0], stop=STOP)[0].token_ids
+    other = llm.generate(TEXTS[0], SamplingParams(do_sample=True, temperature=1.2, seed=4), STOP)[0]
+    assert other.token_ids != together[0].token_ids
+
+
+def test_log_probabilities_of_prompts_and_alternatives(world: World, llm: LLM) -> None:
+    prompts = [world.ids(TEXTS[0]), [7]]
+    found = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
+    check_logprobs(world.base, prompts, found)
+
+
+@torch.no_grad()
+def check_logprobs(model: Any, prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> None:
+    for prompt, completion in zip(prompts, found, strict=True):
+        ids = torch.tensor([*prompt, *completion.token_ids])
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        picked = logprobs[:-1].gather(-1, ids[1:, None])[:, 0].tolist()
+        assert completion.prompt_logprobs == pytest.approx(picked[: len(prompt) - 1], abs=1e-4)
+        assert completion.logprobs == pytest.approx(picked[len(prompt) - 1 :], abs=1e-4)
+        best = logprobs[len(prompt) - 1 : -1].topk(3)
+        assert [each.token_ids for each in completion.alternatives] == best.indices.tolist()
+
+
+# --- Where text ends --------------------------------------------------------------------------------------------------
+
+
+def stop_within(text: str, tokens: Sequence[int], tokenizer: Any) -> str:
+    """A string of several tokens from the middle of an answer, cut within tokens where it can be."""
+    middle = len(text) // 2
+    assert len(tokenizer(text[middle - 1 : middle + 3])["input_ids"]) > 1
+    return text[middle - 1 : middle + 3]
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+def test_a_stop_string_ends_the_text_and_the_request(include_stop: bool, world: World, llm: LLM) -> None:
+    tokens, text = world.answer(TEXTS[0], "first")
+    wanted = stop_within(text, tokens, world.tokenizer)
+    end = text.index(wanted) + len(wanted)
+    stop = StopParams(max_new_tokens=NEW_TOKENS, stop_strings=(wanted, "never"), include_stop=include_stop)
+    before = llm.status.generated_tokens
+    (completion,) = llm.generate(TEXTS[0], stop=stop, adapter="first")
+    assert completion.text == (text[:end] if include_stop else text[: end - len(wanted)])
+    assert completion.finish_reason is FinishReason.STOP_SEQUENCE
+    assert completion.token_ids == tokens[: len(completion.token_ids)]
+    assert len(completion.token_ids) < len(tokens)
+    assert llm.status.generated_tokens - before == len(completion.token_ids)  # and not one more
+    assert_idle(llm)
+    assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=stop, adapter="first")) == completion.text
+
+
+def test_a_stop_string_of_one_prompt_lets_the_others_go_on(world: World, llm: LLM) -> None:
+    text = world.answer(TEXTS[0])[1]
+    stop = StopParams(max_new_tokens=NEW_TOKENS, stop_strings=(text[2:5],), include_stop=False)
+    plain = [world.answer(each)[1] for each in TEXTS]
+    expected = [each.split(text[2:5])[0] for each in plain]
+    assert expected[0] != plain[0]
+    assert expected[1:] == plain[1:]
+    assert texts(llm.generate(TEXTS, stop=stop)) == expected
+
+
+def test_stop_tokens_and_own_eos(world: World, llm: LLM) -> None:
+    tokens, _ = world.answer(TEXTS[1])
+    (stopped,) = llm.generate(TEXTS[1], stop=StopParams(stop_token_ids=frozenset({tokens[3]})))
+    assert stopped.token_ids == tokens[: tokens.index(tokens[3]) + 1]
+    assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
+    (ended,) = llm.generate(TEXTS[1], stop=StopParams(eos_token_ids=frozenset({tokens[3]})))
+    assert ended.token_ids == stopped.token_ids
+    assert ended.finish_reason is FinishReason.EOS_TOKEN
+
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "first", "the third"])
+def test_a_stream_has_the_text_of_generate(name: str | None, world: World, llm: LLM) -> None:
+    sampling = SamplingParams(num_alternatives=2)
+    chunks = list(llm.stream(TEXTS[3], sampling, STOP, adapter=name))
+    (whole,) = llm.generate(TEXTS[3], sampling, STOP, adapter=name)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.token_id for chunk in chunks] == whole.token_ids
+    assert [chunk.logprob for chunk in chunks] == pytest.approx(whole.logprobs, abs=1e-5)
+    for chunk, alternatives in zip(chunks, whole.alternatives, strict=True):
+        assert chunk.alternatives is not None
+        assert chunk.alternatives.token_ids == alternatives.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason is whole.finish_reason
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_stream_that_is_closed_early_frees_everything(count: int, llm: LLM) -> None:
+    stream = llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True), adapter="first")
+    taken = list(itertools.islice(stream, count))
+    assert len(taken) == count
+    assert llm.status.running == (count > 0)
+    stream.close()  # type: ignore[attr-defined]
+    assert_idle(llm)
+
+
+def test_a_stream_that_is_forgotten_frees_everything(llm: LLM) -> None:
+    next(llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True)))
+    assert_idle(llm)
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_that_is_forgotten_in_the_middle_of_a_step(llm: LLM, in_submit: Any) -> None:
+    """The garbage collector may come at any time, also to a thread that holds the lock."""
+
+    def forget() -> "weakref.ref[Any]":
+        stream = llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True))
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        return weakref.ref(stream)
+
+    gc.collect()
+    gc.disable()
+    try:
+        stream = forget()
+        expected = texts(llm.generate(TEXTS[1], stop=STOP))
+        assert stream() is not None
+        in_submit(2, gc.collect)
+        assert texts(llm.generate(TEXTS[1], stop=STOP)) == expected
+        assert stream() is None
+    finally:
+        gc.enable()
+    assert_idle(llm)
+
+
+def test_interleaved_streams(world: World, llm: LLM) -> None:
+    names = [None, "first", "second"]
+    streams = [llm.stream(TEXTS[i], stop=STOP, adapter=name) for i, name in enumerate(names)]
+    found = [""] * len(streams)
+    left = set(range(len(streams)))
+    for i in itertools.cycle([0, 1, 1, 2]):
+        chunk = next(streams[i], None)
+        found[i] += chunk.text if chunk else ""
+        left -= set() if chunk else {i}
+        if not left:
+            break
+    assert found == [world.answer(TEXTS[i], name)[1] for i, name in enumerate(names)]
+
+
+def test_a_stream_beside_generate(world: World, llm: LLM) -> None:
+    stream = llm.stream(TEXTS[0], stop=STOP)
+    first = next(stream)
+    assert texts(llm.generate(TEXTS[1:3], stop=STOP)) == [world.answer(text)[1] for text in TEXTS[1:3]]
+    assert first.text + "".join(chunk.text for chunk in stream) == world.answer(TEXTS[0])[1]
+
+
+# --- Threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_several_threads_at_once(world: World, llm: LLM) -> None:
+    names = [None, *world.adapters]
+    expected = {name: [world.answer(text, name)[1] for text in TEXTS] for name in names}
+
+    def work(number: int) -> list[str]:
+        name = names[number % len(names)]
+        if number % 2:
+            return texts(llm.generate(TEXTS, stop=STOP, adapter=name))
+        return ["".join(chunk.text for chunk in llm.stream(text, stop=STOP, adapter=name)) for text in TEXTS]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(work, range(12)))
+    for number, answer_ in enumerate(answers):
+        assert answer_ == expected[names[number % len(names)]]
+
+
+def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
+    def work(number: int) -> list[str]:
+        if number % 2:
+            with pytest.raises(InputError):
+                llm.generate([TEXTS[0], []], stop=STOP)
+            return []
+        return texts(llm.generate(TEXTS, stop=STOP))
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(work, range(8)))
+    assert answers[::2] == [[world.answer(text)[1] for text in TEXTS]] * 4
+
+
+def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a token adds is seen as a whole, though the thread that brings it may be stopped anywhere in between."""
+    expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
+    stream = llm.stream(TEXTS[0], stop=STOP)
+    parts = [next(stream).text]
+    inside, go_on = threading.Event(), threading.Event()
+    run = next(iter(llm._runs.values()))
+    take = run.take
+
+    def slowly(output: Any) -> None:
+        take(output)
+        if run.is_done:
+            inside.set()
+            go_on.wait(10)
+
+    monkeypatch.setattr(run, "take", slowly)
+    other = threading.Thread(target=lambda: llm.generate(TEXTS[1], stop=StopParams(max_new_tokens=30)))
+    other.start()
+    inside.wait(10)
+    reader = threading.Thread(target=lambda: parts.extend(chunk.text for chunk in stream))
+    reader.start()
+    go_on.set()
+    reader.join()
+    other.join()
+    assert "".join(parts) == expected
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def damage(world: World, folder: Path, what: str) -> Path:
+    shutil.copytree(world.adapters["first"], folder)
+    weights = folder / "adapter_model.safetensors"
+    if what == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "not json":
+        (folder / "adapter_config.json").write_text("{")
+    elif what == "not finite":
+        content = bytearray(weights.read_bytes())
+        content[-4:] = b"\x00\x00\xc0\x7f"
+        weights.write_bytes(content)
+    elif what == "no weights":
+        weights.unlink()
+    elif what == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer"]
+
+
+@pytest.fixture(scope="module")
+def broken_llm(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("damaged")
+    damaged = {what: damage(world, folder / what, what) for what in DAMAGES}
+    gone = folder / "gone"
+    with LLM(world.model, world.adapters | damaged | {"gone": gone}, **SMALL) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("what", [*DAMAGES, "gone", "unknown"])
+def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LLM) -> None:
+    names = ["first", what, None, what]
+    for _ in range(2):  # also while the failure is remembered
+        with pytest.raises(AdapterError) as caught:
+            broken_llm.generate(TEXTS, stop=STOP, adapter=names)
+        assert isinstance(caught.value, AdapterNotFoundError) == (what in ("gone", "unknown"))
+        assert_idle(broken_llm)
+        completions = broken_llm.generate(TEXTS, stop=STOP, adapter=names, on_error="return")
+        assert [type(each.error) for each in completions] == [type(None), type(caught.value)] * 2
+        assert texts(completions[::2]) == [world.answer(TEXTS[0], "first")[1], world.answer(TEXTS[2])[1]]
+        assert texts(completions[1::2]) == ["", ""]
+        assert_idle(broken_llm)
+    with pytest.raises(type(caught.value)):
+        next(broken_llm.stream("hello", adapter=what))
+    with pytest.raises(AdapterError):
+        broken_llm.generate("hello", adapter=what)
+
+
+def test_an_unknown_adapter_is_told_which_there_are(llm: LLM) -> None:
+    for use in (llm.load_adapter, llm.unload_adapter, lambda name: llm.generate("hello", adapter=name)):
+        with pytest.raises(AdapterNotFoundError, match="'fourth': there are first, second, the third"):
+            use("fourth")
+
+
+@pytest.mark.parametrize("what", ["not finite", "gone"])
+def test_a_bad_adapter_cannot_be_loaded(what: str, broken_llm: LLM) -> None:
+    with pytest.raises(AdapterError):
+        broken_llm.load_adapter(what, pin=True)
+    assert_idle(broken_llm)
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([], "empty"),
+    ("", "empty"),
+    ([5] * 200, "must be <= 128"),
+    ([5, VOCAB], "beyond the vocabulary"),
+    ([5, 2**31 - 1], "beyond the vocabulary"),
+    ([5, 2**31], "beyond the vocabulary"),
+    ([5, 2**70], "beyond the vocabulary"),
+    ([-1, 5], "beyond the vocabulary"),
+    (["a", "b"], "a text or a list of token ids"),
+    ([5.0, 6.0], "a text or a list of token ids"),
+    ([5, None], "a text or a list of token ids"),
+    (7.5, "a text or a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_harms_nobody_else(prompt: Any, message: str, world: World, llm: LLM) -> None:
+    prompts = [TEXTS[0], prompt, TEXTS[1]]
+    with pytest.raises(InputError, match=message):
+        llm.generate(prompts, stop=STOP)
+    assert_idle(llm)
+    first, bad, last = llm.generate(prompts, stop=STOP, on_error="return")
+    assert isinstance(bad.error, InputError)
+    assert bad.finish_reason is None
+    assert texts([first, last]) == [world.answer(TEXTS[0])[1], world.answer(TEXTS[1])[1]]
+
+
+def test_wrong_numbers_and_words(llm: LLM) -> None:
+    with pytest.raises(InputError, match="2 prompts, but 1 adapters"):
+        llm.generate(["a", "b"], adapter=["first"])
+    with pytest.raises(InputError, match="on_error is 'raise' or 'return', not 'ignore'"):
+        llm.generate("a", on_error="ignore")
+
+
+def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that are not numbers; what was said before is kept."""
+    plain = llm.generate(TEXTS[:2], stop=STOP)
+    executor = llm._engine._executor
+    collect, count = executor.collect, itertools.count()
+
+    def spoil() -> Any:
+        result = collect()
+        if next(count) == 3:
+            result.logprobs[0] = float("nan")
+        return result
+
+    monkeypatch.setattr(executor, "collect", spoil)
+    completions = llm.generate(TEXTS[:2], stop=STOP, on_error="return")
+    (failed,) = [each for each in completions if each.error is not None]
+    place = completions.index(failed)
+    assert "not numbers" in str(failed.error)
+    assert failed.token_ids == plain[place].token_ids[:3]
+    assert failed.text
+    assert plain[place].text.startswith(failed.text)
+    assert completions[1 - place].text == plain[1 - place].text
+    count = itertools.count()
+    with pytest.raises(Exception, match="not numbers"):
+        list(llm.stream(TEXTS[0], stop=STOP))
+
+
+# --- Where adapters lie -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_adapters(world: World, tmp_path: Path) -> None:
+    with LLM(str(world.model), str(world.root), **SMALL) as llm:
+        for name in ("first", str(world.root / "second")):
+            expected = world.answer("hello", Path(name).name)[1]
+            assert texts(llm.generate("hello", stop=STOP, adapter=name)) == [expected]
+        for outside in (str(world.adapters["the third"]), "../else where/third (copy)", "/etc", "nothing"):
+            with pytest.raises(AdapterNotFoundError, match="no such folder below"):
+                llm.generate("hello", adapter=outside)
+        assert_idle(llm)
+
+
+def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative ones, two names for one folder, and links as in the cache of the hub."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    shutil.copytree(world.adapters["second"], blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
+    shutil.copytree(world.adapters["first"], tmp_path / "near" / "one")
+    monkeypatch.chdir(tmp_path / "near")
+    adapters = {"a b": "one", "twin": Path("one"), "ü/…": world.adapters["the third"], "linked": "../snapshots/abc"}
+    with LLM(world.model, adapters, **SMALL) as llm:
+        monkeypatch.chdir("/")
+        found = llm.generate(["hello"] * 4, stop=STOP, adapter=list(adapters))
+        status = llm.status
+        with pytest.raises(AdapterNotFoundError):  # not even by its path
+            llm.generate("hello", adapter=str(world.adapters["second"]))
+    expected = [world.answer("hello", name)[1] for name in ("first", "first", "the third", "second")]
+    assert texts(found) == expected
+    assert status.adapters_prepared == 3  # the twins are one
+
+
+def test_without_adapters(world: World) -> None:
+    for adapters in (None, {}):
+        with LLM(world.model, adapters, **SMALL) as llm:
+            assert texts(llm.generate("hello", stop=STOP)) == [world.answer("hello")[1]]
+            with pytest.raises(AdapterError):
+                llm.generate("hello", adapter="first")
+
+
+def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "changing"
+    shutil.copytree(world.adapters["first"], folder)
+    with LLM(world.model, {"x": folder}, **SMALL) as llm:
+        assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [world.answer("hello", "first")[1]]
+        for name in ("second", "the third", "first"):
+            shutil.copytree(world.adapters[name], folder, dirs_exist_ok=True)
+            assert texts(llm.generate("hello", stop=STOP, adapter="x")) == [world.answer("hello", name)[1]]
+        llm.load_adapter("x", pin=True)
+        assert llm.status.adapters_on_device == 3
+        shutil.copytree(world.adapters["second"], folder, dirs_exist_ok=True)
+        llm.unload_adapter("x")  # what it was when it was loaded, and what it is now
+        assert llm.status.adapters_on_device == 1
+        llm.load_adapter("x", pin=True)
+        shutil.rmtree(folder)
+        llm.unload_adapter("x")
+        assert llm.status.adapters_on_device == 1
+        assert_idle(llm)
+
+
+def test_loading_pinning_and_unloading(world: World) -> None:
+    with LLM(world.model, world.adapters, **SMALL | {"adapter_bytes": 14_000}) as llm:  # room for one
+        llm.load_adapter("first")
+        assert (llm.status.adapters_on_device, llm.status.adapters_loaded) == (1, 1)
+        llm.generate("hello", stop=STOP, adapter="first")
+        assert llm.status.adapters_loaded == 1  # it was there
+        llm.load_adapter("second", pin=True)
+        assert (llm.status.adapters_on_device, llm.status.adapters_evicted_from_device) == (1, 1)
+        with pytest.raises(AdapterError, match="pinned"):
+            llm.generate("hello", stop=STOP, adapter="first")
+        llm.unload_adapter("second")
+        assert llm.status.adapters_on_device == 0
+        assert texts(llm.generate("hello", stop=STOP, adapter="the third")) == [world.answer("hello", "the third")[1]]
+        llm.unload_adapter("first")  # which is not there
+        assert_idle(llm)
+
+
+def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None:
+    """Tokens that the base model has not: it is tokenised, served and shown as PEFT does."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(ADDED[:-1])
+    tokenizer.add_special_tokens({"additional_special_tokens": ADDED[-1:]})
+    assert len(tokenizer) > VOCAB
+    base = copy.deepcopy(world.base)
+    torch.manual_seed(11)
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for matrix in (base.get_input_embeddings().weight, base.get_output_embeddings().weight):
+        matrix.data[VOCAB:].normal_(0, 0.4)
+    folder = write_adapter(base, tmp_path / "tokens", 5, target_modules=["q_proj", "v_proj"])
+    tokenizer.save_pretrained(folder)
+    oracle = world.load(folder, len(tokenizer))
+    prompts = [f"hello {ADDED[-2]} the {ADDED[3]}", f"{ADDED[-1]}dog"]
+    with LLM(world.model, {"tokens": folder} | world.adapters, **SMALL) as llm:
+        completions = llm.generate([*prompts, prompts[0]], stop=STOP, adapter=["tokens", "tokens", None])
+        (with_bias,) = llm.generate(
+            prompts[0], SamplingParams(logit_bias={VOCAB + 1: 1e5}), StopParams(max_new_tokens=2), adapter="tokens"
+        )
+        with pytest.raises(InputError, match="beyond the vocabulary of 300"):
+            llm.generate(completions[0].prompt_ids)
+        # Its tokenizer alone is another one.
+        other = make_tokenizer()
+        other.add_tokens(["quick"])
+        other.save_pretrained(folder)
+        (changed,) = llm.generate("the quick", stop=STOP, adapter="tokens")
+    for prompt, completion in zip(prompts, completions, strict=False):
+        ids = tokenizer(prompt)["input_ids"]
+        assert max(ids) >= VOCAB
+        assert completion.prompt_ids == ids
+        assert (completion.token_ids, completion.text) == answer(oracle, tokenizer, ids)
+    assert completions[2].text == world.answer(prompts[0])[1]
+    assert with_bias.text == tokenizer.convert_ids_to_tokens(VOCAB + 1) * 2
+    ids = other("the quick")["input_ids"]
+    assert len(other) - 1 in ids
+    assert changed.prompt_ids == ids
+    assert (changed.token_ids, changed.text) == answer(oracle, other, ids)
+
+
+# --- Models that there is no code of ours for -------------------------------------------------------------------------
+
+
+def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
+    config = SERVED["gpt-j"]()
+    assert config.model_type not in MODELS
+    oracle, tokenizer = make_model(config), make_tokenizer()
+    folder = save(tmp_path / "model", oracle, tokenizer)
+    with LLM(folder, world.adapters, max_rows=3) as llm:  # wherever such models run
+        prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+        found = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
+        for prompt, completion in zip(prompts, found, strict=True):
+            assert (completion.token_ids, completion.text) == answer(oracle, tokenizer, prompt)
+        check_logprobs(oracle, prompts, found)
+        assert llm.generate([7], stop=STOP, prompt_logprobs=True)[0].prompt_logprobs == []
+        assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP)) == found[0].text
+        with pytest.raises(AdapterError, match="this model is served without adapters"):
+            llm.generate(TEXTS[0], adapter="first")
+        mixed = llm.generate(TEXTS[:2], stop=STOP, adapter=["first", None], on_error="return")
+        assert isinstance(mixed[0].error, AdapterError)
+        assert mixed[1].text == found[1].text
+        with pytest.raises(AdapterError, match="without adapters"):
+            llm.load_adapter("first")
+        assert_idle(llm)
+
+
+# --- The bar ----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_shown_if_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(TEXTS, stop=STOP, progress=True)
+    shown = capfd.readouterr().err
+    assert "4/4" in shown
+    assert "prompt" in shown
+    llm.generate(TEXTS, stop=STOP)  # what is captured is no terminal
+    llm.generate(TEXTS, stop=STOP, progress=False)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("prompts", "is_shown"), [(TEXTS, True), (TEXTS[:1], False)])
+def test_progress_is_shown_on_a_terminal(
+    prompts: list[str], is_shown: bool, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    llm.generate(prompts, stop=STOP)
+    assert ("4/4" in capsys.readouterr().err) == is_shown
+
+
+def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([*TEXTS, []], stop=STOP, progress=True, on_error="return")
+    assert "5/5" in capfd.readouterr().err
+
+
+# --- Interrupts, failures and the end ---------------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit: Any) -> None:
+    expected = [world.answer(text, "first")[1] for text in TEXTS]
+    assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
+    steps = llm.status.steps
+    in_submit(number, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, stop=STOP, adapter="first")
+    assert llm.status.steps == steps + number + 1  # the one that it came in was done
+    assert_idle(llm)
+    assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_between_two_steps(world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "_finish", lambda *_: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, stop=STOP)
+    monkeypatch.undo()
+    assert_idle(llm)
+    assert texts(llm.generate(TEXTS[0], stop=STOP)) == [world.answer(TEXTS[0])[1]]
+
+
+@pytest.fixture
+def mortal(world: World) -> Iterator[LLM]:
+    llm = LLM(world.model, world.adapters, **SMALL)
+    yield llm
+    llm.close()
+
+
+def use(llm: LLM) -> list[Callable[[], object]]:
+    return [
+        lambda: llm.generate("hello"),
+        lambda: llm.generate("hello", on_error="return"),
+        lambda: llm.generate("hello", adapter="first", on_error="return"),
+        lambda: next(llm.stream("hello")),
+        lambda: llm.load_adapter("first"),
+        lambda: llm.unload_adapter("first"),
+        lambda: llm.status,
+    ]
+
+
+def test_after_it_is_closed(mortal: LLM) -> None:
+    mortal.generate("hello", adapter="first")
+    stream = mortal.stream("hello", stop=STOP)
+    next(stream)
+    engine = weakref.ref(mortal._engine)
+    mortal.close()
+    mortal.close()
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        list(stream)
+    for call in use(mortal):
+        with pytest.raises(EngineError, match="this LLM is closed"):
+            call()
+    with mortal:
+        pass
+    gc.collect()
+    assert engine() is None  # the memory is given back
+
+
+def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:
+    began = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in mortal.stream("hello", stop=StopParams(max_new_tokens=100, ignore_eos=True)):
+                began.set()
+                closed.wait(10)
+        except EngineError as error:
+            errors.append(error)
+
+    closed = threading.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    began.wait(10)
+    mortal.close()
+    closed.set()
+    thread.join()
+    assert [str(error) for error in errors] == ["this LLM is closed"]
+
+
+def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = mortal.stream("hello", stop=STOP)
+    next(stream)
+
+    def fail(plan: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(mortal._engine._executor, "submit", fail)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        mortal.generate("hello")
+    with pytest.raises(EngineError, match="failed: the device is lost"):
+        list(stream)
+    for call in use(mortal):
+        with pytest.raises(EngineError, match="the engine of this LLM failed: the device is lost"):
+            call()
+    mortal.close()
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no tokenizer that can be read"):
+        LLM(tmp_path / "nothing", device="cpu")
