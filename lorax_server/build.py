@@ -1,6 +1,8 @@
 """Puts an engine together: the one place where who decides meets who obeys."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from lorax_server.adapters.source import AdapterSources, Source
 from lorax_server.adapters.sources.local import LocalSource
@@ -8,17 +10,27 @@ from lorax_server.config import EngineConfig, SourceConfig
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.engine import Engine, Executor
+from lorax_server.engine.limits import Limits
 from lorax_server.engine.resolver import AdapterResolver
-from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError
 from lorax_server.plan import Capabilities
+from lorax_server.types import AdapterRef
 from lorax_server.worker.executor import build_executor
 from lorax_server.worker.memory import adapter_host_bytes
 
+IDLE_S = 0.05  # how often it is looked for what depends on time alone
+
 
 def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
-    """Load the model on all ranks and make an engine of them. `on_death`: a rank has ended."""
-    return assemble(config, build_executor(config, on_death))
+    """Load the model on all ranks, make an engine of them, bring the first adapters. `on_death`: a rank has ended."""
+    engine = assemble(config, build_executor(config, on_death))
+    try:
+        preload(engine, config)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Source] | None = None) -> Engine:
@@ -36,6 +48,23 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
         num_threads=config.sources.num_threads,
     )
     return Engine(executor, scheduler, pool, table, resolver)
+
+
+def preload(engine: Engine, config: EngineConfig) -> None:
+    """Wait until all of them are on the device. One that cannot be is an error: it was asked for."""
+    found = [engine.resolve([AdapterRef(source, name)]) for source, name in config.preload]
+    _await(engine, found)
+    _await(engine, [engine.load(each.result().identity, config.pin_preloaded) for each in found])
+
+
+def _await(engine: Engine, answers: Sequence["Future[Any]"]) -> None:
+    while not all(answer.done() for answer in answers):
+        if not engine.is_busy:
+            engine.wake.wait(IDLE_S)
+        engine.wake.clear()
+        engine.step()
+    for answer in answers:
+        answer.result()
 
 
 def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:

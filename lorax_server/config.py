@@ -100,6 +100,10 @@ class EngineConfig:
     adapter_patience_s: float = 1.0
     """How long a request waits until another adapter has to make room for its own though it is in use."""
     sources: SourceConfig = field(default_factory=SourceConfig)
+    preload: tuple[tuple[str, str], ...] = ()
+    """Adapters, by source and name, that are on the device before the first request, also after a restart."""
+    pin_preloaded: bool = True
+    """Whether those stay there."""
 
     max_waiting: int | None = 10_000
     """Requests that may wait; more are refused."""
@@ -113,15 +117,15 @@ class EngineConfig:
         sizes = ("cache_bytes", "adapter_host_bytes", "max_waiting")
         for name in (*counts, *sizes):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not value >= 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
         for name in ("adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"):
             value = getattr(self, name)
-            if value is not None and value < 0:
+            if value is not None and not value >= 0:
                 raise ConfigError(f"{name} = {value} must not be negative")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
-        if any(weight <= 0 for weight in self.tenant_weights.values()):
+        if not all(weight > 0 for weight in self.tenant_weights.values()):
             raise ConfigError("tenant_weights must be above 0")
         if self.max_step_tokens is not None and self.max_step_tokens < self.max_rows:
             raise ConfigError(

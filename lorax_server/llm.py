@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,6 +27,7 @@ from tqdm import tqdm
 from lorax_server.adapters.spec import stamp_of
 from lorax_server.answer import Answer
 from lorax_server.build import build_engine
+from lorax_server.completion import Chunk, Completion, Run
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
@@ -34,10 +35,7 @@ from lorax_server.models.pretrained import eos_token_ids, load_config, load_gene
 from lorax_server.text import Detokenizer, make_detokenizer
 from lorax_server.types import (
     AdapterRef,
-    Alternatives,
     EngineStatus,
-    FinishReason,
-    Output,
     Request,
     Resolved,
     SamplingParams,
@@ -51,67 +49,10 @@ MAX_ID = 2**31 - 1
 _T = TypeVar("_T")
 
 
-class Chunk(NamedTuple):
-    """What one token added."""
-
-    text: str
-    token_id: int
-    logprob: float
-    finish_reason: FinishReason | None
-    alternatives: Alternatives | None = None
-
-
-@dataclass
-class Completion:
-    """A prompt's answer."""
-
-    prompt_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)  # of each token, if they were asked for
-    prompt_logprobs: list[float] | None = None  # from the second token on, if they were asked for
-    finish_reason: FinishReason | None = None
-    error: LoraxError | None = None
-
-
 class _Tokenizer(NamedTuple):
     encode: Any
     detokenizer: Detokenizer
     eos_token_ids: frozenset[int]
-
-
-class _Run:
-    """A request under way."""
-
-    def __init__(self, request: Request, answer: Answer) -> None:
-        self.request = request
-        self.answer = answer
-        self.completion = Completion(list(request.prompt_ids))
-        self.chunks: list[Chunk] = []
-
-    @property
-    def is_done(self) -> bool:
-        return self.completion.finish_reason is not None or self.completion.error is not None
-
-    def take(self, output: Output) -> None:
-        completion = self.completion
-        if output.failure is not None:
-            completion.text = self.answer.text
-            completion.error = output.failure.to_error()
-            return
-        text = self.answer.take(output.token_id)
-        completion.token_ids.append(output.token_id)
-        completion.logprobs.append(output.logprob)
-        if output.prompt_logprobs is not None:
-            completion.prompt_logprobs = output.prompt_logprobs
-        if output.alternatives is not None:
-            completion.alternatives.append(output.alternatives)
-        reason = output.finish_reason if self.answer.finish_reason is None else self.answer.finish_reason
-        self.chunks.append(Chunk(text, output.token_id, output.logprob, reason, output.alternatives))
-        if reason is not None:
-            completion.text = self.answer.text
-            completion.finish_reason = reason  # last: then all is there for who waits on another thread
 
 
 class LLM:
@@ -143,8 +84,8 @@ class LLM:
         self._lock = threading.Lock()  # of all below
         self._built: Engine | None = build_engine(EngineConfig(model_config, **settings))
         self._end = EngineError("this LLM is closed")  # why there is no engine, if there is none
-        self._runs: dict[int, _Run] = {}
-        self._left: deque[_Run] = deque()  # that nobody wants any more
+        self._runs: dict[int, Run] = {}
+        self._left: deque[Run] = deque()  # that nobody wants any more
         self._ids = itertools.count()
         self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
         self._tokenizers: dict[Path, tuple[object, _Tokenizer]] = {}
@@ -171,7 +112,7 @@ class LLM:
         names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != len(listed):
             raise InputError(f"{len(listed)} prompts, but {len(names)} adapters")
-        runs: list[_Run] = []
+        runs: list[Run] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not _shows(progress, len(listed)), dynamic_ncols=True)
         try:
             found = self._resolve_all(names, on_error)
@@ -259,7 +200,7 @@ class LLM:
         params: SamplingParams | None,
         stop: StopParams | None,
         prompt_logprobs: bool,
-    ) -> _Run:
+    ) -> Run:
         tokenizer, problem = self._tokenizer, who if isinstance(who, LoraxError) else None
         ids: list[int] = []
         try:
@@ -280,11 +221,11 @@ class LLM:
             tenant=identity,
             prompt_logprobs=prompt_logprobs,
         )
-        run = _Run(request, Answer(tokenizer.detokenizer, ids, stop))
+        run = Run(request, Answer(tokenizer.detokenizer, ids, stop))
         run.completion.error = problem
         return run
 
-    def _start(self, run: _Run, on_error: str) -> None:
+    def _start(self, run: Run, on_error: str) -> None:
         try:
             if run.completion.error is not None:
                 raise run.completion.error
@@ -296,7 +237,7 @@ class LLM:
                 raise
             run.completion.error = error
 
-    def _finish(self, runs: Sequence[_Run], bar: Any, on_error: str) -> None:
+    def _finish(self, runs: Sequence[Run], bar: Any, on_error: str) -> None:
         left = list(runs)
         while left:
             still = [run for run in left if not run.is_done]
@@ -308,7 +249,7 @@ class LLM:
             if left:
                 self._step()
 
-    def _stop(self, runs: Sequence[_Run]) -> None:
+    def _stop(self, runs: Sequence[Run]) -> None:
         """Waits for nobody: an iterator that is forgotten is closed wherever Python happens to be, be it in a step."""
         self._left.extend(run for run in runs if run.request.request_id in self._runs)
         if self._left and self._lock.acquire(blocking=False):
@@ -360,7 +301,6 @@ class LLM:
         with _uninterrupted(), self._lock:
             self._let_go()
             yield
-            self._let_go()
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 

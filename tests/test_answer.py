@@ -22,12 +22,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def feed(answer: Answer, ids: Sequence[int]) -> tuple[str, int]:
     """All that was shown, and how many tokens it took."""
     parts = []
-    for count, token_id in enumerate(ids, start=1):
+    for token_id in ids:
         parts.append(answer.take(token_id))
         if answer.finish_reason is not None:
             break
     assert answer.text == "".join(parts)
-    return answer.text, count
+    return answer.text, len(parts)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -63,10 +63,10 @@ def test_the_text_is_that_of_the_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_long_answer_takes_no_more_room(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    detokenizer, chance = make_detokenizer(tokenizer), random.Random(5)
-    ids = [token_id for text in random_texts(400, seed=6) for token_id in encode(tokenizer, text)]
-    assert len(ids) > 2000
-    prompt = 1000
+    detokenizer = make_detokenizer(tokenizer)
+    ids = [token_id for text in random_texts(200, seed=6) for token_id in encode(tokenizer, text)][:3000]
+    assert len(ids) > 1500
+    prompt = 500
     answer = Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids)))
     most, parts = 0, []
     for token_id in ids[prompt:]:
@@ -74,7 +74,6 @@ def test_a_long_answer_takes_no_more_room(name: str) -> None:
         most = max(most, len(answer._ids))
         assert answer._shift + len(answer._ids) == prompt + len(answer.token_ids)
     assert most < 60
-    assert chance is not None
     assert "".join(parts) == streamed(detokenizer, ids, range(prompt, len(ids) + 1)).removesuffix(
         detokenizer.pending(answer._ids, answer._prefix - answer._shift, answer._read - answer._shift)
     )

@@ -3,16 +3,25 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+# What torch and transformers bring themselves where there is a GPU is none of ours.
+OTHERS = (
+    "import torch.distributed\n"
+    "from transformers import AutoConfig, LlamaConfig\n"
+    "from transformers.activations import ACT2FN\n"
+    "from transformers.modeling_outputs import CausalLMOutputWithPast"
+)
 
 
-def imported_by(statement: str) -> set[str]:
+@cache
+def imported_by(statement: str) -> frozenset[str]:
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    return set(done.stdout.split())
+    return frozenset(done.stdout.split())
 
 
 def test_the_package_alone_is_light() -> None:
@@ -44,19 +53,13 @@ def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> Non
         "for model_type in MODELS: find_class(model_type)"
     )
     assert "lorax_server.layers.linear" in modules
-    # What torch and transformers bring themselves where there is a GPU is none of ours.
-    modules -= imported_by(
-        "import torch.distributed\n"
-        "from transformers import AutoConfig, LlamaConfig\n"
-        "from transformers.activations import ACT2FN\n"
-        "from transformers.modeling_outputs import CausalLMOutputWithPast"
-    )
+    modules -= imported_by(OTHERS)
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
 
 
 def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
     modules = imported_by("import lorax_server.llm")
     assert "lorax_server.llm" in modules
-    modules -= imported_by("import torch.distributed\nfrom transformers import AutoConfig, AutoTokenizer")
+    modules -= imported_by(OTHERS)
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}
     assert not modules & {"lorax_server.ipc", "lorax_server.engine.client", "lorax_server.launch"}

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -168,9 +169,7 @@ def test_prompts_of_several_adapters_get_what_they_get_alone(world: World, llm: 
         assert completion.text == text
         assert completion.prompt_ids == world.ids(prompt)
         assert len(completion.logprobs) == len(token_ids)
-        assert completion.finish_reason is (
-            FinishReason.EOS_TOKEN if token_ids[-1] == EOS_ID else FinishReason.LENGTH
-        )
+        assert completion.finish_reason is (FinishReason.EOS_TOKEN if token_ids[-1] == EOS_ID else FinishReason.LENGTH)
         assert completion.error is None
         assert completion.alternatives == []
         assert completion.prompt_logprobs is None
@@ -727,13 +726,18 @@ def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]
 # --- Interrupts, failures and the end ---------------------------------------------------------------------------------
 
 
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C, as a script hears it, also where the tests run without a terminal."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals go to the main thread")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit: Any) -> None:
+def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit: Any, interrupt: Any) -> None:
     expected = [world.answer(text, "first")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
     steps = llm.status.steps
@@ -746,7 +750,9 @@ def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_between_two_steps(world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_between_two_steps(
+    world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None]
+) -> None:
     monkeypatch.setattr(llm, "_finish", lambda *_: interrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, stop=STOP)
@@ -788,7 +794,11 @@ def test_after_it_is_closed(mortal: LLM) -> None:
             call()
     with mortal:
         pass
-    gc.collect()
+    for _ in range(1000):  # until the threads that looked for adapters have ended, too
+        gc.collect()
+        if engine() is None:
+            break
+        time.sleep(0.01)
     assert engine() is None  # the memory is given back
 
 

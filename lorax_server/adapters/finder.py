@@ -124,6 +124,7 @@ class AdapterFinder:
         stamp = files[weights]
         if stamp is None or None in files.values():
             return None
+        settled = is_settled(stamp, self._time_ns())
         try:
             is_same_config = read_json(folder / CONFIG_FILE, f"adapter {name!r}") == fetched.config
             identity, num_elements = self._read_identity(config, weights, stamp)
@@ -133,7 +134,8 @@ class AdapterFinder:
             return None
         if not is_same_config or _stamps(files) != files:
             return None
-        spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp, identity),), num_elements)
+        part = StoredPart(folder, config, stamp, identity, settled)
+        spec = AdapterSpec(identity, name, (part,), num_elements)
         return Found(spec, Resolved(identity, str(folder), fetched.tokenizer_files), files)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:

@@ -35,6 +35,7 @@ class StoredPart:
     config: AdapterConfig
     stamp: Stamp  # of its weights when it was identified
     identity: str = ""
+    is_settled: bool = True  # else it may since have changed without a new stamp
 
 
 @dataclass(frozen=True)

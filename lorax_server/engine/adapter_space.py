@@ -52,11 +52,11 @@ class AdapterSpace:
     """
 
     def __init__(self, num_units: int) -> None:
-        assert num_units > 0, num_units
+        assert num_units >= 0, num_units
         self.num_units = num_units
         self.num_free_units = num_units  # not held by an adapter, though steps may still read there
         self._extents: dict[Hashable, _Extent] = {}
-        self._holes = [(0, num_units)]  # (start, stop) by address, no two touching
+        self._holes = [(0, num_units)] if num_units else []  # (start, stop) by address, no two touching
         self._vacated: deque[tuple[int, int, int]] = deque()  # (last step that touches it, start, stop), by step
         self._moves: list[Move] = []  # for the next step
         self._num_submitted = 0

@@ -11,7 +11,7 @@ from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, Resolved
 
@@ -151,8 +151,14 @@ class Engine:
         )
 
     def close(self) -> None:
+        """Nothing can be asked any more, and who waits for an adapter waits no longer."""
         self._resolver.close()
         self._executor.close()
+        for done in [done for loads in self._loads.values() for done in loads]:
+            _settle(done, EngineError("the engine is stopped"))
+        self._loads.clear()
+        while self._resolved:
+            self._register(*self._resolved.popleft())
 
     @property
     def _moved(self) -> bool:

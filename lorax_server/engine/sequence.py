@@ -1,4 +1,4 @@
-"""A request under way. Only the scheduler changes it."""
+"""A request under way. Only the scheduler changes it, by itself or through its draft and its queues."""
 
 import math
 from dataclasses import dataclass, field

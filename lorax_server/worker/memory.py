@@ -1,6 +1,7 @@
 """How much memory there is, and how it is shared out between the cache and the adapters."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -24,9 +25,18 @@ def free_bytes() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             found = dict(line.split(":", 1) for line in file)
-        return int(found["MemAvailable"].split()[0]) * 1024
+        return min(int(found["MemAvailable"].split()[0]) * 1024, _container_bytes())
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
+
+
+def _container_bytes() -> int:
+    """What is left of the limit that a container has been given; all there is if it has none."""
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return int(limit) - int(used)
+    except (OSError, ValueError):  # no container, or "max"
+        return machine_bytes()
 
 
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -12,7 +11,7 @@ import torch
 
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterSpec, is_settled
+from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
@@ -108,7 +107,7 @@ class Preparer:
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
         parts = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
         adapter = parts[0] if spec.merge is None else MergedAdapter(parts, spec.merge)
-        recent = [i for i, part in enumerate(spec.parts) if not is_settled(part.stamp, time.time_ns())]
+        recent = [i for i, part in enumerate(spec.parts) if not part.is_settled]
         if self._group.size() == 1 and not recent:
             return adapter
         # A rank that fails to read in the middle would leave the others waiting: so all is read before.

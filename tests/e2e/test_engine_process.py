@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
-from lorax_server.types import AdapterRef, Output, Request, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, Merge, Output, Request, SamplingParams, StopParams
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts, write_adapter
 from tests.parity.variants import VARIANTS, make_oracle
@@ -205,6 +206,44 @@ def is_alive(process: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart(tmp_path: Path) -> None:
+    write_models("llama-gqa", tmp_path)
+    config = make_config(tmp_path, preload=(("local", "rank-2"), ("local", "rank-5")))
+
+    async def run() -> None:
+        async with started(config) as client:
+            assert (await client.status()).adapters_on_device == 2
+            os.kill(processes_of(client)[0], signal.SIGKILL)
+            while client.is_healthy:
+                await asyncio.sleep(0.01)
+            while not client.is_healthy:
+                await asyncio.sleep(0.05)
+            assert (await client.status()).adapters_on_device == 2
+
+    asyncio.run(run())
+    with pytest.raises(EngineError, match="'rank-7'"):
+        asyncio.run(make_client(make_config(tmp_path, preload=(("local", "rank-7"),))).start())
+
+
+def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
+    """One adapter with half of its weight, and another with none: what half of it alone gives."""
+    write_models("llama-gqa", tmp_path)
+    prompt = make_prompts()[1]
+
+    async def run() -> None:
+        async with started(make_config(tmp_path)) as client:
+            one, other = AdapterRef("local", "rank-2"), AdapterRef("local", "rank-5")
+            answers = []
+            for refs, weights in (([one], (0.5,)), ([one, other], (0.5, 0.0)), ([one, other], (0.5, 0.5))):
+                merged = await client.resolve(refs, Merge(weights))
+                request = Request(client.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=8))
+                request = replace(request, adapter=merged.identity)
+                answers.append([output.token_id async for output in client.generate(request)])
+            assert answers[0] == answers[1] != answers[2]
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.engine import Engine
-from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.engine.limits import Limits
+from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload
 from lorax_server.types import AdapterRef, Merge, Output, Request, Resolved, SamplingParams, StopParams

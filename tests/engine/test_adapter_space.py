@@ -220,9 +220,14 @@ def test_a_mistake_of_ours_is_an_assertion(calls: list[tuple[str, ...]]) -> None
         getattr(space, method)(*arguments)
 
 
-def test_a_space_has_units() -> None:
+def test_a_space_may_have_no_units_but_not_fewer() -> None:
+    space = AdapterSpace(0)
+    assert space.num_free_units == space.largest_hole == 0
+    assert space.submit() == (1, [])
+    space.completed(1)
+    assert not space.needs_step
     with pytest.raises(AssertionError):
-        AdapterSpace(0)
+        AdapterSpace(-1)
 
 
 @pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded, AdapterSpace.start])

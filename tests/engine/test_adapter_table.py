@@ -17,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
-from lorax_server.engine import adapter_table
-from lorax_server.engine.adapter_table import MAX_PREPARING, AdapterTable, State
+from lorax_server.engine import adapter_table, device_tier, host_tier
+from lorax_server.engine.adapter_entry import State
+from lorax_server.engine.adapter_table import MAX_PREPARING, AdapterTable
+from lorax_server.engine.device_tier import FRESH_S
 from lorax_server.errors import AdapterError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
 from lorax_server.types import AdapterRef
@@ -105,7 +107,7 @@ class Desk:
 
     @property
     def on_host(self) -> set[str]:
-        return set(self.table._on_host)
+        return set(self.table._host._entries)
 
 
 # --- One thing at a time ----------------------------------------------------------------------------------------------
@@ -463,11 +465,59 @@ def test_a_fresh_one_is_not_evicted_before_it_ran() -> None:
     desk.know(a=4, b=4)
     desk.want("a", "b")
     assert desk.steps() == ["a"]
-    desk.now = 100.0
+    desk.now = FRESH_S - 0.1
     assert desk.steps() == []
     assert desk.on_device == {"a"}
     desk.begin("a")
     desk.end("a")
+    assert desk.steps() == ["b"]
+
+
+def test_a_fresh_one_that_does_not_run_leaves_in_the_end_for_who_has_waited() -> None:
+    """Else who never gets a turn, being of a low priority, would keep out the adapters of all others."""
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.now = 50.0
+    desk.want("a")
+    assert desk.steps() == ["a"]
+    desk.now += FRESH_S - 0.5
+    desk.want("b")
+    desk.now += 0.5  # `a` is not fresh any more, but somebody waits for it, and `b` has not waited for long
+    assert desk.steps() == []
+    desk.now += 0.5
+    assert desk.steps() == ["b"]
+    assert desk.on_device == {"b"}
+    desk.table.bring("a")
+    desk.now += FRESH_S - 0.1  # the same for `b` now, and for `a` again once it is loaded
+    assert desk.steps() == []
+    desk.now += 0.1
+    assert desk.steps() == ["a"]
+    desk.now += FRESH_S - 0.1
+    desk.table.bring("b")
+    assert desk.steps() == []
+
+
+def test_a_fresh_one_that_nobody_can_run_with_any_more_leaves_at_once() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.table.release("a")  # it gave way to another
+    desk.want("b")
+    desk.now = 1.0
+    assert desk.steps() == ["b"]
+    desk.table.bring("a")
+    desk.begin("b")
+    desk.end("b")
+    assert desk.steps() == ["a"]  # for who has begun with it, so it is fresh
+    desk.want("a", "b")
+    desk.now = 2.0
+    assert desk.steps() == []
+    assert desk.table.index_of("a", has_begun=False) is None  # it drains, so that the second one waits for it
+    desk.table.bring("a")
+    assert desk.steps() == []  # who has begun goes on
+    desk.table.end_request("a", has_begun=True)  # but is aborted before
     assert desk.steps() == ["b"]
 
 
@@ -489,6 +539,20 @@ def test_one_that_others_wait_for_leaves_only_for_who_has_waited() -> None:
     assert desk.steps() == []
     assert desk.table.deadline_s == 0.5
     desk.now = 1.0
+    assert desk.steps() == ["b"]
+    assert desk.table.deadline_s is None
+
+
+def test_patience_that_has_ended_since_it_was_looked_at_last_is_a_reason_to_look() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.use("a")
+    desk.want("a", "b")
+    desk.now = 0.9
+    assert desk.steps() == []
+    desk.now = 1.5
+    assert not desk.table.has_news
+    assert desk.table.deadline_s == 0.0
     assert desk.steps() == ["b"]
     assert desk.table.deadline_s is None
 
@@ -741,11 +805,12 @@ def test_many_that_wait_take_time_by_their_number(kind: str) -> None:
 
 def count_lines(call: Callable[[], object]) -> int:
     num_lines = 0
+    files = {module.__file__ for module in (adapter_table, device_tier, host_tier)}
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         nonlocal num_lines
         num_lines += 1
-        return trace if frame.f_code.co_filename == adapter_table.__file__ else None
+        return trace if frame.f_code.co_filename in files else None
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -1033,9 +1098,9 @@ class Machine(RuleBasedStateMachine):
                 assert resident.identity == sequence.request.adapter
         held = [block for sequence in world.scheduler._running for block in sequence.blocks]
         assert world.pool.num_free == world.pool.num_blocks - len(set(held))
-        space = world.table._space
-        assert space is not None
-        assert space.num_free_units == space.num_units - sum(each.units for each in world.table._on_device.values())
+        device = world.table._device
+        space, on_device = device._space, device._entries.values()
+        assert space.num_free_units == space.num_units - sum(each.units for each in on_device)
         known = world.table._known.values()
         assert world.table.host_bytes_used == sum(each.num_bytes for each in known)
         for entry in known:
@@ -1043,9 +1108,7 @@ class Machine(RuleBasedStateMachine):
             assert entry.num_requests == len(of)
             assert entry.num_begun == sum(each.has_begun for each in of)
             assert entry.num_running == sum(each.row is not None for each in of)
-        assert world.table._num_pinned_units == sum(
-            each.units for each in world.table._on_device.values() if each.is_pinned
-        )
+        assert device._num_pinned_units == sum(each.units for each in on_device if each.is_pinned)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -1059,7 +1122,7 @@ class Machine(RuleBasedStateMachine):
         world.settle()
         assert all(load.done() for load in self.loads)
         world.check_nothing_is_left()
-        assert world.table._num_pinned_units == 0
+        assert world.table._device._num_pinned_units == 0
 
 
 TestMachine = Machine.TestCase

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.limits import Limits
 from lorax_server.engine.pace import Pace
-from lorax_server.engine.scheduler import Limits, Scheduler
+from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, InputError, OverloadedError
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
 from lorax_server.stopping import FinishReason
@@ -494,18 +495,18 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
     engine.scheduler.add(make_request(100, [1] * 5, 50, eos=False))
     for i in range(1, 101):
         engine.scheduler.abort(i)
-    assert engine.scheduler._backlog == pytest.approx(0.0)
+    assert engine.scheduler._backlog.num_tokens == pytest.approx(0.0)
 
 
 def test_the_backlog_is_of_those_that_have_not_begun() -> None:
     engine = ReportingEngine(Limits(16, 2, 100), 8, depth=2)
     for i in range(6):
         engine.scheduler.add(make_request(i, [1 + i] * 6, 12, eos=False))
-    assert engine.scheduler._backlog == 6 * 18
+    assert engine.scheduler._backlog.num_tokens == 6 * 18
     engine.step()
-    assert engine.scheduler._backlog == 4 * 18
+    assert engine.scheduler._backlog.num_tokens == 4 * 18
     engine.finish()
-    assert engine.scheduler._backlog == pytest.approx(0.0)
+    assert engine.scheduler._backlog.num_tokens == pytest.approx(0.0)
 
 
 def test_pace_counts_overlapping_steps_once() -> None:

@@ -1,0 +1,83 @@
+"""A source that hangs, and one that fails: nobody but who asked for their adapters notices."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorax_server.adapters.source import AdapterFiles
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.build import assemble
+from lorax_server.config import EngineConfig, ModelConfig
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import SourceError
+from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
+from lorax_server.worker.executor import LocalExecutor
+from lorax_server.worker.worker import paged_worker
+from tests.parity.oracle import oracle_greedy
+from tests.parity.test_engine import NEW_TOKENS, Crowd, Models, make_models, make_prompts
+
+ROUNDS_S = 60  # how long a test may wait for threads before it has failed
+
+
+class HangingSource(LocalSource):
+    """Delivers when the gate is opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__([root])
+        self.gate = threading.Event()
+
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+        assert self.gate.wait(ROUNDS_S)
+        return super().fetch(files, wanted, token)
+
+
+class FailingSource(LocalSource):
+    def find(self, name: str, token: str | None) -> AdapterFiles:
+        raise SourceError(f"adapter {name!r}: nobody answers")
+
+
+@pytest.fixture
+def models(tmp_path: Path, device: torch.device) -> Models:
+    return make_models("llama-gqa", tmp_path, device)
+
+
+def test_steps_go_on_while_a_source_hangs_and_another_fails(models: Models) -> None:
+    root = models.folders[0].parent
+    hanging, failing = HangingSource(root), FailingSource([root])
+    config = EngineConfig(ModelConfig(Path("in-memory")), max_rows=4, cache_bytes=2**20, adapter_bytes=2**20)
+    engine = assemble(
+        config,
+        LocalExecutor(paged_worker(models.ours, config, FakeGroup())),
+        {"local": LocalSource([root]), "hanging": hanging, "failing": failing},
+    )
+    crowd = Crowd(engine, models.folders)
+    prompts = make_prompts()
+    # More than there are threads for it, so that also the queue behind them harms nobody.
+    far = [engine.resolve([AdapterRef("hanging", f"rank-{(2, 5)[i % 2]}", token=str(i))]) for i in range(100)]
+    lost = engine.resolve([AdapterRef("failing", "rank-2")])
+    for i, prompt in enumerate(prompts):
+        crowd.add(i, prompt, adapter=i % 3)
+    while engine.has_work:
+        crowd.step()
+    for i, prompt in enumerate(prompts):
+        expected = oracle_greedy(models.oracles[i % 3], prompt, NEW_TOKENS, models.tensors)
+        assert crowd.tokens(i)[: len(expected)] == expected
+    assert not any(each.done() for each in far)
+    with pytest.raises(SourceError, match="nobody answers"):
+        lost.result()
+
+    hanging.gate.set()
+    while not all(each.done() for each in far):
+        crowd.step()
+    stop = StopParams(max_new_tokens=NEW_TOKENS)
+    for i, found in enumerate(far[:2]):
+        engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter=found.result().identity))
+    while engine.has_work:
+        crowd.step()
+    for i in range(2):
+        expected = oracle_greedy(models.oracles[1 + i], prompts[1], NEW_TOKENS, models.tensors)
+        assert crowd.tokens(100 + i)[: len(expected)] == expected
+    engine.close()

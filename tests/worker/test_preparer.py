@@ -1,0 +1,427 @@
+"""Adapters made ready beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.merge import MergedAdapter
+from lorax_server.adapters.spec import AdapterSpec, StoredPart, stamp_of
+from lorax_server.adapters.target import AdapterTarget
+from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
+from lorax_server.errors import AdapterError, InputError
+from lorax_server.kernels import Field
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.plan import Prepared
+from lorax_server.types import Merge
+from lorax_server.worker.preparer import Preparer
+from tests.parity.adapters.cases import CASES
+from tests.parity.adapters.served import make_model, open_adapter
+from tests.ranks import RankPool
+
+BASE = "llama-gqa"
+CPU = torch.device("cpu")
+NAMES = ["plain", "dora", "saved-head", "rank-pattern"]  # DoRA at o_proj is cut by its inputs: its norms are summed
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for name in NAMES:
+        CASES[name].write(root / name)
+    return root
+
+
+@pytest.fixture
+def folder(originals: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    shutil.copytree(originals, tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, AdapterTarget]:
+    return adapter_targets(make_model(BASE, CPU))
+
+
+@pytest.fixture
+def preparer(targets: dict[str, AdapterTarget]) -> Iterator[Preparer]:
+    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    yield preparer
+    preparer.close()
+
+
+def stored(folder: Path, targets: dict[str, AdapterTarget]) -> StoredPart:
+    config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
+    opened = StoredAdapter(folder, config, targets)
+    return StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), opened.identify())
+
+
+def make_spec(folder: Path, targets: dict[str, AdapterTarget]) -> AdapterSpec:
+    part = stored(folder, targets)
+    return AdapterSpec(part.identity, folder.name, (part,), 1)
+
+
+def merged_spec(folders: Sequence[Path], targets: dict[str, AdapterTarget], merge: Merge) -> AdapterSpec:
+    parts = tuple(stored(folder, targets) for folder in folders)
+    return AdapterSpec(merge.identity([part.identity for part in parts]), "merged", parts, 1, merge)
+
+
+def take(preparer: Preparer, count: int) -> list[Prepared]:
+    taken: list[Prepared] = []
+    until = time.monotonic() + WAIT_S
+    while len(taken) < count and time.monotonic() < until:
+        taken += preparer.take()
+        time.sleep(0.001)
+    assert len(taken) == count
+    return taken
+
+
+def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
+    assert torch.equal(found.buffer, expected.buffer)
+    assert torch.equal(found.table, expected.table)
+    assert torch.equal(found.scales, expected.scales)
+    assert (found.vocab_size, found.units) == (expected.vocab_size, expected.units)
+
+
+# --- One rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_is_ready_is_what_preparing_gives(
+    is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
+) -> None:
+    """Also where all is read into memory at first, since the file is young."""
+    specs = [make_spec(originals / name, targets) for name in NAMES]
+    with mock.patch("lorax_server.worker.preparer.is_settled", return_value=is_old):
+        for spec in specs:
+            preparer.start(spec)
+        taken = take(preparer, len(specs))
+    assert [each.identity for each in taken] == [spec.identity for spec in specs]  # in this order
+    for name, spec, each in zip(NAMES, specs, taken, strict=True):
+        expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
+        assert_same(preparer.get(spec.identity), expected)
+        assert each == Prepared(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
+    assert preparer.take() == []
+
+
+@pytest.mark.parametrize(
+    "merge", [Merge((0.7, -0.4)), Merge((1.0, 0.5), "ties", 0.6), Merge((1.0, 2.0), "dare_ties", 0.5)]
+)
+def test_merges(merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path) -> None:
+    folders = [originals / "plain", originals / "rank-pattern"]
+    if merge.strategy != "linear":
+        folders[1] = originals / "plain"
+    preparer.start(merged_spec(folders, targets, merge))
+    (taken,) = take(preparer, 1)
+    merged = MergedAdapter([open_adapter(folder, targets) for folder in folders], merge)
+    assert_same(preparer.get(taken.identity), prepare(merged, targets, torch.float32, FakeGroup()))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(("plain", "rank-pattern"), "needs equal ranks"), (("plain", "dora"), "cannot be merged")],
+)
+def test_merges_that_cannot_be(
+    names: Sequence[str],
+    message: str,
+    is_old: bool,
+    preparer: Preparer,
+    targets: dict[str, AdapterTarget],
+    originals: Path,
+) -> None:
+    spec = merged_spec([originals / name for name in names], targets, Merge((1.0, 1.0), "ties", 0.5))
+    with mock.patch("lorax_server.worker.preparer.is_settled", return_value=is_old):
+        preparer.start(spec)
+        (taken,) = take(preparer, 1)
+    assert isinstance(taken.error, InputError)
+    assert message in str(taken.error)
+
+
+def test_it_tells_whenever_there_is_something(preparer: Preparer, targets: Any, originals: Path) -> None:
+    told = threading.Semaphore(0)
+    preparer.notify = told.release
+    for name in ("plain", "dora"):
+        preparer.start(make_spec(originals / name, targets))
+        assert told.acquire(timeout=WAIT_S)
+        assert len(preparer.take()) == 1
+
+
+def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets: Any, originals: Path) -> None:
+    spec = make_spec(originals / "plain", targets)
+    for _ in range(2):
+        preparer.start(spec)
+        take(preparer, 1)
+        preparer.drop(spec.identity)
+        assert not preparer._ready
+    with mock.patch("lorax_server.worker.preparer.READY_S", 0.01), pytest.raises(KeyError):
+        preparer.get(spec.identity)
+
+
+def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
+    """The engine hears from the first rank; what it then says may reach another before its own thread is done."""
+    spec, go_on = make_spec(originals / "plain", targets), threading.Event()
+    found: list[Any] = []
+
+    def late(*args: Any) -> HostAdapter:
+        go_on.wait(WAIT_S)
+        return prepare(*args)
+
+    def load() -> None:
+        try:
+            found.append(preparer.get(spec.identity))
+        except KeyError as error:
+            found.append(error)
+
+    with mock.patch("lorax_server.worker.preparer.prepare", late):
+        preparer.start(spec)
+        reader = threading.Thread(target=load)
+        reader.start()
+        reader.join(0.1)  # time enough to fail
+        go_on.set()
+        reader.join()
+    assert isinstance(found[0], HostAdapter)
+
+
+def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> None:
+    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def slow(*args: Any) -> HostAdapter:
+        begun.set()
+        go_on.wait(WAIT_S)
+        done.append(args)
+        return prepare(*args)
+
+    with mock.patch("lorax_server.worker.preparer.prepare", slow):
+        for name in NAMES:
+            preparer.start(make_spec(originals / name, targets))
+        begun.wait(WAIT_S)
+        closing = threading.Thread(target=preparer.close)
+        closing.start()
+        while not preparer._is_closed:
+            time.sleep(0.001)
+        go_on.set()
+        closing.join()
+        preparer.close()  # again
+    assert not preparer._thread.is_alive()
+    assert len(done) == 1
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def vanish(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+
+
+def change(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file({key: tensor * 2 for key, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS_FILE, (folder / WEIGHTS_FILE).stat().st_size - 8)
+
+
+BREAKS: list[tuple[Callable[[Path], None], str]] = [
+    (vanish, "cannot be read"),
+    (change, "changed after it was chosen"),
+    (cut, "changed after it was chosen"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), BREAKS)
+def test_files_that_are_not_what_they_were(
+    spoil: Callable[[Path], None], message: str, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
+) -> None:
+    spec, other = (make_spec(folder / name, targets) for name in ("plain", "dora"))
+    spoil(folder / "plain")
+    preparer.start(spec)
+    preparer.start(other)
+    failed, fine = take(preparer, 2)
+    assert failed.identity == spec.identity
+    assert isinstance(failed.error, AdapterError)
+    assert message in str(failed.error)
+    assert (failed.units, failed.num_bytes) == (0, 0)
+    assert failed.error.__traceback__ is None  # which would keep all that was read
+    assert fine.error is None
+    assert list(preparer._ready) == [other.identity]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_file_that_changes_without_a_new_stamp(
+    is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
+) -> None:
+    """Twice within a tick of its file system's clock: while it is young it is looked at again."""
+    plain, young = folder / "plain", time.time_ns() + 3600 * 10**9
+    stamp = (1, 2, 3, young)
+    with mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp):
+        spec = make_spec(plain, targets)
+        if is_merged:
+            spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))
+        spec = replace(spec, parts=tuple(replace(part, stamp=stamp) for part in spec.parts))
+        preparer.start(spec)
+        (before,) = take(preparer, 1)
+        assert before.error is None
+        with (plain / WEIGHTS_FILE).open("r+b") as file:  # of the same size
+            file.seek(-4, os.SEEK_END)
+            file.write(bytes(4))
+        preparer.start(spec)
+        (after,) = take(preparer, 1)
+    assert "changed while it was read" in str(after.error)
+
+
+def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path) -> None:
+    tensors = load_file(folder / "plain" / WEIGHTS_FILE)
+    next(iter(tensors.values()))[0, 0] = float("inf")
+    save_file(tensors, folder / "plain" / WEIGHTS_FILE)
+    preparer.start(make_spec(folder / "plain", targets))
+    assert "not finite" in str(take(preparer, 1)[0].error)
+
+
+def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTarget], folder: Path) -> None:
+    tensors = load_file(folder / "plain" / WEIGHTS_FILE)
+    next(iter(tensors.values()))[0, 0] = 1e6
+    save_file(tensors, folder / "plain" / WEIGHTS_FILE)
+    half = Preparer(targets, torch.float16, FakeGroup(), pin=False)
+    half.start(make_spec(folder / "plain", targets))
+    assert "float16 cannot hold" in str(take(half, 1)[0].error)
+    half.close()
+
+
+@pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
+def test_a_bug_or_no_memory_takes_nobody_along(
+    where: str, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
+) -> None:
+    spec = make_spec(originals / "plain", targets)
+    with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=MemoryError):
+        preparer.start(spec)
+        (failed,) = take(preparer, 1)
+    assert str(failed.error) == "adapter 'plain': cannot be prepared: MemoryError"
+    preparer.start(spec)
+    assert take(preparer, 1)[0].error is None
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def beside(group: TorchGroup, size: int) -> HostGroup | None:
+    """A second group of the first ranks. All have to make it."""
+    if size == group.size():
+        return group.beside()
+    made = dist.new_group(list(range(size)), backend="gloo")
+    return HostGroup(made) if group.rank() < size else None
+
+
+def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
+    """What is taken on this rank: of one that fails on the last rank, if it shall, and then of others."""
+    second = beside(group, size)
+    if second is None:
+        return None
+    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second, pin=False)
+    specs = make_specs(folder)
+    try:
+        taken = []
+        if spoilt:
+            is_last = second.rank() == size - 1
+            # Old files, which one rank alone would read module by module.
+            settled = mock.patch("lorax_server.worker.preparer.is_settled", return_value=True)
+            with spoiling(spoilt if is_last else ""), settled:
+                preparer.start(spoil_part(specs[-1], folder, spoilt) if is_last else specs[-1])
+                taken = take(preparer, 1)
+        for spec in specs[:-1]:
+            preparer.start(spec)
+        if size == group.size():  # the steps have the other group, at the same time
+            assert all(int(group.all_reduce(torch.ones(1))) == size for _ in range(200))
+        taken += take(preparer, len(specs) - 1)
+        return taken, [preparer.get(spec.identity) for spec in specs[:-1]]
+    finally:
+        preparer.close()
+
+
+def make_specs(folder: Path) -> list[AdapterSpec]:
+    alone = adapter_targets(make_model(BASE, CPU))
+    merged = merged_spec([folder / "plain", folder / "rank-pattern"], alone, Merge((0.5, 2.0)))
+    return [*(make_spec(folder / name, alone) for name in NAMES[1:]), merged, make_spec(folder / NAMES[0], alone)]
+
+
+def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
+    """What another machine may see of the same adapter."""
+    (part,) = spec.parts
+    parts = {
+        "vanished": replace(part, folder=folder / "nowhere"),
+        "stamp": replace(part, stamp=(0, 0, 0, 0)),
+        "values": replace(part, folder=folder / "spoilt", stamp=stamp_of(folder / "spoilt" / WEIGHTS_FILE)),
+    }
+    return replace(spec, parts=(parts.get(how, part),))
+
+
+def spoiling(how: str) -> Any:
+    opened: Any = MemoryError if how == "memory" else StoredAdapter
+    return mock.patch("lorax_server.worker.preparer.StoredAdapter", side_effect=opened)
+
+
+def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter] | None:
+    """The same without threads and files that are read before."""
+    second = beside(group, size)
+    if second is None:
+        return None
+    targets = adapter_targets(make_model(BASE, CPU, second))
+    plain, *adapters = (open_adapter(folder / name, targets) for name in NAMES)
+    merged = MergedAdapter([plain, adapters[-1]], Merge((0.5, 2.0)))
+    return [prepare(adapter, targets, torch.float32, second) for adapter in (*adapters, merged)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_prepare_together(size: int, ranks: RankPool, originals: Path, targets: dict[str, AdapterTarget]) -> None:
+    found = ranks.run(4, on_ranks, size, originals)[:size]
+    expected = ranks.run(4, expected_on, size, originals)[:size]
+    for (taken, hosts), wanted in zip(found, expected, strict=True):
+        assert [each.error for each in taken] == [None] * len(taken)
+        for host, each, direct in zip(hosts, taken, wanted, strict=True):
+            assert_same(host, direct)
+            assert each.units == direct.units
+    # The norms of the matrix that is cut by its inputs are those of all of it.
+    whole = prepare(open_adapter(originals / "dora", targets), targets, torch.float32, FakeGroup())
+    index = list(targets).index("model.layers.1.self_attn.o_proj")
+    factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in found])]
+    for factor in factors[1:]:
+        torch.testing.assert_close(factor, factors[0])
+
+
+def _factor(host: HostAdapter, index: int) -> torch.Tensor:
+    start = int(host.table[index, Field.FACTOR])
+    assert start >= 0
+    return host.buffer[start : start + 32]
+
+
+@pytest.mark.parametrize("spoilt", ["vanished", "stamp", "values", "memory"])
+def test_what_fails_on_one_rank_fails_on_all_and_they_go_on(spoilt: str, ranks: RankPool, folder: Path) -> None:
+    shutil.copytree(folder / "plain", folder / "spoilt")
+    tensors = load_file(folder / "spoilt" / WEIGHTS_FILE)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, folder / "spoilt" / WEIGHTS_FILE)
+    found = ranks.run(4, on_ranks, 2, folder, spoilt)[:2]
+    for rank, (taken, hosts) in enumerate(found):
+        assert isinstance(taken[0].error, AdapterError)
+        assert ("another tensor-parallel rank" in str(taken[0].error)) == (rank == 0)
+        assert [each.error for each in taken[1:]] == [None] * len(hosts)
+    assert [each.units for each in found[0][0]] == [each.units for each in found[1][0]]

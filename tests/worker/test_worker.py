@@ -1,0 +1,342 @@
+"""A rank does what plans say, in their order; and knows what it has, and what it can."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.config import EngineConfig, ModelConfig
+from lorax_server.distributed import FakeGroup
+from lorax_server.errors import ConfigError
+from lorax_server.layers.rotary import DynamicRotaryEmbedding
+from lorax_server.models.registry import MODELS
+from lorax_server.plan import (
+    AdapterOp,
+    Capabilities,
+    Drop,
+    Load,
+    Move,
+    NewRow,
+    Prepare,
+    Prepared,
+    RopeRule,
+    StepPlan,
+    StepResult,
+    Unload,
+)
+from lorax_server.types import SamplingParams, StopParams
+from lorax_server.worker import memory
+from lorax_server.worker.memory import block_bytes, count_blocks
+from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker
+from tests.models.tiny import SERVED, make_model, make_tokenizer, save
+from tests.parity.adapters.served import make_model as make_paged
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16)
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+
+def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] = (), **columns: Any) -> StepPlan:
+    count = len(indices)
+    given = {
+        "rows": np.arange(count),
+        "starts": np.zeros(count, np.int64),
+        "counts": np.ones(count, np.int64),
+        "samples": np.ones(count, bool),
+        "asks": np.zeros(count, bool),
+        "adapter_indices": np.array(indices, np.int64),
+        "new_rows": (),
+        "new_blocks": np.zeros((0, 3), np.int64),
+    }
+    return StepPlan(step, **given | columns, adapter_ops=tuple(ops))
+
+
+@dataclass
+class Record:
+    """Stands for everything below a worker, and writes down what it is told."""
+
+    said: list[tuple[Any, ...]] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    ready: list[Prepared] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args: self.said.append((name, *args))
+
+    def get(self, identity: str) -> str:
+        return f"host {identity}"
+
+    def is_loaded(self, index: int) -> bool:
+        return index in self.arrived
+
+    def submit(self, plan: StepPlan) -> int:
+        self.said.append(("submit", plan.step))
+        return plan.step
+
+    def collect(self, ticket: int) -> StepResult:
+        return StepResult(ticket, [], [])
+
+    def take(self) -> list[Prepared]:
+        return self.ready
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+@pytest.fixture
+def worker(record: Record) -> Worker:
+    below: Any = record
+    return Worker(Capabilities(97, 2, 8, 2, 4), below, below, below)
+
+
+def test_adapters_come_first_in_their_order(worker: Worker, record: Record) -> None:
+    spec = AdapterSpec("a", "a", (), 1)
+    ops = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
+    worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
+    assert record.said[:5] == [
+        ("move", 1, 7, 2),
+        ("start", spec),
+        ("unload", 3),
+        ("drop", "c"),
+        ("load", 3, "host b", 9),
+    ]
+    assert sorted(record.said[5:7]) == [("wait_for", 2), ("wait_for", 3)]  # each once, the base model never
+    assert record.said[7:] == [("submit", 5)]
+
+
+def test_a_step_of_the_base_model_waits_for_no_adapter(worker: Worker, record: Record) -> None:
+    worker.submit(make_plan(0, [], [0, 0]))
+    assert record.said == [("submit", 0)]
+
+
+def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, record: Record) -> None:
+    worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
+    worker.submit(make_plan(1, [Load("c", 3, 7)]))
+    assert worker.collect().loaded == []
+    record.arrived = {2}
+    assert worker.collect() == StepResult(1, [], [], loaded=[2])
+    worker.submit(make_plan(2))
+    record.arrived = {1, 2, 3}
+    assert worker.collect().loaded == [1, 3]
+    worker.submit(make_plan(3))
+    assert worker.collect().loaded == []
+    worker.submit(make_plan(4, [Unload(2), Load("d", 2, 5)]))
+    assert worker.collect().loaded == [2]  # the index again
+
+
+def test_steps_end_in_their_order(worker: Worker) -> None:
+    for step in range(3):
+        worker.submit(make_plan(step))
+    assert worker.collect().step == 0
+    worker.forget()
+    assert worker.collect().step == 2
+
+
+def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
+    record.ready = [Prepared("a")]
+    assert worker.take_prepared() == [Prepared("a")]
+    worker.close()
+    assert record.said == [("close",)]
+
+
+def test_without_adapters(record: Record) -> None:
+    below: Any = record
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
+    worker.submit(make_plan(0, [], [0]))
+    assert worker.collect().loaded == []
+    assert worker.take_prepared() == []
+    with pytest.raises(AssertionError):
+        worker.submit(make_plan(1, [Drop("a")]))
+    worker.close()
+
+
+def test_a_real_step_with_and_without_rows() -> None:
+    worker = paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
+    worker.submit(make_plan(0))
+    assert worker.collect() == StepResult(0, [], [])
+    new = NewRow(0, [5, 6, 7], 3, SamplingParams(), StopParams())
+    prompt = {"new_rows": (new,), "new_blocks": np.array([[0, 0, 1]]), "counts": np.array([3])}
+    worker.submit(make_plan(1, [], [0], **prompt))
+    worker.submit(make_plan(2))
+    first = worker.collect()
+    assert (first.step, len(first.token_ids)) == (1, 1)
+    assert worker.collect() == StepResult(2, [], [])
+    worker.close()
+
+
+# --- What a model can -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "max_length"),
+    [
+        ("llama-gqa", RopeRule(), 128),
+        ("llama-rope-yarn", RopeRule(), 128),
+        ("llama-rope-dynamic-within", RopeRule(128, by_length=True), 512),
+        ("llama-rope-dynamic-beyond", RopeRule(16, by_length=True), 64),
+        ("llama-rope-longrope-beyond", RopeRule(16), 128),
+        ("neox-rope-dynamic-beyond", RopeRule(16, by_length=True), 64),
+        ("gpt2", RopeRule(), 128),
+    ],
+)
+def test_rotary_angles_that_depend_on_the_length(name: str, rope: RopeRule, max_length: int) -> None:
+    model = make_paged(name, CPU)
+    config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
+    capabilities = paged_worker(model, config, FakeGroup()).capabilities
+    assert capabilities.rope == rope
+    assert capabilities.max_length == max_length
+    assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
+
+
+def test_variants_of_angles() -> None:
+    assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
+    assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
+    assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
+
+
+def capabilities(**settings: Any) -> Capabilities:
+    given = {"max_rows": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
+    worker = paged_worker(make_paged("llama-gqa", CPU), EngineConfig(CONFIG.model, **given), FakeGroup())
+    worker.close()
+    return worker.capabilities
+
+
+def test_capabilities() -> None:
+    found = capabilities()
+    assert (found.vocab_size, found.max_rows, found.block_size, found.itemsize) == (97, 3, 4, 4)
+    assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
+    assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
+    assert (found.depth, found.max_step_tokens) == (1, 512)
+    assert (found.can_chunk, found.can_reuse) == (True, True)
+    assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
+
+
+def test_settings_of_capabilities() -> None:
+    assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
+    assert capabilities(max_step_tokens=7).max_step_tokens == 7
+    assert capabilities(depth=3).depth == 3
+    assert capabilities(max_length=50).max_length == 50
+    assert capabilities(max_length=5000).max_length == 128  # what it was made for
+    assert capabilities(adapter_bytes=0).num_adapter_units == 0
+    assert capabilities(adapter_bytes=UNIT_BYTES - 1).num_adapter_units == 0
+
+
+def test_a_small_cache_limits_the_length() -> None:
+    size = block_bytes(make_paged("llama-gqa", CPU), 4)
+    found = capabilities(cache_bytes=5 * size)
+    assert (found.num_blocks, found.max_length) == (5, 20)
+
+
+class Uneven(FakeGroup):
+    """The first of two ranks, of which the other has room for three blocks."""
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([x, torch.full_like(x, 3)], dim)
+
+
+def test_the_rank_with_the_least_room_decides() -> None:
+    model = make_paged("llama-gqa", CPU)
+    found = paged_worker(model, CONFIG, Uneven(0, 2)).capabilities
+    assert (found.num_blocks, found.max_length) == (3, 12)
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def config_of(**settings: Any) -> EngineConfig:
+    return EngineConfig(CONFIG.model, **{"block_size": 4} | settings)
+
+
+def test_the_bytes_of_a_block() -> None:
+    model = make_paged("llama-gqa", CPU)
+    assert block_bytes(model, 4) == 2 * 3 * 2 * 8 * 4 * 4  # keys and values, layers, heads, size, tokens, float32
+    cache = model.allocate_kv_cache(10, 4)
+    assert sum(tensor.nbytes for layer in cache for tensor in layer) == 10 * block_bytes(model, 4)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks_that_fit(block_size: int) -> None:
+    model = make_paged("llama-gqa", CPU)
+    size = block_bytes(model, block_size)
+    for extra in (0, 1, size - 1):
+        config = config_of(block_size=block_size, cache_bytes=7 * size + extra)
+        assert count_blocks(model, config, 512, 10**6) == 7
+    assert count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size), 512, block_size + 1) == 2
+    for too_few in (1, size - 1):
+        with pytest.raises(ConfigError, match=f"{too_few} bytes for keys and values do not hold a block of {size}"):
+            count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 512, 10**6)
+
+
+def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_paged("llama-gqa", CPU)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 40 * block_bytes(model, 4))
+    assert count_blocks(model, config_of(), 512, 10**6) == 10
+    monkeypatch.setattr(memory, "free_bytes", lambda: 3 * block_bytes(model, 4))
+    with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
+        count_blocks(model, config_of(), 512, 10**6)
+
+
+def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < memory.free_bytes() <= memory.machine_bytes()
+    monkeypatch.setattr("builtins.open", _no_file)
+    assert memory.free_bytes() == memory.machine_bytes() // 2
+
+
+def _no_file(*args: Any, **kwargs: Any) -> Any:
+    raise FileNotFoundError
+
+
+def test_memory_for_adapters() -> None:
+    assert memory.adapter_bytes(config_of(), CPU) == 2**30
+    assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
+    assert memory.adapter_host_bytes(config_of()) == memory.machine_bytes() // 8
+    assert memory.adapter_host_bytes(config_of(adapter_host_bytes=7)) == 7
+
+
+# --- Which models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": []}'])
+def test_what_is_wrong_with_a_config_is_said_when_it_is_loaded(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert is_paged(EngineConfig(ModelConfig(tmp_path)))
+    with pytest.raises(ConfigError):
+        build_worker(EngineConfig(ModelConfig(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = SERVED["gpt-j"]()
+    assert config.model_type not in MODELS
+    return save(tmp_path_factory.mktemp("gpt-j"), make_model(config), make_tokenizer())
+
+
+def test_any_other_model_is_padded(gpt_j: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EngineConfig(ModelConfig(gpt_j, device=device), max_rows=3, max_length=40)
+    assert not is_paged(config)
+    worker = build_worker(config)
+    found = worker.capabilities
+    assert (found.max_rows, found.max_length, found.num_adapter_units, found.can_chunk) == (3, 40, 0, False)
+    worker.close()
+
+
+def test_what_a_padded_model_cannot_do_is_refused(gpt_j: Path) -> None:
+    with pytest.raises(ConfigError, match="without tensor parallelism"):
+        build_worker(EngineConfig(ModelConfig(gpt_j), tensor_parallel=2))
+    with pytest.raises(ConfigError, match="do not support quantize = fp8-kv"):
+        build_worker(EngineConfig(ModelConfig(gpt_j, quantize="fp8-kv")))
+    other = "cpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ConfigError, match=f"run on a GPU where there is one, not on {other}"):
+        build_worker(EngineConfig(ModelConfig(gpt_j, device=other)))
