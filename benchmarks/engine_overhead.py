@@ -5,6 +5,7 @@ replaced by one that computes nothing: its hidden states are zeros, and of eight
 sequences decode, each for one of 16 adapters or the base model.
 """
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ PROMPT, LENGTH, BLOCK_SIZE = 128, 1024, 16
 STEPS = 300
 VOCAB = 8
 GOAL_MS = 2.0
+GREEDY = SamplingParams()
 
 
 class NoModel:
@@ -91,22 +93,33 @@ def make_engine(num_rows: int) -> Engine:
     return assemble(config, LocalExecutor(Worker(capabilities, runner, memory, Ready())))  # type: ignore[arg-type]
 
 
-def measure(num_rows: int) -> float:
-    """Milliseconds of a step in which so many sequences decode."""
+def measure(num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT) -> float:
+    """Milliseconds of a step in which so many sequences decode. After short answers, others take their place."""
     engine = make_engine(num_rows)
     for i in range(NUM_ADAPTERS):
         engine._table.register(AdapterSpec(str(i), str(i), (), 1))
-    stop = StopParams(max_new_tokens=LENGTH - PROMPT)
-    for i in range(num_rows):
+    ids = itertools.count()
+
+    def add(num_tokens: int) -> None:
+        i = next(ids)
         adapter = str(i % (NUM_ADAPTERS + 1)) if i % (NUM_ADAPTERS + 1) < NUM_ADAPTERS else ""
         prompt = [(i * 7 + j) % VOCAB for j in range(PROMPT)]
-        engine.add(Request(i, prompt, SamplingParams(), stop, adapter=adapter, tenant=adapter))
+        stop = StopParams(max_new_tokens=num_tokens)
+        engine.add(Request(i, prompt, params, stop, adapter=adapter, tenant=adapter))
+
+    for i in range(num_rows):
+        add(answer if answer == LENGTH - PROMPT else 1 + i % answer)  # so that they do not end together
     while engine.status().running < num_rows or engine.status().generated_tokens < 4 * num_rows:
-        engine.step()
+        for output in engine.step():
+            if output.finish_reason is not None:
+                add(answer)
     times = []
     for _ in range(STEPS):
         start = time.perf_counter()
         outputs = engine.step()
+        for output in outputs:
+            if output.finish_reason is not None:
+                add(answer)
         times.append(time.perf_counter() - start)
         assert len(outputs) == num_rows
     engine.close()
@@ -125,6 +138,9 @@ def main() -> None:
     # Linear growth is at most as much as the number of sequences.
     limit = SEQUENCES[-1] / SEQUENCES[0]
     records.append(Record("growth from 64 to 256 sequences", growth, "x", "", limit, at_most=True))
+    drawn = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9)
+    churn = min(measure(SEQUENCES[-1], drawn, answer=SEQUENCES[-1]) for _ in range(3))
+    records.append(Record("256 sequences that sample, one ends and one comes each step", churn, "ms", "", None))
     report(records, args.json)
 
 

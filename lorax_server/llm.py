@@ -87,14 +87,15 @@ class LLM:
         self._runs: dict[int, Run] = {}
         self._left: deque[Run] = deque()  # that nobody wants any more
         self._ids = itertools.count()
+        self._num_ended = 0
         self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
         self._tokenizers: dict[Path, tuple[object, _Tokenizer]] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        stop: StopParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: StopParams | Sequence[StopParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
         prompt_logprobs: bool = False,
@@ -103,21 +104,22 @@ class LLM:
     ) -> list[Completion]:
         """Answer prompts, given as text or token ids, all together.
 
-        `adapter` is one name for all, or a list with one, or None for the base model, for each. `progress` shows a
-        bar; None: on a terminal. `on_error="return"` leaves an error in its completion instead of raising the first.
+        `params`, `stop` and `adapter` are for all of them, or lists with one for each; the adapter None is the base
+        model. `progress` shows a bar; None: on a terminal. `on_error="return"` leaves an error in its completion
+        instead of raising the first.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error is 'raise' or 'return', not {on_error!r}")
         listed: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[list-item, arg-type]
-        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != len(listed):
-            raise InputError(f"{len(listed)} prompts, but {len(names)} adapters")
+        names = _spread(adapter, str, "adapters", len(listed))
+        choices = _spread(params, SamplingParams, "params", len(listed))
+        stops = _spread(stop, StopParams, "stops", len(listed))
         runs: list[Run] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not _shows(progress, len(listed)), dynamic_ncols=True)
         try:
             found = self._resolve_all(names, on_error)
-            for prompt, who in zip(listed, found, strict=True):
-                runs.append(self._make_run(prompt, who, params, stop, prompt_logprobs))
+            for prompt, who, how, until in zip(listed, found, choices, stops, strict=True):
+                runs.append(self._make_run(prompt, who, how, until, prompt_logprobs))
             for run in runs:
                 self._start(run, on_error)
             self._finish(runs, bar, on_error)
@@ -240,13 +242,14 @@ class LLM:
     def _finish(self, runs: Sequence[Run], bar: Any, on_error: str) -> None:
         left = list(runs)
         while left:
+            num_ended = self._num_ended
             still = [run for run in left if not run.is_done]
             failed = next((run.completion.error for run in left if run.completion.error is not None), None)
             if failed is not None and on_error == "raise":
                 raise failed
             bar.update(len(left) - len(still))
             left = still
-            if left:
+            while left and num_ended == self._num_ended:  # looking through all after each step takes long
                 self._step()
 
     def _stop(self, runs: Sequence[Run]) -> None:
@@ -286,6 +289,7 @@ class LLM:
                 run.take(output)
                 if run.is_done:
                     del self._runs[output.request_id]
+                    self._num_ended += 1
                     if output.finish_reason is None and output.failure is None:
                         engine.abort(output.request_id)  # a stop string, which the engine does not see
 
@@ -350,6 +354,14 @@ class LLM:
 
 def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:
     return adapters if isinstance(adapters, Mapping) else {}
+
+
+def _spread(given: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
+    """One for all prompts, or a list with one for each."""
+    listed = [given] * count if given is None or isinstance(given, kind) else list(given)
+    if len(listed) != count:
+        raise InputError(f"{count} prompts, but {len(listed)} {what}")
+    return listed
 
 
 def _is_list(prompts: Any) -> bool:

@@ -45,7 +45,7 @@ class AdapterSpec:
     identity: str
     name: str
     parts: tuple[StoredPart, ...]
-    num_elements: int  # of its tensors: it will not take more
+    num_elements: int  # of its tensors: about the most that it takes
     merge: Merge | None = None
 
 

@@ -36,6 +36,7 @@ class AdapterEntry:
 
     # Of the host tier.
     is_preparing: bool = False
+    spec_in_work: AdapterSpec | None = None  # what is, or was last, prepared
     is_prepared: bool = False  # in host memory
     num_bytes: int = 0  # there, or as many as it may take
     units: int = 0

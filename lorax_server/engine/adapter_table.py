@@ -60,6 +60,9 @@ class AdapterTable:
         """Know an adapter from now on. A request that names it is about to come, so it is prepared where room is."""
         if not self._capabilities.num_adapter_units:
             raise AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
+        problem = self._host.find_problem(spec)
+        if problem is not None:
+            raise problem
         entry = self._known.get(spec.identity)
         if entry is None:
             entry = self._known[spec.identity] = AdapterEntry(spec)
@@ -126,8 +129,10 @@ class AdapterTable:
                 self._to_load[entry.identity] = entry
             self._leave_if_dismissed(entry)
             self._host.trim()
-        else:
+        elif entry.spec == entry.spec_in_work:
             self._fail(entry, result.error)
+        elif entry.is_wanted:  # it lies elsewhere by now, which was not known when this was begun
+            self._to_prepare[entry.identity] = entry
 
     def advance(self) -> None:
         """Do what can be done now for those who wait, in the order in which they came: nobody overtakes one who waits

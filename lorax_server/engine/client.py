@@ -205,7 +205,7 @@ class EngineClient:
             await asyncio.sleep(pause_s)
             try:
                 return await self._launch(), pause_s
-            except EngineError as error:
+            except Exception as error:  # also no process, no folder: the next time there may be one
                 pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
                 logger.error("%s", error)
                 self._lose(str(error), pause_s + start_s)

@@ -3,8 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapter_entry import AdapterEntry
 from lorax_server.engine.counters import AdapterCounters
+from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Drop, Prepare, Prepared
 
 
@@ -39,14 +41,28 @@ class HostTier:
 
     def begin(self, entry: AdapterEntry, has_waited: bool) -> bool:
         """Let the workers prepare it, if there is room."""
-        wanted = entry.spec.num_elements * self._itemsize
+        wanted = self._most_bytes(entry.spec)
         if not self._make_room(wanted, has_waited):
             return False
+        entry.spec_in_work = entry.spec
         entry.is_preparing, entry.num_bytes, entry.error = True, wanted, None
         self.bytes_used += wanted
         self.num_preparing += 1
         self._ops.append(Prepare(entry.spec))
         return True
+
+    def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
+        """Why it will never be prepared: before any of it is read, since reading takes as much."""
+        wanted = self._most_bytes(spec)
+        if wanted <= self._num_bytes:
+            return None
+        return AdapterError(
+            f"adapter {spec.name!r}: may take {wanted} bytes of host memory, of which adapters have {self._num_bytes}: "
+            "raise adapter_host_bytes"
+        )
+
+    def _most_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_elements * self._itemsize
 
     def settle(self, entry: AdapterEntry, result: Prepared) -> None:
         """The workers have prepared it, or could not."""
@@ -80,8 +96,7 @@ class HostTier:
         while left + num_bytes > self._num_bytes and (victim := next(droppable, None)) is not None:
             victims.append(victim)
             left -= victim.num_bytes
-        # One that is larger than all there is gets it while it is alone.
-        is_enough = left + num_bytes <= self._num_bytes or left == 0
+        is_enough = left + num_bytes <= self._num_bytes
         if is_enough or has_waited:
             for entry in victims:
                 self.drop(entry)

@@ -25,6 +25,7 @@ from lorax_server.types import AdapterRef, Merge, Resolved
 
 logger = logging.getLogger(__name__)
 
+MAX_MERGED = 32  # adapters, into one
 MAX_POINTERS = 10_000
 MAX_FAILURES = 10_000
 MAX_FLIGHTS = 10_000  # running and waiting for a thread
@@ -300,6 +301,8 @@ class _Threads:
 def _check_request(refs: Sequence[AdapterRef], merge: Merge | None) -> None:
     if merge is None and len(refs) != 1:
         raise InputError(f"{len(refs)} adapters are named; one is, or several and how they are merged")
+    if len(refs) > MAX_MERGED:
+        raise InputError(f"{len(refs)} adapters are to be merged; at most {MAX_MERGED} are")
     if merge is not None and len(refs) != len(merge.weights):
         raise InputError(f"{len(refs)} adapters are to be merged, but {len(merge.weights)} weights are given")
 

@@ -128,12 +128,13 @@ class Scheduler:
                 self._continue(draft, sequence, 1, samples=True)  # the limits leave one for all that run
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
+        is_held_up = False  # one that runs waits for blocks, which those who come now would take
         for sequence in long:
             num_tokens = sequence.num_uncomputed
             count = self._share(draft, num_tokens)
-            if count > 0:
-                self._continue(draft, sequence, count, samples=count == num_tokens)
-        while draft.budget > 0 and self._free_rows and self._admit(draft):
+            if count > 0 and not self._continue(draft, sequence, count, samples=count == num_tokens):
+                is_held_up = True
+        while not is_held_up and draft.budget > 0 and self._free_rows and self._admit(draft):
             pass
         is_needed = draft.scheduled or self._adapters.needs_step
         # What is on its way is heard of with the result of a step, so there must be one.
@@ -182,10 +183,13 @@ class Scheduler:
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
-    def _continue(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> None:
+    def _continue(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> bool:
+        """Whether it has a part in the step."""
         # Without a row it was preempted for one before it.
-        if sequence.row is not None and self._make_room(draft, sequence, count):
+        is_possible = sequence.row is not None and self._make_room(draft, sequence, count)
+        if is_possible:
             self._put(draft, sequence, count, samples)
+        return is_possible
 
     def _share(self, draft: Draft, num_tokens: int) -> int:
         if not self.limits.can_chunk:

@@ -106,7 +106,7 @@ class AdapterMemory:
 
     def unload(self, index: int) -> None:
         """No step from the next on uses this index. Its row on the device stays, which nobody reads."""
-        self._unordered.discard(index)
+        self.wait_for(index)  # what takes its place must not meet its last bytes
         del self._residents[index]
         self.arena.host_table[index] = self._nothing
         self.arena.vocab_sizes[index] = self._base_vocab

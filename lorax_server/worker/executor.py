@@ -20,13 +20,14 @@ import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_group
-from lorax_server.errors import EngineError, LoraxError
+from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0  # how long a rank may take to end by itself
+EXPLAIN_S = 5.0  # how long it may take until it is known why one has ended
 GROUP_TIMEOUT_S = 600.0  # how long ranks wait for each other, e.g. while one loads
 
 
@@ -120,7 +121,7 @@ class GroupExecutor(LocalExecutor):
 
     def _explain(self, error: BaseException) -> BaseException:
         """What a rank said before it ended tells more than that it is gone, and comes at about the same time."""
-        self._guard.join(timeout=1.0)
+        self._guard.join(timeout=EXPLAIN_S)
         return self._failure or error
 
     def _watch(self) -> None:
@@ -146,6 +147,8 @@ def build_executor(config: EngineConfig, on_death: Callable[[EngineError], None]
 
 
 def _join(config: EngineConfig, rank: int, meeting: str) -> Worker:
+    if config.model.device.startswith("cuda:"):
+        raise ConfigError(f"device {config.model.device!r} is one GPU; several ranks need one each: set device cuda")
     if config.model.device == "cuda":
         config = replace(config, model=replace(config.model, device=f"cuda:{rank}"))
     device = torch.device(config.model.device)

@@ -49,7 +49,9 @@ def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def adapter_host_bytes(config: EngineConfig) -> int:
-    return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_SHARE
+    """On every rank, all of which are on this machine."""
+    all_bytes = min(machine_bytes(), _container_bytes())
+    return config.adapter_host_bytes or all_bytes // HOST_ADAPTER_SHARE // config.tensor_parallel
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -15,7 +15,7 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
-from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Preparer:
         self._dtype = dtype
         self._group = group
         self._pin = pin
+        self._problem: Exception | None = None  # after which nothing can be prepared
         self._ready: dict[str, HostAdapter] = {}
         self._added = threading.Condition()  # to `_ready`
         self._is_closed = False
@@ -58,6 +59,8 @@ class Preparer:
 
     def take(self) -> list[Prepared]:
         """What has become ready, or failed, since it was last asked."""
+        if self._problem is not None:
+            raise EngineError("the ranks do not agree on an adapter any more") from self._problem
         taken = []
         while self._results:
             taken.append(self._results.popleft())
@@ -79,6 +82,8 @@ class Preparer:
         except LoraxError as error:
             return Prepared(spec.identity, error=copy(error))  # without its history, which holds what was read
         except Exception as error:  # it must not take others along
+            if self._group.size() > 1:
+                self._problem = error  # other ranks may wait in the middle of it, so that all have to start anew
             return Prepared(spec.identity, error=_explain(spec, error))
         with self._added:
             self._ready[spec.identity] = host

@@ -1,4 +1,4 @@
-"""Runs the steps of a paged model: from a plan to the chosen tokens, without asking the device in between."""
+"""Runs the steps of a paged model: from a plan to the chosen tokens, which are asked for when the step is collected."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class PagedRunner:
         if plan.adapter_ops:
             self._adapter_data = {}  # they speak of what lay where
         if not len(plan.rows):
-            return Ticket(plan.step)
+            return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
         self._tables.take(plan)
         places = _Places.of(plan)
         with sdpa_kernel(GPU_BACKENDS) if self._device.type == "cuda" else nullcontext():

@@ -140,7 +140,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     step_tokens = max(step_tokens, config.max_rows)
     targets = adapter_targets(model)
     dtype = model.lm_head.linear.weight.dtype
-    num_units = adapter_bytes(config, device) // UNIT_BYTES
+    num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
     memory = preparer = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, is_follower=group.rank() > 0)
@@ -175,7 +175,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:
-    """One engine counts the blocks of all ranks."""
+    """One engine counts the blocks, and the units for adapters, of all ranks."""
     return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())
 
 

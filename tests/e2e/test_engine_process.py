@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lorax_server.adapters.host import UNIT_BYTES, prepare
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.distributed import FakeGroup
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, Merge, Output, Request, SamplingParams, StopParams
+from tests.builders import CPU
+from tests.parity.adapters.served import open_adapter
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts, write_adapter
-from tests.parity.variants import VARIANTS, make_oracle
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 ARCHITECTURES = {
     "llama-gqa": 2,
@@ -64,6 +71,15 @@ def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **setting
     )
 
 
+def units(name: str, folder: Path, ranks: int) -> list[int]:
+    """That the adapters take on a rank."""
+    group = FakeGroup(0, ranks)
+    tensors = checkpoint(name, make_oracle(name))
+    targets = adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
+    adapters = [open_adapter(folder / f"rank-{rank}", targets) for rank in RANKS]
+    return [prepare(adapter, targets, torch.float32, group).units for adapter in adapters]
+
+
 @asynccontextmanager
 async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineClient]:
     client = make_client(config, **options)
@@ -103,7 +119,9 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
     chance = random.Random(0)
 
     async def crowd() -> list[list[Output]]:
-        async with started(make_config(tmp_path, name, ranks)) as client:
+        adapter_bytes = UNIT_BYTES * max(units(name, tmp_path, ranks))  # for one at a time
+        config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_patience_s=0.0)
+        async with started(config) as client:
             tasks = []
             for i, prompt in enumerate(prompts):
                 adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
@@ -115,6 +133,8 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
         assert status.preemptions > 0
         assert status.chunks > 0
         assert status.prefix_tokens > 0
+        assert status.cache_evictions > 0
+        assert status.adapters_evicted_from_device > 0
         assert (status.num_blocks, status.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
         return [answer for answer in answers if answer is not None]
 
@@ -126,6 +146,26 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
         assert [output.token_id for output in answer][: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: Path) -> None:
+    write_models("llama-gqa", tmp_path)
+    prompts = make_prompts()
+
+    async def run() -> None:
+        async with started(make_config(tmp_path, ranks=ranks)) as client:
+
+            async def draw(i: int) -> list[int]:
+                adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
+                sampling = SamplingParams(do_sample=True, temperature=0.9, top_p=0.9, seed=i)
+                return [output.token_id for output in await ask(client, prompts[i], adapter, sampling=sampling)]
+
+            alone = [await draw(i) for i in range(len(prompts))]
+            assert await asyncio.gather(*(draw(i) for i in range(len(prompts)))) == alone
+            assert (await client.status()).preemptions > 0
+
+    asyncio.run(run())
 
 
 # --- What goes wrong --------------------------------------------------------------------------------------------------

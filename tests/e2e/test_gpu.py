@@ -6,15 +6,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.models.registry import build_model
+from lorax_server.plan import StepPlan
 from lorax_server.types import EngineStatus, Output
+from lorax_server.worker.runner import PagedRunner
 from tests.e2e.test_engine_process import RANKS, ask, ask_and_leave, make_config, started, write_models
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 pytestmark = pytest.mark.gpu
+
+
+def test_a_step_that_only_moves_adapters_ends_when_they_have_moved() -> None:
+    """What it leaves is given to another adapter then, whose bytes come on another stream."""
+    tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
+    model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cuda")))
+    runner = PagedRunner(model, num_blocks=4, block_size=4, num_rows=1, max_length=16)
+    none = np.zeros(0, dtype=np.int64)
+    nobody = none.astype(bool)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    runner.collect(runner.submit(StepPlan(1, none, none, none, nobody, nobody, none, (), none.reshape(0, 3))))
+    assert torch.cuda.current_stream().query()
 
 
 def on_gpu(config: EngineConfig) -> EngineConfig:

@@ -385,7 +385,7 @@ class World:
         self.num_turns = 0
         self._resolving: list[tuple[Asked, Future[Resolved]]] = []
         of = make_capabilities(num_units, depth, **capabilities)
-        host_bytes = host_units * UNIT_BYTES
+        host_bytes = self.host_bytes = host_units * UNIT_BYTES
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
         self.pool = BlockPool(of.num_blocks, of.block_size)
         self.table = AdapterTable(of, host_bytes=host_bytes, patience_s=patience_s, retry_s=5.0, clock=self.clock)
@@ -434,7 +434,14 @@ class World:
             assert self.workers.is_preparing or not engine.has_work, "it sleeps, and nothing will wake it"
         for asked, answer in [each for each in self._resolving if each[1].done()]:
             self._resolving.remove((asked, answer))
-            if not asked.is_aborted:
+            error = answer.exception()
+            if asked.is_aborted:
+                continue
+            if isinstance(error, LoraxError):
+                assert asked.spec is not None
+                assert asked.spec.num_elements * UNIT_BYTES > self.host_bytes, error  # the only reason there is
+                self._fail(asked, str(error))
+            else:
                 assert answer.result().identity == asked.identity
                 self._add(asked)
         return is_called

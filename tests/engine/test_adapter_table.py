@@ -200,16 +200,27 @@ def test_what_was_dropped_while_on_the_device_is_prepared_again_when_it_is_neede
     assert Counter(op.spec.identity for op in desk.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
 
 
-def test_an_adapter_larger_than_host_memory_passes_through_it_alone() -> None:
+def test_an_adapter_larger_than_host_memory_is_refused_before_it_is_read() -> None:
     desk = Desk(units=30, host=10)
-    desk.know(a=4, big=20)
-    desk.use("a", "big")
-    assert desk.on_device == {"a", "big"}
-    assert desk.on_host == {"big"}
-    desk.use("a")  # which is on the device
-    desk.know(b=4)
-    desk.use("b")
-    assert desk.on_host == {"b"}
+    with pytest.raises(AdapterError, match="'big': may take 44 bytes"):
+        desk.know(big=11)
+    assert desk.table.state("big") is None
+    desk.know(a=10)
+    desk.use("a")
+    assert desk.on_device == {"a"}
+
+
+def test_one_that_failed_because_it_lies_elsewhere_now_is_prepared_again() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.add_request("a")
+    desk.table.bring("a")
+    desk.step(prepare=False)
+    part = StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
+    desk.table.register(replace(make_spec("a", 4), parts=(part,)))
+    desk.answer("a", AdapterError("changed while it was read"))
+    assert desk.table.take_failed() == []
+    assert desk.steps() == ["a"]
 
 
 def test_what_takes_more_than_was_known_pushes_others_out() -> None:
@@ -867,7 +878,7 @@ def test_a_load_that_is_called_off_says_so() -> None:
 
 
 def test_loads_are_answered() -> None:
-    world = World(10, 10)
+    world = World(10, 20)
     world.put("a", 1, 4)
     world.put("big", 1, 11)
     refused = world.engine.load("a@1")
@@ -923,6 +934,8 @@ def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) 
     """Whether a request could fail for this reason."""
     if "is damaged" in failure:
         return spec.identity in world.workers.failing
+    if "bytes of host memory" in failure:
+        return spec.num_elements * UNIT_BYTES > world.host_bytes
     assert "bytes of device memory" in failure, failure
     return was_pinned or spec.num_elements > world.workers.capabilities.num_adapter_units
 

@@ -234,7 +234,7 @@ def test_an_adapter_of_this_machine(bench: Bench) -> None:
     folder = write(bench.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
     spec, resolved = result(bench.begin("team/tuned", "local"))
     config = parse_config(RAW, "team/tuned")
-    part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity)
+    part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
     assert resolved == Resolved(identity, str(folder), ("tokenizer.json",))
 

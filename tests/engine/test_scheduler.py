@@ -782,6 +782,28 @@ def test_a_step_is_asked_for_while_adapters_have_to_be_heard_of() -> None:
     assert engine.scheduler.schedule() is not None
 
 
+@pytest.mark.parametrize("priority", [0, 5])
+@pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
+def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
+    priority: int, num_blocks: int, max_chunk: int | None
+) -> None:
+    """Short requests never end to come, and take whatever block is free."""
+    engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
+    long = make_request(0, [1, 2, 3] * 16, 2, eos=False, priority=priority)
+    num_short = 0
+    for step in range(400):
+        while engine.scheduler.num_waiting < 4:
+            num_short += 1
+            engine.scheduler.add(make_request(num_short, [4, 5], 3, eos=False))
+        if step == 5:
+            engine.scheduler.add(long)
+        engine.step()
+        if 0 in engine.reasons:
+            break
+    assert 0 in engine.reasons
+    check(engine, long)
+
+
 # --- Many at once -----------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lorax_server.kernels import AttentionSpec, Field, LoraBatch, LoraTarget, PagedBatch, reference
+from lorax_server.kernels.reference import prefill
 from lorax_server.kernels.reference.lora import TILE
 
 FP8 = torch.float8_e4m3fn
@@ -410,6 +411,13 @@ def test_prefill_wherever_the_blocks_lie(layout: Layout, block_size: int) -> Non
 @pytest.mark.parametrize("window", [None, 4])
 def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int | None) -> None:
     check_prefill(MIXED, heads=heads, window=window)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("window", [None, 4])
+def test_prefill_in_pieces_as_a_gpu_needs_it(count: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_queries_at_once", lambda *_: count)
+    check_prefill(MIXED, window=window)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])

@@ -93,6 +93,10 @@ def take(preparer: Preparer, count: int) -> list[Prepared]:
     return taken
 
 
+def aged(spec: AdapterSpec, is_old: bool) -> AdapterSpec:
+    return replace(spec, parts=tuple(replace(part, is_settled=is_old) for part in spec.parts))
+
+
 def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
     assert torch.equal(found.buffer, expected.buffer)
     assert torch.equal(found.table, expected.table)
@@ -108,11 +112,10 @@ def test_what_is_ready_is_what_preparing_gives(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
     """Also where all is read into memory at first, since the file is young."""
-    specs = [make_spec(originals / name, targets) for name in NAMES]
-    with mock.patch("lorax_server.worker.preparer.is_settled", return_value=is_old):
-        for spec in specs:
-            preparer.start(spec)
-        taken = take(preparer, len(specs))
+    specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
+    for spec in specs:
+        preparer.start(spec)
+    taken = take(preparer, len(specs))
     assert [each.identity for each in taken] == [spec.identity for spec in specs]  # in this order
     for name, spec, each in zip(NAMES, specs, taken, strict=True):
         expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
@@ -148,9 +151,8 @@ def test_merges_that_cannot_be(
     originals: Path,
 ) -> None:
     spec = merged_spec([originals / name for name in names], targets, Merge((1.0, 1.0), "ties", 0.5))
-    with mock.patch("lorax_server.worker.preparer.is_settled", return_value=is_old):
-        preparer.start(spec)
-        (taken,) = take(preparer, 1)
+    preparer.start(aged(spec, is_old))
+    (taken,) = take(preparer, 1)
     assert isinstance(taken.error, InputError)
     assert message in str(taken.error)
 
@@ -271,13 +273,12 @@ def test_a_file_that_changes_without_a_new_stamp(
     is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
     """Twice within a tick of its file system's clock: while it is young it is looked at again."""
-    plain, young = folder / "plain", time.time_ns() + 3600 * 10**9
-    stamp = (1, 2, 3, young)
+    plain, stamp = folder / "plain", (1, 2, 3, 4)
     with mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp):
         spec = make_spec(plain, targets)
         if is_merged:
             spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))
-        spec = replace(spec, parts=tuple(replace(part, stamp=stamp) for part in spec.parts))
+        spec = aged(replace(spec, parts=tuple(replace(part, stamp=stamp) for part in spec.parts)), is_old=False)
         preparer.start(spec)
         (before,) = take(preparer, 1)
         assert before.error is None
@@ -342,9 +343,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
         taken = []
         if spoilt:
             is_last = second.rank() == size - 1
-            # Old files, which one rank alone would read module by module.
-            settled = mock.patch("lorax_server.worker.preparer.is_settled", return_value=True)
-            with spoiling(spoilt if is_last else ""), settled:
+            with spoiling(spoilt if is_last else ""):
                 preparer.start(spoil_part(specs[-1], folder, spoilt) if is_last else specs[-1])
                 taken = take(preparer, 1)
         for spec in specs[:-1]:

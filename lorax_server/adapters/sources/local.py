@@ -24,7 +24,7 @@ class LocalSource:
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder, root = self._folder(name)
-        known = {file: folder / file for file in KNOWN_FILES if os.path.lexists(folder / file)}
+        known = {file: folder / file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")}
         stats = {file: _stat(path, root, name) for file, path in known.items()}
         facts = [(file, found.st_size, found.st_mtime_ns, found.st_ino) for file, found in stats.items()]
         version = hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Prefill: any number of new tokens per sequence; sequences of equal shape are attended to together."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from lorax_server.kernels.ops import AttentionSpec, PagedBatch
 from lorax_server.kernels.reference.cache import dequantize, plan_writes, quantize
 from lorax_server.kernels.reference.decode import decode_attention
+
+MAX_SCORES = 2**27  # at once, on a GPU
 
 
 def prefill_attention(
@@ -108,18 +111,23 @@ def _attend_group(
     if group.num_cached:
         keys = torch.cat([_cached(k_cache, group, batch, q.dtype, spec.k_scale), keys], dim=2)
         values = torch.cat([_cached(v_cache, group, batch, q.dtype, spec.v_scale), values], dim=2)
-    plain = group.num_cached == 0 and spec.window is None
-    mask = None if plain else _causal_mask(group.num_new, group.num_cached, spec.window, q.device)
-    out = F.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=plain,
-        scale=spec.scale,
-        enable_gqa=keys.shape[1] != queries.shape[1],
-    )
-    return out.transpose(1, 2)
+    attend = partial(F.scaled_dot_product_attention, scale=spec.scale, enable_gqa=keys.shape[1] != queries.shape[1])
+    if group.num_cached == 0 and spec.window is None:
+        return attend(queries, keys, values, is_causal=True).transpose(1, 2)
+    positions = torch.arange(group.num_cached, keys.shape[2], device=q.device)
+    count = _queries_at_once(queries, keys.shape[2])
+    out = [
+        attend(piece, keys, values, attn_mask=_causal_mask(at, keys.shape[2], spec.window))
+        for piece, at in zip(queries.split(count, dim=2), positions.split(count), strict=True)
+    ]
+    return (out[0] if len(out) == 1 else torch.cat(out, dim=2)).transpose(1, 2)
+
+
+def _queries_at_once(queries: torch.Tensor, num_keys: int) -> int:
+    """A GPU writes all scores out where there is a mask and heads share keys, so that a long context needs pieces."""
+    if not queries.is_cuda:
+        return queries.shape[2]
+    return max(1, MAX_SCORES // (queries.shape[0] * queries.shape[1] * num_keys))
 
 
 def _cached(cache: torch.Tensor, group: _Group, batch: PagedBatch, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -130,9 +138,9 @@ def _cached(cache: torch.Tensor, group: _Group, batch: PagedBatch, dtype: torch.
     return gathered[:, :, : group.num_cached]
 
 
-def _causal_mask(num_new: int, num_cached: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may look: `[new tokens, cached and new tokens]`."""
-    queries = torch.arange(num_cached, num_cached + num_new, device=device)[:, None]
-    keys = torch.arange(num_cached + num_new, device=device)[None]
+def _causal_mask(queries: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """True where queries at these positions may look: `[queries, keys]`."""
+    queries = queries[:, None]
+    keys = torch.arange(num_keys, device=queries.device)[None]
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)
