@@ -49,7 +49,8 @@ def prepare(
     pin: bool = False,
 ) -> HostAdapter:
     """All ranks must prepare an adapter together: the norms of DoRA are summed, and all refuse what one refuses."""
-    table, scales = empty_table(len(targets)), torch.zeros(len(targets))
+    # Numbers of Python's: to write them into a tensor one by one takes longer than all the rest.
+    table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
     layout, refusal = _Layout(UNIT_BYTES // dtype.itemsize), None
     for index, target in enumerate(targets.values()):
@@ -60,9 +61,9 @@ def prepare(
             module = _Module(adapter.name, target, weights, dtype, group)
             scales[index] = weights.scale
             for field, number in module.counts().items():
-                table[index, field] = number
+                table[index][field] = number
             for field, piece in module.pieces().items():
-                table[index, field] = layout.add(piece)
+                table[index][field] = layout.add(piece)
         except AdapterError as error:  # go on: the other ranks may accept this module and wait in the next
             refusal = refusal or error
     buffer = layout.fill(dtype, pin)  # before they agree: when one rank has the answer, all have the adapter
@@ -70,7 +71,13 @@ def prepare(
     units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
     if refused:
         raise refusal or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank refuses it")
-    return HostAdapter(buffer, table, scales, adapter.vocab_size, units)
+    return HostAdapter(
+        buffer,
+        torch.tensor(table, dtype=torch.long).view(-1, len(Field)),
+        torch.tensor(scales),
+        adapter.vocab_size,
+        units,
+    )
 
 
 def _agree(units: int, refused: bool, group: ProcessGroup, device: torch.device | None) -> tuple[int, bool]:
@@ -145,7 +152,7 @@ class _Module:
 
     def _cast(self, part: torch.Tensor) -> torch.Tensor:
         cast = part.to("cpu", self.dtype)
-        if not bool(cast.isfinite().all()):
+        if cast.numel() and not bool(cast.isfinite().all()):
             raise self._refuse(f"has numbers that {self.dtype} cannot hold")
         return cast
 

@@ -150,6 +150,8 @@ class StoredAdapter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """BD-LoRA stores only the blocks on the diagonal."""
         a_blocks, b_blocks = self._blocks(module)
+        if a_blocks == b_blocks == 1:
+            return lora_a, lora_b
         return torch.block_diag(*lora_a.chunk(a_blocks)), torch.block_diag(*lora_b.chunk(b_blocks))
 
     def _blocks(self, module: str) -> tuple[int, int]:

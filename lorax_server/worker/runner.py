@@ -1,5 +1,6 @@
 """Runs the steps of a paged model: from a plan to the chosen tokens, which are asked for when the step is collected."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import Ints, StepPlan, StepResult
+from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, Sampled, Sampler, TopTokens, Wish
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.rows import RowTables, to_device
@@ -74,7 +75,7 @@ class PagedRunner:
     def submit(self, plan: StepPlan) -> Ticket:
         """Start a step. On a GPU this returns before it is done."""
         if plan.adapter_ops:
-            self._adapter_data = {}  # they speak of what lay where
+            self._forget_adapters(plan.adapter_ops)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
         self._tables.take(plan)
@@ -134,6 +135,13 @@ class PagedRunner:
             meta = AdapterBatchMetadata(indices, *_runs(adapter_indices, counts))
             self._adapter_data[key] = AdapterBatchData(meta, self._arena)
         return self._adapter_data[key]
+
+    def _forget_adapters(self, ops: Sequence[AdapterOp]) -> None:
+        """What is remembered of the last step's speaks of what lay where, so not if one of them has moved or left."""
+        touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
+        for key, data in tuple(self._adapter_data.items()):
+            if data.arena is not self._arena or not touched.isdisjoint(data.meta.segment_indices):
+                del self._adapter_data[key]
 
     @property
     def _arena(self) -> AdapterArena:

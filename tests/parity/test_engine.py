@@ -55,7 +55,7 @@ def make_models(name: str, folder: Path, device: torch.device) -> Models:
 
 def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
     """As PEFT trains and saves it; the model with it."""
-    family = name.split("-", maxsplit=1)[0]
+    family = name.split("-", maxsplit=1)[0].replace("galactica", "opt")
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
