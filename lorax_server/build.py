@@ -23,7 +23,6 @@ from lorax_server.worker.memory import adapter_host_bytes
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.05  # how often it is looked for what depends on time alone
 # How long a thread may go on while another waits for its turn. By default 5 ms, for which every operation of a step
 # would wait while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
 TURN_S = 0.0005
@@ -77,8 +76,7 @@ def preload(engine: Engine, config: EngineConfig) -> None:
 
 def _await(engine: Engine, answers: Sequence["Future[Any]"]) -> None:
     while not all(answer.done() for answer in answers):
-        if not engine.is_busy:
-            engine.wake.wait(IDLE_S)
+        engine.wait()
         engine.wake.clear()
         engine.step()
 

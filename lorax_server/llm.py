@@ -43,7 +43,6 @@ from lorax_server.types import (
 )
 
 Prompt = str | Sequence[int]
-IDLE_S = 0.05  # how often it is looked for what depends on time alone
 VOCABULARY_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a tokenizer has one of them
 MAX_ID = 2**31 - 1
 _T = TypeVar("_T")
@@ -269,8 +268,7 @@ class LLM:
 
     def _step(self) -> None:
         """One turn of the engine, for whoever waits for it."""
-        if not self._engine.is_busy:
-            self._engine.wake.wait(IDLE_S)
+        self._engine.wait()
         with self._held():
             engine = self._engine
             engine.wake.clear()

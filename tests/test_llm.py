@@ -729,8 +729,6 @@ def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
     """Ctrl-C, as a script hears it, also where the tests run without a terminal."""
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals go to the main thread")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)

@@ -15,6 +15,8 @@ from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, Resolved
 
+IDLE_S = 0.05
+
 
 class Executor(Protocol):
     """Runs plans in the order in which they are submitted."""
@@ -69,6 +71,12 @@ class Engine:
         """When to `step` even if it is not busy and nothing happens; None: never."""
         deadlines = (self._scheduler.deadline_s, self._table.deadline_s)
         return min((each for each in deadlines if each is not None), default=None)
+
+    def wait(self) -> None:
+        """Until there may be something to do. Not for long: another thread may have taken up what woke it."""
+        if not self.is_busy:
+            deadline_s = self.deadline_s
+            self.wake.wait(IDLE_S if deadline_s is None else min(IDLE_S, deadline_s))
 
     @property
     def has_work(self) -> bool:

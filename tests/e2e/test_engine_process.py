@@ -22,7 +22,7 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError,
 from lorax_server.launch import make_client
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.registry import build_model
-from lorax_server.types import AdapterRef, Merge, Output, Request, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, SamplingParams, StopParams
 from tests.builders import CPU
 from tests.parity.adapters.served import open_adapter
 from tests.parity.oracle import oracle_greedy
@@ -108,19 +108,11 @@ async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int)
     await answer.aclose()
 
 
-# --- The same as alone ------------------------------------------------------------------------------------------------
+def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
+    """Requests at random times, some of which go again: each of the others gets what its oracle gives."""
+    prompts, chance = make_prompts(), random.Random(0)
 
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
-    oracles = write_models(name, tmp_path)
-    prompts = make_prompts()
-    chance = random.Random(0)
-
-    async def crowd() -> list[list[Output]]:
-        adapter_bytes = UNIT_BYTES * max(units(name, tmp_path, ranks))  # for one at a time
-        config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_patience_s=0.0)
+    async def crowd() -> tuple[list[list[Output]], EngineStatus]:
         async with started(config) as client:
             tasks = []
             for i, prompt in enumerate(prompts):
@@ -128,24 +120,35 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
                 tasks.append(asyncio.create_task(ask(client, prompt, adapter)))
                 tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
                 await asyncio.sleep(chance.choice([0, 0, 0.005]))
-            answers = await asyncio.gather(*tasks)
-            status = await client.status()
-        assert status.preemptions > 0
-        assert status.chunks > 0
-        assert status.prefix_tokens > 0
-        assert status.cache_evictions > 0
-        assert status.adapters_evicted_from_device > 0
-        assert (status.num_blocks, status.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
-        return [answer for answer in answers if answer is not None]
+            answers = [answer for answer in await asyncio.gather(*tasks) if answer is not None]
+            return answers, await client.status()
 
-    answers = asyncio.run(crowd())
-    tensors = dict(oracles[0].state_dict())
-    compared = 0
+    answers, status = asyncio.run(crowd())
+    tensors, compared = dict(oracles[0].state_dict()), 0
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         expected = oracle_greedy(oracles[WHO[i]], prompt, NEW_TOKENS, tensors)
         assert [output.token_id for output in answer][: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
+    return status
+
+
+# --- The same as alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
+    oracles = write_models(name, tmp_path)
+    adapter_bytes = UNIT_BYTES * max(units(name, tmp_path, ranks))  # for one at a time
+    config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_patience_s=0.0)
+    status = check_crowd(config, oracles)
+    assert status.preemptions > 0
+    assert status.chunks > 0
+    assert status.prefix_tokens > 0
+    assert status.cache_evictions > 0
+    assert status.adapters_evicted_from_device > 0
+    assert (status.num_blocks, status.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,10 +1,7 @@
 """The engine on a GPU, in its own process, with the memory it takes by itself."""
 
-import asyncio
-import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +10,8 @@ import torch
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.models.registry import build_model
 from lorax_server.plan import StepPlan
-from lorax_server.types import EngineStatus, Output
 from lorax_server.worker.runner import PagedRunner
-from tests.e2e.test_engine_process import RANKS, ask, ask_and_leave, make_config, started, write_models
-from tests.parity.oracle import oracle_greedy
-from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts
+from tests.e2e.test_engine_process import RANKS, check_crowd, make_config, write_models
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 pytestmark = pytest.mark.gpu
@@ -40,31 +34,10 @@ def on_gpu(config: EngineConfig) -> EngineConfig:
     return replace(config, model=replace(config.model, device="cuda", dtype="float32"))
 
 
-def run(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
-    prompts, chance = make_prompts(), random.Random(0)
-
-    async def crowd() -> tuple[list[list[Output]], EngineStatus]:
-        async with started(config) as client:
-            tasks = []
-            for i, prompt in enumerate(prompts):
-                adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
-                tasks.append(asyncio.create_task(ask(client, prompt, adapter)))
-                tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
-                await asyncio.sleep(chance.choice([0, 0, 0.005]))
-            answers = [answer for answer in await asyncio.gather(*tasks) if answer is not None]
-            return answers, await client.status()
-
-    answers, status = asyncio.run(crowd())
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        expected = oracle_greedy(oracles[WHO[i]], prompt, NEW_TOKENS, dict(oracles[0].state_dict()))
-        assert [output.token_id for output in answer][: len(expected)] == expected
-    return status
-
-
 def test_with_as_much_memory_as_there_is(tmp_path: Path) -> None:
     oracles = write_models("llama-gqa", tmp_path)
     sources = SourceConfig((tmp_path,))
-    status = run(on_gpu(EngineConfig(ModelConfig(tmp_path / "model"), sources=sources)), oracles)
+    status = check_crowd(on_gpu(EngineConfig(ModelConfig(tmp_path / "model"), sources=sources)), oracles)
     assert status.num_blocks > 100
     assert status.adapters_on_device == len(RANKS)
 
@@ -73,7 +46,7 @@ def test_with_as_much_memory_as_there_is(tmp_path: Path) -> None:
 def test_with_too_little(depth: int, tmp_path: Path) -> None:
     oracles = write_models("llama-gqa", tmp_path)
     config = make_config(tmp_path, depth=depth, adapter_bytes=18_000, adapter_patience_s=0.0)  # for one at a time
-    status = run(on_gpu(config), oracles)
+    status = check_crowd(on_gpu(config), oracles)
     assert status.preemptions > 0
     assert status.chunks > 0
     assert status.prefix_tokens > 0
