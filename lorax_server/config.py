@@ -132,3 +132,93 @@ class EngineConfig:
                 f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
                 "sequence needs a token of each step"
             )
+
+
+@dataclass(frozen=True)
+class CorsConfig:
+    """What pages of other origins may do."""
+
+    allow_origins: tuple[str, ...] = ("*",)
+    allow_methods: tuple[str, ...] = ("GET", "POST")
+    allow_headers: tuple[str, ...] = ("authorization", "content-type", "x-request-id")
+    expose_headers: tuple[str, ...] = ()
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What is served, where, and to whom."""
+
+    engine: EngineConfig
+    model_id: str
+    """What the base model is called."""
+    model_revision: str | None = None
+    served_names: tuple[str, ...] = ()
+    """What else it is called; the first of these is the name that answers bear."""
+    tokenizer_config_path: Path | None = None
+    """Instead of the model's own `tokenizer_config.json`; chooses the chat template."""
+
+    host: str = "127.0.0.1"
+    port: int = 3000
+    default_source: str = "hub"
+    """Where an adapter comes from if the request does not say."""
+    static_adapter: tuple[str, str] | None = None
+    """Source and name of an adapter for requests that name none."""
+    adapters_dir: Path | None = None
+    """A folder each of whose subfolders is an adapter that can be named, also those that come later."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Callers need one of these. None: everybody may ask."""
+    keys_file: Path | None = None
+    """Keys with names, adapters they may use, and limits."""
+    admin_key: str | None = field(default=None, repr=False)
+    """For changing what is loaded. None: nobody may."""
+    cors: CorsConfig = field(default_factory=CorsConfig)
+
+    max_concurrent_requests: int = 1024
+    """Answers under way; more are refused."""
+    max_body_bytes: int = 2 * 2**20
+    max_best_of: int = 2
+    max_choices: int = 128
+    """Answers to one request, over all of its prompts."""
+    max_stop_sequences: int = 4
+    max_logprobs: int = 20
+    """Alternatives that are reported for a token."""
+    max_input_length: int | None = None
+    """Tokens of a prompt. None: one less than a request may have in all."""
+    request_timeout_s: float | None = None
+    """After so long a request is given up. It can ask for less by `x-request-timeout`."""
+    body_timeout_s: float = 30.0
+    """For headers and body to arrive."""
+    keep_alive_s: float = 15.0
+    """A stream says after so long a silence that it is still there."""
+    drain_s: float = 90.0
+    """What is under way may take so long to end when the server is asked to stop."""
+
+    json_logs: bool = False
+    log_level: str = "info"
+    log_prompts: bool = False
+    """Write prompts and answers to the log."""
+    otlp_endpoint: str | None = None
+    """Where traces are sent to."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port} must be at least 0 and at most 65535")
+        counts = ("max_concurrent_requests", "max_body_bytes", "max_best_of", "max_choices", "max_stop_sequences")
+        for name in (*counts, "max_input_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} must be at least 1")
+        for name in ("request_timeout_s", "body_timeout_s", "keep_alive_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value} must be above 0")
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s = {self.drain_s} must not be negative")
+        total = self.engine.max_length
+        if self.max_input_length is not None and total is not None and self.max_input_length >= total:
+            raise ConfigError(
+                f"max_input_length = {self.max_input_length} must be less than the {total} tokens that a request may "
+                "have in all: one has to be left for the answer"
+            )

@@ -9,6 +9,11 @@ LoraxError                   500
 │   ├── AdapterAccessError   403   the caller's token may not read it
 │   └── SourceError          503   where adapters come from cannot be reached or fails; trying again may help
 ├── InputError               422   a request the model cannot take
+│   ├── TemplateError              messages that the chat template refuses, or a template that cannot be used
+│   └── NotSupportedError          what this server cannot do yet, and would do wrong if it tried
+├── AuthenticationError      401   no API key, or one that is not known
+├── ForbiddenError           403   a key that may not do this
+├── DeadlineError            504   it took longer than the request, or the server, allows
 ├── OverloadedError          429   too much is waiting already; the error says when to try again
 └── EngineError              500   the engine, or a rank of it, failed; it starts again by itself
 """
@@ -68,6 +73,36 @@ class InputError(LoraxError):
     """A request that the model cannot take."""
 
     status = 422
+
+
+class TemplateError(InputError):
+    """Messages that cannot be made into a prompt."""
+
+
+class MissingVariableError(TemplateError):
+    """A chat template that needs something which the request does not say."""
+
+
+class NotSupportedError(InputError):
+    """Something that other servers can do and this one cannot yet."""
+
+
+class AuthenticationError(LoraxError):
+    """The caller is not known."""
+
+    status = 401
+
+
+class ForbiddenError(LoraxError):
+    """The caller is known, and may not do this."""
+
+    status = 403
+
+
+class DeadlineError(LoraxError):
+    """A request that was not answered in the time it had."""
+
+    status = 504
 
 
 class OverloadedError(LoraxError):

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from lorax_server.errors import EngineError, LoraxError
-from lorax_server.types import AdapterRef, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
 
 Info = dict[str, str | int | float | bool | None]
 Received = TypeVar("Received")
@@ -67,7 +67,7 @@ class Resolve(Call, frozen=True):
 
 class LoadAdapter(Call, frozen=True):
     identity: str
-    pin: bool = False
+    pin: bool | None = None
 
 
 class UnloadAdapter(Call, frozen=True):
@@ -78,11 +78,21 @@ class GetStatus(Call, frozen=True):
     pass
 
 
+class ForgetAdapter(Call, frozen=True):
+    source: str
+    name: str
+
+
+class ListAdapters(Call, frozen=True):
+    pass
+
+
 class Stop(Message, frozen=True):
     """End now; also says that a `Failed` was heard."""
 
 
-ToEngine = Add | Abort | Resolve | LoadAdapter | UnloadAdapter | GetStatus | Stop
+Calls = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
+ToEngine = Add | Abort | Calls | Stop
 
 # --- From the engine --------------------------------------------------------------------------------------------------
 
@@ -111,8 +121,12 @@ class StatusReply(Reply, frozen=True):
     status: EngineStatus
 
 
+class AdaptersReply(Reply, frozen=True):
+    adapters: list[AdapterState]
+
+
 class Done(Reply, frozen=True):
-    """It was loaded, or unloaded."""
+    """It was loaded, unloaded or forgotten."""
 
 
 class Refused(Reply, frozen=True):
@@ -125,7 +139,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-FromEngine = Ready | Outputs | ResolveReply | StatusReply | Done | Refused | Failed
+FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | Refused | Failed
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 

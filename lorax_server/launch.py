@@ -1,21 +1,48 @@
-"""Processes: an engine in one of its own, with a client for it."""
+"""Processes: an engine in one of its own, a client for it, and the server in front of both.
 
-from lorax_server.build import build_engine
-from lorax_server.config import EngineConfig
+This module is imported in both processes, so that it imports neither torch, which only the engine needs, nor the web's
+part, which only the server needs.
+"""
+
+from lorax_server import ipc
+from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.engine.process import connected, serve
+from lorax_server.plan import Capabilities
 
 
-def run_engine(config: EngineConfig, address: str) -> None:
-    """What the engine process runs: build, serve, and tell the other side if that fails or a rank dies."""
-    with connected(address) as channel:
-        engine = build_engine(config, on_death=channel.report)
-        found = engine.capabilities
-        serve(
-            engine, channel, {"max_length": found.max_length, "vocab_size": found.vocab_size, "model": found.model_type}
-        )
+def serve_forever(config: ServerConfig) -> int:
+    """Serve until a signal ends it; the exit code."""
+    from lorax_server.server.run import run  # noqa: PLC0415
+
+    return run(config, make_client(config.engine))
 
 
 def make_client(config: EngineConfig, *, restart: bool = True) -> EngineClient:
     """A client whose engine is started by `start`, and again whenever it dies."""
     return EngineClient(run_engine, config, restart=restart)
+
+
+def run_engine(config: EngineConfig, address: str) -> None:
+    """What the engine process runs: build, serve, and tell the other side if that fails or a rank dies."""
+    from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
+
+    with connected(address) as channel:
+        engine = build_engine(config, on_death=channel.report)
+        warm_up(engine)
+        serve(engine, channel, describe(engine.capabilities, config))
+
+
+def describe(capabilities: Capabilities, config: EngineConfig) -> ipc.Info:
+    """What the server has to know of an engine."""
+    return {
+        "model": capabilities.model_type,
+        "max_length": capabilities.max_length,
+        "vocab_size": capabilities.vocab_size,
+        "num_blocks": capabilities.num_blocks,
+        "block_size": capabilities.block_size,
+        "max_step_tokens": capabilities.max_step_tokens,
+        "dtype": capabilities.dtype,
+        "device": config.model.device.partition(":")[0],
+        "has_adapters": capabilities.num_adapter_units > 0,
+    }

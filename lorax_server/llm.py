@@ -155,7 +155,7 @@ class LLM:
         """Bring an adapter to the device before it is needed; one that is pinned stays there."""
         identity = self._await(self._ask(name)).identity
         with self._held():
-            loading = self._engine.load(identity, pin)
+            loading = self._engine.load(identity, pin or None)
             self._loaded.setdefault(name, set()).add(identity)
         self._await(loading)
 

@@ -156,4 +156,5 @@ class Capabilities:
     itemsize: int = 4  # bytes of a number of an adapter
     model_type: str = ""
     model_class: str = ""
+    dtype: str = ""  # of the weights
     rope: RopeRule = field(default_factory=RopeRule)

@@ -46,6 +46,9 @@ class Detokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """One token by itself, also a special one."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Likewise, also where its bytes are only part of a character."""
+
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
     """For a tokenizer of `tokenizers`, or of transformers."""
@@ -120,6 +123,9 @@ class ByteDetokenizer:
         if self.is_special(token_id):
             return self._name_of(token_id) or ""
         return self._bytes_of(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode() if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
         """A decoder that knows how the tokens before `read` end, and whether they are any text at all."""
@@ -231,6 +237,9 @@ class WindowDetokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id]) if token_id in self._vocabulary else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
 
     def _added(self, window: Sequence[int], known: int) -> str:
         """What the tokens of `window` after the first `known` add to them."""

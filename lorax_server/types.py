@@ -154,6 +154,14 @@ class Failure(NamedTuple):
         return error
 
 
+class Started(NamedTuple):
+    """How a request came to its first step."""
+
+    queue_s: float  # it waited, also for its adapter
+    adapter_s: float  # of these: for its adapter to be on the device
+    cached_tokens: int  # of its prompt, that did not have to be computed
+
+
 class Output(NamedTuple):
     """A token of a request, and why it is the last, if it is; or the failure that ends it."""
 
@@ -164,6 +172,7 @@ class Output(NamedTuple):
     alternatives: Alternatives | None = None
     prompt_logprobs: list[float] | None = None  # with the first token: of the prompt's tokens from the second on
     failure: Failure | None = None  # then there is no token
+    started: Started | None = None  # with the first token
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
@@ -234,6 +243,20 @@ class EngineStatus:
     adapters_evicted_from_host: int
     adapters_evicted_from_device: int
     adapter_moves: int
+    idle_s: float = 0.0  # spent waiting for something to do, by an engine with a process of its own
+
+
+class AdapterState(NamedTuple):
+    """What an engine has of an adapter."""
+
+    identity: str
+    name: str
+    state: str
+    num_bytes: int  # that it takes in host memory, or would take
+    is_pinned: bool
+    num_requests: int  # that need it now
+    num_uses: int  # requests so far
+    error: str | None = None
 
 
 class Resolved(NamedTuple):

@@ -1,6 +1,7 @@
 """Options and fixtures of the whole suite."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ ADAPTER_SCORES = pytest.StashKey[dict[str, tuple[str, float]]]()
 def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float]]:
     """By adapter: its kind, and the largest difference of logits to PEFT. Printed at the end."""
     return request.config.stash.setdefault(ADAPTER_SCORES, {})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where tests run in several processes, each hands its tables to the one that prints them."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tables"] = [session.config.stash.get(key, {}) for key in (AGREEMENT, ADAPTER_SCORES)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    agreement, scores = getattr(node, "workeroutput", {}).get("tables", ({}, {}))
+    node.config.stash.setdefault(AGREEMENT, {}).update(agreement)
+    node.config.stash.setdefault(ADAPTER_SCORES, {}).update(scores)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

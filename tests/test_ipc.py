@@ -20,6 +20,7 @@ from lorax_server.errors import EngineError, InputError
 from lorax_server.types import (
     MAX_SEED,
     AdapterRef,
+    AdapterState,
     Alternatives,
     EngineStatus,
     Failure,
@@ -29,6 +30,7 @@ from lorax_server.types import (
     Request,
     Resolved,
     SamplingParams,
+    Started,
     StopParams,
 )
 
@@ -86,6 +88,7 @@ outputs = st.builds(
     st.none() | st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3)),
     st.none() | st.lists(floats, max_size=3),
     st.none() | failures,
+    st.none() | st.builds(Started, floats, floats, ids),
 )
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
 merges = st.builds(
@@ -97,6 +100,7 @@ merges = st.builds(
     ids,
 )
 resolved = st.builds(Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple))
+states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
 statuses = st.builds(EngineStatus, **{field.name: NUMBERS[field.type] for field in dataclasses.fields(EngineStatus)})
@@ -105,7 +109,9 @@ TO_ENGINE = {
     ipc.Add: st.builds(ipc.Add, requests),
     ipc.Abort: st.builds(ipc.Abort, st.lists(ids, max_size=5).map(tuple)),
     ipc.Resolve: st.builds(ipc.Resolve, ids, refs, st.none() | merges),
-    ipc.LoadAdapter: st.builds(ipc.LoadAdapter, ids, texts, st.booleans()),
+    ipc.LoadAdapter: st.builds(ipc.LoadAdapter, ids, texts, st.none() | st.booleans()),
+    ipc.ForgetAdapter: st.builds(ipc.ForgetAdapter, ids, texts, texts),
+    ipc.ListAdapters: st.builds(ipc.ListAdapters, ids),
     ipc.UnloadAdapter: st.builds(ipc.UnloadAdapter, ids, texts),
     ipc.GetStatus: st.builds(ipc.GetStatus, ids),
     ipc.Stop: st.builds(ipc.Stop),
@@ -115,6 +121,7 @@ FROM_ENGINE = {
     ipc.Outputs: st.builds(ipc.Outputs, st.lists(outputs, max_size=5)),
     ipc.ResolveReply: st.builds(ipc.ResolveReply, ids, resolved),
     ipc.StatusReply: st.builds(ipc.StatusReply, ids, statuses),
+    ipc.AdaptersReply: st.builds(ipc.AdaptersReply, ids, st.lists(states, max_size=3)),
     ipc.Done: st.builds(ipc.Done, ids),
     ipc.Refused: st.builds(ipc.Refused, ids, failures),
     ipc.Failed: st.builds(ipc.Failed, texts),

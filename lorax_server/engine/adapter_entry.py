@@ -25,6 +25,7 @@ class AdapterEntry:
 
     spec: AdapterSpec
     num_requests: int = 0  # that need it, waiting or running
+    num_uses: int = 0  # requests so far
     num_begun: int = 0  # of these: have had a place on the device, and must not lose it for good
     num_running: int = 0  # of these: have it now
     is_wanted: bool = False  # somebody waits for it to be on the device, since `waits_since`

@@ -8,6 +8,7 @@ than `patience_s`: `host_tier` and `device_tier` say what leaves then. So those 
 which they came, each within a bounded time, and until then what is resident is used first.
 """
 
+import itertools
 import math
 import time
 from collections import OrderedDict
@@ -20,9 +21,11 @@ from lorax_server.engine.device_tier import DeviceTier
 from lorax_server.engine.host_tier import HostTier
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
+from lorax_server.types import AdapterState
 
 BASE_MODEL = ""
 MAX_KNOWN = 100_000  # adapters that are remembered though they are nowhere but on disk
+MAX_LISTED = 10_000
 MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many
 
 
@@ -96,10 +99,15 @@ class AdapterTable:
         entry = self._known.get(identity)
         return None if entry is None else entry.state
 
-    def ask_for(self, identity: str, pin: bool) -> None:
-        """Bring an adapter to the device, and keep it there if it is pinned."""
+    def list_adapters(self) -> list[AdapterState]:
+        """Those that were named last, the latest first."""
+        entries = itertools.islice(reversed(self._known.values()), MAX_LISTED)
+        return [_describe(entry, self._capabilities.itemsize) for entry in entries]
+
+    def ask_for(self, identity: str, pin: bool | None = None) -> None:
+        """Bring an adapter to the device. One that is pinned stays there; None: as it is."""
         entry = self._usable(identity)
-        self._device.pin(entry, entry.is_pinned or pin)
+        self._device.pin(entry, entry.is_pinned if pin is None else pin)
         entry.is_dismissed = False
         if entry.is_loaded and entry.is_pinned:
             self._arrive(entry)  # it will not leave, so that nobody needs to be kept from it
@@ -195,6 +203,7 @@ class AdapterTable:
         if identity != BASE_MODEL:
             entry = self._usable(identity)
             entry.num_requests += 1
+            entry.num_uses += 1
             entry.is_dismissed = False
 
     def end_request(self, identity: str, has_begun: bool) -> None:
@@ -356,3 +365,18 @@ class AdapterTable:
                 return
             del self._known[identity]
             self._prefetch.pop(identity, None)
+
+
+def _describe(entry: AdapterEntry, itemsize: int) -> AdapterState:
+    num_bytes = entry.num_bytes or entry.spec.num_elements * itemsize
+    error = None if entry.error is None or entry.state is not State.FAILED else str(entry.error)
+    return AdapterState(
+        entry.identity,
+        entry.spec.name,
+        entry.state.value,
+        num_bytes,
+        entry.is_pinned,
+        entry.num_requests,
+        entry.num_uses,
+        error,
+    )

@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from lorax_server import ipc
 from lorax_server.engine.child import Child, describe
 from lorax_server.errors import EngineError, InputError, LoraxError
-from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
@@ -39,6 +40,7 @@ class EngineClient:
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         self.is_healthy = False
+        self.num_restarts = 0
         self.info: ipc.Info = {}  # what the engine says of itself
         self._target = functools.partial(target, config)
         self._restart = restart
@@ -76,25 +78,35 @@ class EngineClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's tokens as they come, or the error that ends it. Who stops reading aborts it."""
+        async with aclosing(self.stream(request)) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    yield output
+
+    async def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
+        """Likewise, each time all that have come since the last."""
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} is here already"
         self._send(ipc.Add(request))
         stream = self._streams[request_id] = asyncio.Queue()
         try:
-            while (output := await stream.get()) is not None:
-                if isinstance(output, LoraxError):
-                    raise output
-                yield output
-                if output.finish_reason is not None:
+            while True:
+                outputs, end = _take_all(await stream.get(), stream)
+                if outputs:
+                    yield outputs
+                if isinstance(end, LoraxError):
+                    raise end
+                if end is None or (outputs and outputs[-1].finish_reason is not None):
                     return
         finally:
             self.abort(request_id)
 
-    def abort(self, request_id: int) -> None:
-        """End a request, and who reads it with it. One that is not there has ended already."""
+    def abort(self, request_id: int, error: LoraxError | None = None) -> None:
+        """End a request, and who reads it with it, by this error if there is one. One that is not there has ended
+        already."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            stream.put_nowait(None)
+            stream.put_nowait(error)
             self._send(ipc.Abort((request_id,)))
 
     async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
@@ -102,18 +114,26 @@ class EngineClient:
         assert isinstance(reply, ipc.ResolveReply)
         return reply.resolved
 
-    async def load(self, identity: str, pin: bool = False) -> None:
+    async def load(self, identity: str, pin: bool | None = None) -> None:
         await self._call(ipc.LoadAdapter(self.new_id(), identity, pin))
 
     async def unload(self, identity: str) -> None:
         await self._call(ipc.UnloadAdapter(self.new_id(), identity))
+
+    async def forget(self, source: str, name: str) -> None:
+        await self._call(ipc.ForgetAdapter(self.new_id(), source, name))
+
+    async def list_adapters(self) -> list[AdapterState]:
+        reply = await self._call(ipc.ListAdapters(self.new_id()))
+        assert isinstance(reply, ipc.AdaptersReply)
+        return reply.adapters
 
     async def status(self) -> EngineStatus:
         reply = await self._call(ipc.GetStatus(self.new_id()))
         assert isinstance(reply, ipc.StatusReply)
         return reply.status
 
-    async def _call(self, message: ipc.Resolve | ipc.LoadAdapter | ipc.UnloadAdapter | ipc.GetStatus) -> ipc.Reply:
+    async def _call(self, message: ipc.Calls) -> ipc.Reply:
         self._send(message)
         reply: asyncio.Future[ipc.Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = reply
@@ -204,7 +224,9 @@ class EngineClient:
         while True:
             await asyncio.sleep(pause_s)
             try:
-                return await self._launch(), pause_s
+                start_s = await self._launch()
+                self.num_restarts += 1
+                return start_s, pause_s
             except Exception as error:  # also no process, no folder: the next time there may be one
                 pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
                 logger.error("%s", error)
@@ -226,6 +248,20 @@ class EngineClient:
         error = EngineError(self._problem)
         error.retry_after_s = self._retry_after_s
         return error
+
+
+_Item = Output | LoraxError | None
+
+
+def _take_all(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output], _Item]:
+    """What is there up to the end, and what it ends with: an error, None if it was aborted, else its last output."""
+    outputs, item = [], first
+    while isinstance(item, Output):
+        outputs.append(item)
+        if queue.empty():
+            return outputs, item
+        item = queue.get_nowait()
+    return outputs, item
 
 
 def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:

@@ -13,7 +13,7 @@ from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
-from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 IDLE_S = 0.05
 
@@ -98,8 +98,9 @@ class Engine:
         """Let go of a request; nothing is told of it any more."""
         self._scheduler.abort(request_id)
 
-    def load(self, identity: str, pin: bool = False) -> "Future[None]":
-        """Bring an adapter, whose name has been resolved, to the device; if it is pinned it stays there."""
+    def load(self, identity: str, pin: bool | None = None) -> "Future[None]":
+        """Bring an adapter, whose name has been resolved, to the device. If it is pinned it stays there; None: as it
+        was."""
         done: Future[None] = Future()
         try:
             self._table.ask_for(identity, pin)
@@ -115,6 +116,14 @@ class Engine:
         self._table.dismiss(identity)
         for done in self._loads.pop(identity, ()):
             _settle(done, AdapterError("the adapter was unloaded before it was there"))
+
+    def forget(self, source: str, name: str) -> None:
+        """Ask the source again the next time that this name is resolved."""
+        self._resolver.forget(source, name)
+
+    def list_adapters(self) -> list[AdapterState]:
+        """Those that are known, the one that was named last first."""
+        return self._table.list_adapters()
 
     def step(self) -> list[Output]:
         """One turn: submit the next step, and collect the one before, or the one before that."""

@@ -4,14 +4,16 @@ import logging
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from lorax_server import ipc
 from lorax_server.errors import EngineError, LoraxError
-from lorax_server.types import AdapterRef, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -29,8 +31,10 @@ class Engine(Protocol):
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: int) -> None: ...
-    def load(self, identity: str, pin: bool = False) -> Future[None]: ...
+    def load(self, identity: str, pin: bool | None = None) -> Future[None]: ...
     def unload(self, identity: str) -> None: ...
+    def forget(self, source: str, name: str) -> None: ...
+    def list_adapters(self) -> list[AdapterState]: ...
     def step(self) -> list[Output]: ...
     def status(self) -> EngineStatus: ...
     def close(self) -> None: ...
@@ -77,6 +81,7 @@ class _Server:
         self._refused: list[Output] = []  # goes out with those of the step
         self._replies: queue.SimpleQueue[ipc.FromEngine] = queue.SimpleQueue()  # from any thread
         self._is_stopping = False
+        self._idle_s = 0.0
 
     def run(self, info: ipc.Info) -> None:
         engine, channel = self._engine, self._channel
@@ -90,7 +95,9 @@ class _Server:
                 return
             self._send(engine.step())
             if not (engine.is_busy or channel.has_messages or not self._replies.empty()):
+                since = time.monotonic()
                 engine.wake.wait(IDLE_S)
+                self._idle_s += time.monotonic() - since
 
     # --- What comes ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class _Server:
                 except Exception as error:
                     self._replies.put(ipc.Refused(message.call_id, Failure.of(_to_be_told(error))))
 
-    def _call(self, message: ipc.Resolve | ipc.LoadAdapter | ipc.UnloadAdapter | ipc.GetStatus) -> None:
+    def _call(self, message: ipc.Calls) -> None:
         call_id = message.call_id
         match message:
             case ipc.Resolve(_, refs, merge):
@@ -135,8 +142,14 @@ class _Server:
             case ipc.UnloadAdapter(_, identity):
                 self._engine.unload(identity)
                 self._replies.put(ipc.Done(call_id))
+            case ipc.ForgetAdapter(_, source, name):
+                self._engine.forget(source, name)
+                self._replies.put(ipc.Done(call_id))
+            case ipc.ListAdapters():
+                self._replies.put(ipc.AdaptersReply(call_id, self._engine.list_adapters()))
             case ipc.GetStatus():
-                self._replies.put(ipc.StatusReply(call_id, self._engine.status()))
+                status = replace(self._engine.status(), idle_s=self._idle_s)
+                self._replies.put(ipc.StatusReply(call_id, status))
 
     def _reply_when_done(self, call_id: int, future: Future[Result], reply: Callable[[Result], ipc.FromEngine]) -> None:
         def when_done(done: Future[Result]) -> None:

@@ -19,7 +19,7 @@ from lorax_server.engine.pace import Pace
 from lorax_server.engine.sequence import Sequence
 from lorax_server.errors import LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
-from lorax_server.types import Output, Request
+from lorax_server.types import Output, Request, Started
 
 
 class _InFlight(NamedTuple):
@@ -96,7 +96,7 @@ class Scheduler:
         assert request.request_id not in self._by_id, f"request {request.request_id} is here already"
         self._backlog.refuse_overload(self.num_waiting)
         self._adapters.add_request(request.adapter)
-        sequence = Sequence(request, self._num_arrived)
+        sequence = Sequence(request, self._num_arrived, arrived_at=self._clock())
         sequence.rope_variant = self.limits.rope.variant(len(request.prompt_ids))
         sequence.cost = self._backlog.add(request)
         self._num_arrived += 1
@@ -173,13 +173,15 @@ class Scheduler:
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # with the first token only
+        started, sequence.started = sequence.started, None
         if reason is not None:
             self._pace.finish(len(sequence.token_ids) - len(sequence.request.prompt_ids))
             self._end(sequence)
         elif sequence in self._unsettled and not sequence.num_in_flight:
             self._unsettled.remove(sequence)
             self._wait(sequence)
-        return Output(request_id, token_id, logprob, reason, result.alternatives.get(place), prompt_logprobs)
+        alternatives = result.alternatives.get(place)
+        return Output(request_id, token_id, logprob, reason, alternatives, prompt_logprobs, started=started)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -292,7 +294,8 @@ class Scheduler:
             self._enqueue(sequence)
             return
         timeout_s = None if sequence.has_begun else self.limits.adapter_timeout_s
-        self._cold.push(sequence, math.inf if timeout_s is None else self._clock() + timeout_s)
+        sequence.cold_since = now = self._clock()
+        self._cold.push(sequence, math.inf if timeout_s is None else now + timeout_s)
         self._adapters.bring(identity)
 
     def _give_up_waiting(self) -> None:
@@ -304,6 +307,9 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         """Its adapter is there, and with it is known which tokens it can take."""
         request, problem = sequence.request, None
+        if sequence.cold_since is not None:
+            sequence.cold_s += self._clock() - sequence.cold_since
+            sequence.cold_since = None
         if not sequence.has_begun:
             problem = find_token_problem(request, self._adapters.vocab_size(request.adapter))
         if problem is None:
@@ -330,6 +336,7 @@ class Scheduler:
         sequence.adapter_index = index
         if not sequence.has_begun:
             sequence.has_begun = True
+            sequence.started = Started(self._clock() - sequence.arrived_at, sequence.cold_s, sequence.num_computed)
             self._backlog.remove(sequence.cost)
             self._adapters.begin(request.adapter)
         self._adapters.hold(request.adapter)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lorax_server.engine.blocks import chain_hash, root_hash
 from lorax_server.stopping import ended_by
-from lorax_server.types import FinishReason, Request
+from lorax_server.types import FinishReason, Request, Started
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +24,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     has_begun: bool = False  # has run before, if it does not now
     finished: bool = False
+    arrived_at: float = 0.0
+    cold_since: float | None = None  # waits for its adapter since then
+    cold_s: float = 0.0  # has waited for it before
+    started: Started | None = None  # to be told with its first token
     cold_until: float = math.inf  # when it will not wait for its adapter any more
     cost: float = 0.0  # tokens that were expected of it when it came
     prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known

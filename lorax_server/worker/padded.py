@@ -31,6 +31,7 @@ def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) 
         num_adapter_units=0,
         model_type=model.config.model_type,
         model_class=type(model.model).__name__,
+        dtype=str(model.dtype),
     )
 
 

@@ -161,6 +161,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         itemsize=dtype.itemsize,
         model_type=model.config.model_type,
         model_class=(getattr(model.config, "architectures", None) or [""])[0],
+        dtype=str(dtype),
         rope=_rope_rule(model),
     )
     runner = PagedRunner(

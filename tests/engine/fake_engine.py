@@ -27,6 +27,7 @@ from lorax_server.errors import (
 )
 from lorax_server.types import (
     AdapterRef,
+    AdapterState,
     EngineStatus,
     FinishReason,
     Merge,
@@ -104,7 +105,14 @@ class FakeEngine:
         self._left.pop(request_id, None)
         self._aborted.setdefault(request_id, Future()).set_result(Resolved("aborted"))
 
-    def load(self, identity: str, pin: bool = False) -> Future[None]:
+    def forget(self, source: str, name: str) -> None:
+        if source == "nowhere":
+            raise InputError(f"no {name}")
+
+    def list_adapters(self) -> list[AdapterState]:
+        return [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
+
+    def load(self, identity: str, pin: bool | None = None) -> Future[None]:
         future: Future[None] = Future()
         self._later.append((future, None if pin else AdapterError(f"{identity} is not pinned")))
         return future

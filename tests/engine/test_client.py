@@ -28,7 +28,17 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
-from lorax_server.types import AdapterRef, Failure, FinishReason, Merge, Output, Request, SamplingParams, StopParams
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    Failure,
+    FinishReason,
+    Merge,
+    Output,
+    Request,
+    SamplingParams,
+    StopParams,
+)
 from tests.engine.fake_engine import FakeConfig, ask_for, fake_target
 
 ROOT = Path(__file__).parent.parent.parent
@@ -296,9 +306,20 @@ def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
     shared(test)
 
 
+def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
+    async def test(client: EngineClient) -> None:
+        assert await client.list_adapters() == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
+        await client.forget("hub", "a")
+        with pytest.raises(InputError, match="no b"):
+            await client.forget("nowhere", "b")
+
+    shared(test)
+
+
 def test_the_status_and_what_the_engine_says_of_itself(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
         numbers = vars(await client.status())
+        assert numbers.pop("idle_s") > 0
         assert list(numbers.values()) == list(range(len(numbers)))
         assert client.info == {"pid": await pid_of(client), "number": 0}
         assert client.is_healthy

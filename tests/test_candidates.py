@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lorax_server.sampling.candidates import best_candidate, candidate_seed
+from lorax_server.candidates import best_candidate, candidate_seed
 from lorax_server.types import MAX_SEED, SamplingParams
 
 SEEDS = (0, 1, 2, 2**32, 2**63 - 1, 2**63, MAX_SEED)

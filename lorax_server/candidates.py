@@ -14,10 +14,15 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def best_candidate(logprobs: Sequence[Sequence[float]]) -> int:
-    """The index of the candidate whose tokens are the likeliest on average; the first of equals.
+    """The index of the candidate whose tokens are the likeliest on average; the first of equals."""
+    return rank_candidates(logprobs)[0]
+
+
+def rank_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
+    """The candidates' indices, by how likely their tokens are on average; of equals the first comes first.
 
     One without tokens, or with a log probability that is not a number, comes last.
     """
     means = [sum(values) / len(values) if values else -math.inf for values in logprobs]
     means = [-math.inf if math.isnan(mean) else mean for mean in means]
-    return means.index(max(means))
+    return sorted(range(len(means)), key=lambda index: -means[index])

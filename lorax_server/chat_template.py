@@ -1,0 +1,212 @@
+"""From messages to a prompt: chat templates, rendered where they can do no harm."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lorax_server.errors import TemplateError
+from lorax_server.template_worker import LENGTH
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0  # a machine that is busy takes its time to start a process
+REFUSED_S = 60.0
+LONGEST_CHARACTER = 6  # bytes in a frame: "\u0000"
+ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # no secrets, and nothing to find them
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template as a model or an adapter brings it, and the names that it knows tokens by."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+
+class TemplateRenderer:
+    """Renders in one other process, one template at a time; it belongs to one event loop.
+
+    A render that takes longer than `timeout_s` ends with its process, and the next in line gets a new one. Who waits
+    in line is not charged for the others. A template that took too long is refused for a while.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 2.0,
+        max_output: int = 4_000_000,
+        max_memory: int = 2**29,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_output = max_output
+        self._max_memory = max_memory
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Task[str] | None = None
+        self._process: Process | None = None
+        self._refused: dict[str, float] = {}  # until when, by what the template reads
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Have a process ready before the first request needs it."""
+        async with self._turn:
+            await self._ensure_process()
+
+    async def close(self) -> None:
+        """End the process. Whoever still waits gets an error."""
+        self._is_closed = True
+        if self._process is not None:
+            _kill(self._process)
+        async with self._turn:
+            await self._end()
+
+    async def render(self, template: ChatTemplate, messages: list[dict[str, Any]], /, **variables: Any) -> str:
+        """The prompt. `variables` are what else the template sees: `add_generation_prompt`, `tools` and others."""
+        request = _to_frame(template, messages, variables)
+        await self._turn.acquire()
+        # Who goes away does not leave a reply behind for the next: the exchange ends first.
+        self._running = asyncio.create_task(self._exchange(template.source, request))
+        self._running.add_done_callback(self._pass_on)
+        return await asyncio.shield(self._running)
+
+    def _pass_on(self, done: asyncio.Task[str]) -> None:
+        self._turn.release()
+        if not done.cancelled():
+            done.exception()  # nobody may be left to ask for it
+
+    async def _exchange(self, source: str, request: bytes) -> str:
+        self._check_refused(source)
+        process = await self._ensure_process()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._ask(process, request)
+                is_last = bool(await self._read(process))
+        except TimeoutError:
+            await self._end()
+            self._refuse(source)
+            raise TemplateError(f"the chat template takes longer than {self._timeout_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            await self._end()
+            raise self._failure() from error
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        if is_last:
+            await self._end()
+        return _to_text(reply)
+
+    # --- Templates that took too long ---------------------------------------------------------------------------------
+
+    def _refuse(self, source: str) -> None:
+        now = self._clock()
+        self._refused = {known: until for known, until in self._refused.items() if until > now}
+        self._refused[source] = now + REFUSED_S
+
+    def _check_refused(self, source: str) -> None:
+        if self._clock() < self._refused.get(source, float("-inf")):
+            raise TemplateError(
+                f"the chat template took longer than {self._timeout_s:g} s; it is not tried again for {REFUSED_S:g} s"
+            )
+
+    # --- The process --------------------------------------------------------------------------------------------------
+
+    async def _ensure_process(self) -> Process:
+        if self._is_closed:
+            raise self._failure()
+        if self._process is not None and _has_ended(self._process):
+            logger.warning("the process that renders chat templates has ended by itself")
+            await self._end()
+        if self._process is None:
+            self._process = await self._launch()
+            try:
+                async with asyncio.timeout(START_S):
+                    await self._read(self._process)
+            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+                await self._end()
+                raise TemplateError("the process that renders chat templates does not start; see the log") from error
+            except asyncio.CancelledError:
+                await self._end()
+                raise
+        return self._process
+
+    async def _launch(self) -> Process:
+        limits = (str(self._max_output), str(self._max_memory), str(2 * self._timeout_s + 1))
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        command = (sys.executable, "-m", "lorax_server.template_worker", *limits)
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True
+        )
+
+    async def _end(self) -> None:
+        """Kill the process if there is one, and leave nothing of it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _kill(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        while await process.stdout.read(2**16):  # what it wrote before, or its pipe stays open
+            pass
+        await process.wait()
+
+    async def _ask(self, process: Process, request: bytes) -> bytes:
+        assert process.stdin is not None
+        process.stdin.write(LENGTH.pack(len(request)) + request)
+        await process.stdin.drain()
+        return await self._read(process)
+
+    async def _read(self, process: Process) -> bytes:
+        assert process.stdout is not None
+        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        if False:
+            raise ValueError(f"a frame of {length} bytes")
+        return await process.stdout.readexactly(length)
+
+    def _failure(self) -> TemplateError:
+        if self._is_closed:
+            return TemplateError("the server is stopping, no chat template is rendered any more")
+        return TemplateError("the chat template ended the process that renders it; it may use too much memory")
+
+
+def _has_ended(process: Process) -> bool:
+    return process.returncode is not None or (process.stdout is not None and process.stdout.at_eof())
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        try:
+            process.kill()
+        except ProcessLookupError:  # it has just ended
+            return
+
+
+def _to_frame(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> bytes:
+    if not messages:
+        raise TemplateError("a chat has at least one message")
+    if not all(isinstance(message, dict) for message in messages):
+        raise TemplateError("a message is an object with a role and a content")
+    request = {"source": template.source, "messages": messages, "variables": {**template.special_tokens, **variables}}
+    try:
+        return json.dumps(request, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TemplateError("the messages hold characters that are no text (lone surrogates)") from error
+    except RecursionError as error:
+        raise TemplateError("the messages are nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        raise TemplateError(f"the messages are not JSON: {error}") from error
+
+
+def _to_text(reply: bytes) -> str:
+    answer = json.loads(reply)
+    if "error" in answer:
+        raise TemplateError(answer["error"])
+    return str(answer["text"])

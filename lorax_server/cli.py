@@ -1,0 +1,205 @@
+"""The commands `lorax` and `lorax-launcher`. What is slow to import is imported by the command that needs it."""
+
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lorax_server import __version__
+from lorax_server.config import ServerConfig
+from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.flag_settings import Machine, Parsed
+from lorax_server.flags import Parser, parse
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
+COMMANDS = {
+    "serve": "start a server",
+    "generate": "continue a text",
+    "chat": "talk to a model, or to an adapter",
+    "adapters": "list, load, unload and pin adapters",
+    "bench": "measure a server under load",
+    "download-weights": "fetch a model, and an adapter, before they are needed",
+}
+HELP = """\
+commands:
+{commands}
+
+examples:
+  lorax serve --model-id Qwen/Qwen2.5-0.5B-Instruct --adapters-dir ./adapters
+  lorax generate "Once upon a time" --adapter poet
+  lorax chat --adapter poet
+
+lorax COMMAND --help says more of each. lorax-launcher is lorax serve with the defaults of LoRAX.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`lorax`."""
+    return _guarded("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+
+
+def launcher(argv: Sequence[str] | None = None) -> int:
+    """`lorax-launcher`."""
+    return _guarded("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
+
+
+def _guarded(program: str, run: Callable[[], int]) -> int:
+    """The exit code. Whatever is the user's to mend is one line: 2 where it is a setting, 1 where it is not."""
+    try:
+        return run()
+    except SystemExit as end:  # of --help and --version
+        return int(end.code or 0)
+    except LoraxError as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(argv: list[str]) -> int:
+    command = argv[0] if argv else "--help"
+    if command not in COMMANDS:
+        _parser().parse_args([command])
+        raise ConfigError(f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
+    if command == "serve":
+        return _serve(argv[1:], "serve")
+    if command == "download-weights":
+        return _download_weights(argv[1:])
+    from lorax_server.cli_client import run  # noqa: PLC0415 - slow
+
+    return run(command, argv[1:], os.environ)
+
+
+def _parser() -> Parser:
+    commands = "\n".join(f"  {name:18}{text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="lorax",
+        usage="lorax COMMAND ...",
+        description="Serve one language model and thousands of its adapters.",
+        epilog=HELP.format(commands=commands),
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
+    parser.add_argument("command", nargs="?", help="one of those below")
+    return parser
+
+
+def _serve(argv: list[str], command: str) -> int:
+    parsed = parse(argv, os.environ, command)
+    _warn(parsed)
+    if parsed.print_env:
+        print(describe_installation(), flush=True)
+    parsed.check()
+    folder = _find_model(parsed)
+    if parsed.download_only:
+        _fetch_adapters(parsed.make_config(folder), parsed.token)
+        print(folder)
+        return 0
+    config = parsed.make_config(folder, find_machine())
+    from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
+
+    code: int = serve_forever(config)
+    return code
+
+
+def _download_weights(argv: list[str]) -> int:
+    parser = Parser(
+        prog="lorax download-weights",
+        usage="lorax download-weights MODEL_ID [flags]",
+        description="Fetch a model, and an adapter, into the cache, and print the model's folder.",
+        epilog="All flags of `lorax serve` that say what is served and from where are understood, such as --revision,\n"
+        "--source, --adapter-id, --adapter-source and --huggingface-hub-cache.",
+    )
+    parser.add_argument("model_id", metavar="MODEL_ID", help="a hub id, id@revision, or s3://bucket/path")
+    parser.add_argument("--api-token", metavar="TEXT", help="token of the hub, better given as HF_TOKEN")
+    parser.add_argument("--extension", default=".safetensors", help="only .safetensors, which is all that is fetched")
+    for name in ("--auto-convert", "--logger-level"):
+        parser.add_argument(name, nargs="?", help="accepted from LoRAX, without effect")
+    found, rest = parser.parse_known_args(argv)
+    if found.extension != ".safetensors":
+        raise ConfigError(f"--extension {found.extension!r} is not supported: only .safetensors is fetched")
+    environ = dict(os.environ) | ({"HUGGING_FACE_HUB_TOKEN": found.api_token} if found.api_token else {})
+    parsed = parse(["--model-id", found.model_id, *rest], environ, "serve")
+    _warn(parsed)
+    parsed.check()
+    folder = _find_model(parsed)
+    _fetch_adapters(parsed.make_config(folder), parsed.token)
+    print(folder)
+    return 0
+
+
+def _warn(parsed: Parsed) -> None:
+    for warning in parsed.warnings:
+        logger.warning(warning)
+
+
+def _find_model(parsed: Parsed) -> Path:
+    from lorax_server.download import find_model  # noqa: PLC0415 - slow
+
+    values, is_s3 = parsed.values, parsed.model_source == "s3"
+    return find_model(
+        str(values.get("weights_cache_override", parsed.model_place)),
+        parsed.revision,
+        parsed.model_source,
+        parsed.cache,
+        parsed.token,
+        parsed.s3_endpoint if is_s3 else values.get("hub_endpoint"),
+        parsed.is_offline,
+    )
+
+
+def _fetch_adapters(config: ServerConfig, token: str | None) -> None:
+    """Those that a server with these settings would load at its start."""
+    if not config.engine.preload:
+        return
+    from lorax_server.adapters.source import AdapterSources  # noqa: PLC0415 - slow, like the next
+    from lorax_server.build import build_sources  # noqa: PLC0415
+
+    sources = config.engine.sources
+    front = AdapterSources(build_sources(sources), max_bytes=sources.max_bytes)
+    for source, name in config.engine.preload:
+        front.fetch(source, name, token if source == "hub" else None, lambda *_: None)
+
+
+def find_machine() -> Machine:
+    """Whether there is a GPU, and how large it is."""
+    import torch  # noqa: PLC0415 - slow
+
+    if not torch.cuda.is_available():
+        return Machine()
+    return Machine("cuda", torch.cuda.get_device_properties(0).total_memory)
+
+
+def describe_installation() -> str:
+    """What to add to a report of a bug."""
+    lines = [f"lorax_server {__version__}", f"Python {platform.python_version()}", platform.platform()]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    return "\n".join([*lines, _describe_gpus()])
+
+
+def _describe_gpus() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "no nvidia-smi"
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""`lorax bench`: how fast a server answers when several ask at once."""
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from tqdm import tqdm
+
+from lorax_server.cli_http import Lines, connection, count_of, read_event, refusal, talking
+from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.flags import Parser
+
+WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+@dataclass
+class Sample:
+    """One request, as its client saw it. Times are seconds."""
+
+    first_s: float | None = None
+    total_s: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    error: str = ""
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Between tokens, on average."""
+        if self.first_s is None or self.tokens < 2:
+            return None
+        return (self.total_s - self.first_s) / (self.tokens - 1)
+
+
+def add_bench(parser: Parser) -> None:
+    parser.description = "Send requests to a server, several at once, and say how long they took."
+    parser.epilog = (
+        "example:\n  lorax bench --requests 200 --concurrency 16 --adapter poet --adapter lawyer --json out.json"
+    )
+    for name, default, text in (
+        ("--requests", 50, "how many in all"),
+        ("--concurrency", 8, "how many at once"),
+        ("--prompt-tokens", 64, "words of a prompt, which are about as many tokens"),
+        ("--max-new-tokens", 64, "tokens of an answer"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--adapter", action="append", metavar="NAME", help="in turn; repeatable (default: base model)")
+    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - writes nothing else")
+
+
+def bench(args: Namespace) -> int:
+    for name in ("requests", "concurrency", "prompt_tokens", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    started = time.perf_counter()
+    samples = asyncio.run(_send_all(args))
+    figures = summarize(samples, time.perf_counter() - started)
+    if args.json != "-":
+        print(format_figures(figures))
+    if args.json:
+        _write(json.dumps(figures, indent=2), args.json)
+    return 1 if figures["errors"] else 0
+
+
+def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Requests that begin differently, so that none finds another's prompt in the cache; the same in every run."""
+    chosen = random.Random(0)
+    adapters = args.adapter or [None]
+    for number in range(args.requests):
+        words = [f"{number}", *chosen.choices(WORDS, k=args.prompt_tokens - 1)]
+        parameters = {"max_new_tokens": args.max_new_tokens, "ignore_eos_token": True, "details": True}
+        for key, value in (("adapter_id", adapters[number % len(adapters)]), ("adapter_source", args.adapter_source)):
+            parameters |= {key: value} if value is not None else {}
+        yield {"inputs": " ".join(words), "parameters": parameters}
+
+
+async def _send_all(args: Namespace) -> list[Sample]:
+    samples: list[Sample] = []
+    bodies = make_bodies(args)
+    limits = httpx2.Limits(max_connections=args.concurrency)
+    settings = connection(args.url.rstrip("/"), args.api_key, args.timeout)
+    bar = tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+
+    async def worker(client: httpx2.AsyncClient) -> None:
+        for body in bodies:
+            samples.append(await _send(client, args.url.rstrip("/"), body, args.timeout))
+            bar.update()
+
+    with bar:
+        async with httpx2.AsyncClient(limits=limits, **settings) as client:
+            await asyncio.gather(*(worker(client) for _ in range(min(args.concurrency, args.requests))))
+    return samples
+
+
+async def _send(client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], timeout_s: float) -> Sample:
+    sample = Sample()
+    started = time.perf_counter()
+    try:
+        with talking(url, timeout_s):
+            await _follow(client, f"{url}/generate_stream", body, sample, started)
+    except LoraxError as error:
+        sample.error = str(error)
+    sample.total_s = time.perf_counter() - started
+    return sample
+
+
+async def _follow(client: httpx2.AsyncClient, url: str, body: Any, sample: Sample, started: float) -> None:
+    lines = Lines()
+    last: Any = None
+    async with client.stream("POST", url, content=json.dumps(body).encode()) as response:
+        if not response.is_success:
+            raise refusal(response.status_code, await response.aread())
+        async for chunk in response.aiter_bytes():
+            for data in lines.feed(chunk):
+                last = read_event(data)
+                sample.tokens += 1
+                if sample.first_s is None:
+                    sample.first_s = time.perf_counter() - started
+    if not isinstance(last, dict) or last.get("generated_text") is None:
+        raise LoraxError("the stream ended before the answer did")
+    details = last.get("details")
+    sample.prompt_tokens = count_of(details, "prompt_tokens")
+
+
+def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
+    """Rates and times of those that were answered; how many were not, and why."""
+    done = [sample for sample in samples if not sample.error]
+    tokens = sum(sample.tokens for sample in done)
+    return {
+        "requests": len(samples),
+        "errors": len(samples) - len(done),
+        "reasons": dict(Counter(sample.error for sample in samples if sample.error).most_common(5)),
+        "wall_s": wall_s,
+        "requests_per_s": len(done) / wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "generated_tokens": tokens,
+        "prompt_tokens": sum(sample.prompt_tokens for sample in done),
+        "first_token_s": quantiles([sample.first_s for sample in done]),
+        "per_token_s": quantiles([sample.per_token_s for sample in done]),
+        "total_s": quantiles([sample.total_s for sample in done]),
+    }
+
+
+def quantiles(values: Sequence[float | None]) -> dict[str, float | None]:
+    found = sorted(value for value in values if value is not None)
+    return {f"p{share:.0%}"[:-1]: found[math.ceil(share * len(found)) - 1] if found else None for share in QUANTILES}
+
+
+def format_figures(figures: Mapping[str, Any]) -> str:
+    lines = [
+        f"{figures['requests']} requests, {figures['errors']} failed, {figures['wall_s']:.2f} s",
+        f"{figures['requests_per_s']:.2f} requests/s, {figures['tokens_per_s']:.1f} tokens/s "
+        f"({figures['generated_tokens']} generated, {figures['prompt_tokens']} of prompts)",
+    ]
+    for key, name in (("first_token_s", "first token"), ("per_token_s", "each further token"), ("total_s", "in all")):
+        shown = [f"{at} {'-' if value is None else f'{value * 1e3:.1f} ms'}" for at, value in figures[key].items()]
+        lines.append(f"{name:20}{'   '.join(shown)}")
+    lines += [f"failed {count} times: {reason}" for reason, count in figures["reasons"].items()]
+    return "\n".join(lines)
+
+
+def _write(text: str, path: str) -> None:
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,310 @@
+"""`lorax generate`, `chat`, `adapters` and `bench`: talking to a server over HTTP."""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from typing import Any
+
+from lorax_server.cli_bench import add_bench, bench
+from lorax_server.cli_http import Api, add_connection, clean, count_of, say, tolerate_any_text
+from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.flags import Parser
+
+SAMPLING: Mapping[str, tuple[type, str]] = {
+    "temperature": (float, "how freely tokens are chosen; 0: always the likeliest"),
+    "top_p": (float, "choose among the likeliest tokens that have this share together"),
+    "top_k": (int, "choose among so many of the likeliest tokens"),
+    "repetition_penalty": (float, "above 1: less of what was there already"),
+    "seed": (int, "the same choices every time"),
+}
+CHAT_HELP = "/adapter NAME changes the adapter (without a name: the base model), /reset forgets, /quit leaves"
+ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
+COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
+
+
+def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
+    """One of the commands. The exit code, or an error in one line."""
+    tolerate_any_text()
+    add, do = {
+        "generate": (_add_generate, _generate),
+        "chat": (_add_chat, _chat),
+        "adapters": (_add_adapters, _adapters),
+        "bench": (add_bench, bench),
+    }[command]
+    parser = Parser(prog=f"lorax {command}")
+    add(parser)
+    add_connection(parser, environ)
+    args = parser.parse_args(argv)
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout {args.timeout} must be above 0")
+    if command == "adapters":
+        args.api_key = args.admin_key or environ.get("LORAX_ADMIN_KEY") or args.api_key
+    return do(args)
+
+
+def _api(args: Namespace) -> Api:
+    return Api(args.url, args.api_key, args.timeout)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def _add_generate(parser: Parser) -> None:
+    parser.description = "Continue a text, and write what comes as it comes."
+    parser.epilog = (
+        'examples:\n  lorax generate "Once upon a time" --adapter poet --max-new-tokens 100\n'
+        "  lorax generate - < prompt.txt                     the prompt from a file"
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    _add_adapter(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="how many at most (default: what there is room for)"
+    )
+    _add_sampling(parser)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
+    parser.add_argument(
+        "--details", action="store_true", help="say afterwards how many tokens there were, and how fast"
+    )
+    parser.add_argument("--no-stream", action="store_true", help="wait for all of it")
+
+
+def _add_adapter(parser: Parser) -> None:
+    parser.add_argument("--adapter", metavar="NAME", help="which adapter (default: the base model)")
+    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
+
+
+def _add_sampling(parser: Parser) -> None:
+    for name, (kind, text) in SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is float else "N", help=text)
+
+
+def _sampling(args: Namespace) -> dict[str, Any]:
+    return {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+
+
+def _generate(args: Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    chosen = _sampling(args)
+    is_sampled = any(name in chosen for name in ("temperature", "top_p", "top_k")) and chosen.get("temperature") != 0
+    wanted = {"adapter_id": args.adapter, "adapter_source": args.adapter_source, "max_new_tokens": args.max_new_tokens}
+    parameters = {
+        **{name: value for name, value in wanted.items() if value is not None},
+        **chosen,
+        "stop": args.stop or [],
+        "do_sample": is_sampled,
+        "details": args.details,
+    }
+    body = {"inputs": prompt, "parameters": parameters}
+    started = time.perf_counter()
+    details, first = _whole(_api(args), body) if args.no_stream else _as_it_comes(_api(args), body)
+    if args.details:
+        _show_details(details, first and first - started, time.perf_counter() - started)
+    return 0
+
+
+def _whole(api: Api, body: Mapping[str, Any]) -> tuple[Any, None]:
+    answer = api.post("/generate", body)
+    if not isinstance(answer, dict) or not isinstance(answer.get("generated_text"), str):
+        raise LoraxError("the server's answer has no generated_text; is it a lorax server?")
+    say(answer["generated_text"] + "\n")
+    return answer.get("details"), None
+
+
+def _as_it_comes(api: Api, body: Mapping[str, Any]) -> tuple[Any, float | None]:
+    """The details, and when the first token was here."""
+    first = None
+    last: Any = None
+    with closing(api.stream("/generate_stream", body)) as events:
+        for event in events:
+            first = first or time.perf_counter()
+            say(token_text(event))
+            last = event
+    if not isinstance(last, dict) or last.get("generated_text") is None:
+        raise LoraxError("the stream ended before the answer did")
+    say("\n")
+    return last.get("details"), first
+
+
+def token_text(event: Any) -> str:
+    """What a token adds to the text."""
+    token = event.get("token") if isinstance(event, dict) else None
+    if not isinstance(token, dict):
+        raise LoraxError("the server's events have no token; is it a lorax server?")
+    return "" if token.get("special") else str(token.get("text", ""))
+
+
+def _show_details(details: Any, first_s: float | None, total_s: float) -> None:
+    found = details if isinstance(details, dict) else {}
+    tokens = count_of(details, "generated_tokens")
+    parts = [f"{name} {found.get(name)}" for name in ("finish_reason", "prompt_tokens", "generated_tokens", "seed")]
+    parts += [f"first token after {first_s:.3f} s"] if first_s is not None else []
+    parts += [f"{total_s:.3f} s", f"{tokens / total_s:.1f} tokens/s"]
+    print(clean(", ".join(parts)), file=sys.stderr)
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def _add_chat(parser: Parser) -> None:
+    parser.description = f"Talk to a model. {CHAT_HELP}.\nCtrl-C stops an answer, Ctrl-D leaves."
+    parser.epilog = "examples:\n  lorax chat --adapter poet --system 'You are a poet.'\n  echo 'Hello!' | lorax chat"
+    _add_adapter(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
+    _add_sampling(parser)
+
+
+class Talk:
+    """A conversation, and with whom."""
+
+    def __init__(self, api: Api, args: Namespace) -> None:
+        self._api = api
+        self._settings = _sampling(args) | ({"max_tokens": args.max_tokens} if args.max_tokens is not None else {})
+        self._start = [{"role": "system", "content": args.system}] if args.system else []
+        self.adapter = args.adapter or ""
+        self.adapter_source = args.adapter_source
+        self.messages = [*self._start]
+
+    def reset(self) -> None:
+        self.messages = [*self._start]
+
+    def answer(self, text: str) -> None:
+        """Say what comes. An answer that is stopped stays as far as it came; one that fails never was."""
+        self.messages.append({"role": "user", "content": text})
+        said = ""
+        try:
+            with closing(self._pieces()) as pieces:
+                for piece in pieces:
+                    said += piece
+                    say(piece)
+        except KeyboardInterrupt:
+            say(" ...")
+        except BaseException:
+            self.messages.pop()
+            raise
+        say("\n")
+        if said:
+            self.messages.append({"role": "assistant", "content": said})
+        else:
+            self.messages.pop()
+
+    def _pieces(self) -> Generator[str]:
+        source = {"adapter_source": self.adapter_source} if self.adapter and self.adapter_source else {}
+        body = {"model": self.adapter, "messages": self.messages, "stream": True, **source, **self._settings}
+        is_done = False
+        with closing(self._api.stream("/v1/chat/completions", body)) as events:
+            for event in events:
+                text, ends = chat_text(event)
+                is_done = is_done or ends
+                yield text
+        if not is_done:
+            raise LoraxError("the stream ended before the answer did")
+
+
+def chat_text(event: Any) -> tuple[str, bool]:
+    """What an event adds to an answer, and whether the answer is complete with it."""
+    if event is None:
+        return "", True
+    try:
+        choice = (event["choices"] or [{}])[0]
+        return str((choice.get("delta") or {}).get("content") or ""), bool(choice.get("finish_reason"))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise LoraxError("the server's events have no choices; is it a lorax server?") from error
+
+
+def _chat(args: Namespace) -> int:
+    talk = Talk(_api(args), args)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(f"{CHAT_HELP}; Ctrl-D leaves too.", file=sys.stderr)
+    while (line := _read_line(talk, is_terminal)) is not None:
+        if line == "/quit":
+            break
+        try:
+            _obey(talk, line)
+        except LoraxError as error:
+            if not is_terminal:
+                raise
+            print(f"\n{error}", file=sys.stderr)
+    return 0
+
+
+def _read_line(talk: Talk, is_terminal: bool) -> str | None:
+    if not is_terminal:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    while True:
+        try:
+            return input(f"{clean(talk.adapter)}> ").strip()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+
+
+def _obey(talk: Talk, line: str) -> None:
+    word, _, rest = line.partition(" ")
+    if word == "/reset":
+        talk.reset()
+    elif word == "/adapter":
+        talk.adapter = rest.strip()
+    elif word == "/help":
+        print(CHAT_HELP, file=sys.stderr)
+    elif line:
+        talk.answer(line)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def _add_adapters(parser: Parser) -> None:
+    parser.description = "List the adapters that a server knows, or change what is loaded."
+    parser.epilog = "examples:\n  lorax adapters\n  LORAX_ADMIN_KEY=secret lorax adapters pin poet --source local"
+    parser.add_argument("action", nargs="?", default="list", choices=("list", *ACTIONS), help="(default: list)")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which adapter")
+    parser.add_argument("--source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
+    parser.add_argument("--json", action="store_true", help="write what the server says as it is")
+    parser.add_argument("--admin-key", metavar="KEY", help="needed to change anything [LORAX_ADMIN_KEY]")
+
+
+def _adapters(args: Namespace) -> int:
+    if (args.action == "list") != (args.name is None):
+        raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
+    api = _api(args)
+    if args.action == "list":
+        answer = api.get("/v1/adapters")
+        print(json.dumps(answer, indent=2) if args.json else format_table(answer))
+        return 0
+    body = {"adapter_id": args.name} | ({"adapter_source": args.source} if args.source else {})
+    if args.action == "unload":
+        answer = api.post("/v1/adapters/unload", body)
+    else:
+        answer = api.post("/v1/adapters/load", body | {"pin": args.action == "pin"})
+    print(json.dumps(answer, indent=2) if args.json else f"{args.name}: {ACTIONS[args.action]}")
+    return 0
+
+
+def format_table(answer: Any) -> str:
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise LoraxError("the server's answer lists no adapters; is it a lorax server?")
+    if not listed:
+        return "no adapters are known"
+    rows = [COLUMNS, *([_cell(name, item.get(name)) for name in COLUMNS] for item in listed)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if name == "bytes" and isinstance(value, int):
+        return f"{value / 2**20:.1f} MiB"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return clean(str(value))[: 12 if name == "hash" else 80]

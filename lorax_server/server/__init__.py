@@ -1,0 +1,1 @@
+"""The HTTP process: takes requests, asks the engine, writes answers. No torch."""

@@ -1,0 +1,94 @@
+"""The routes put together: one ASGI application around a `Service`."""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from lorax_server import __version__
+from lorax_server.errors import LoraxError
+from lorax_server.server import adapters, chat, completions, general, native
+from lorax_server.server.guard import Guard
+from lorax_server.server.openapi import describe_limits
+from lorax_server.server.problems import describe, http_problem, json_response
+from lorax_server.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+OPENAPI_PATH = "/api-doc/openapi.json"
+DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."
+
+
+def make_app(service: Service) -> FastAPI:
+    """Ready once its lifespan has begun, which starts the service and ends it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        describe_limits(app, service.parts)
+        yield
+        await service.close()
+
+    app: FastAPI = FastAPIOffline(
+        redoc_url=None,
+        static_url="/docs/static",
+        title="lorax_server",
+        version=__version__,
+        description=DESCRIPTION,
+        openapi_url=OPENAPI_PATH,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    for module in (native, completions, chat, general, adapters):
+        app.include_router(module.make_router(service))
+    app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
+    _add_handlers(app)
+    config = service.config
+    app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, body_timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.cors.allow_origins,
+        allow_methods=config.cors.allow_methods,
+        allow_headers=config.cors.allow_headers,
+        expose_headers=config.cors.expose_headers,
+        allow_credentials=config.cors.allow_credentials,
+    )
+    return app
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Whatever goes wrong is told as JSON, as the route's clients expect it."""
+
+    @app.exception_handler(LoraxError)
+    async def ours(http: Request, error: LoraxError) -> Response:
+        return describe(error, http.url.path).response(http.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_shape(http: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            reason = first.get("ctx", {}).get("error", "it is cut off")
+            return http_problem(400, f"Failed to parse the request body as JSON: {reason}").response(http.url.path)
+        where = ".".join(map(str, _place(first["loc"]))) or "body"
+        message = f"Input validation error: {where}: {first['msg']}"
+        return http_problem(422, message).response(http.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def elsewhere(http: Request, error: HTTPException) -> Response:
+        problem = http_problem(error.status_code, str(error.detail), dict(error.headers or {}))
+        return problem.response(http.url.path)
+
+    @app.exception_handler(Exception)
+    async def mistake(http: Request, error: Exception) -> Response:
+        return describe(error, http.url.path).response(http.url.path)
+
+
+def _place(location: Sequence[Any]) -> Sequence[Any]:
+    return location[1:] if location and location[0] == "body" else location

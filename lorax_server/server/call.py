@@ -1,0 +1,339 @@
+"""One HTTP request for an answer, from its arrival to its last byte: who asks, what is asked of the engine, how it
+went.
+
+`Service.answer` makes one for each; a route then says what it wants in three steps, `admit`, `find` and `ask`.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from urllib.parse import quote
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lorax_server.errors import AdapterAccessError, DeadlineError, InputError, LoraxError
+from lorax_server.server.gate import Permit
+from lorax_server.server.jobs import Job
+from lorax_server.server.keys import Key
+from lorax_server.server.logs import log_request
+from lorax_server.server.names import Choice, Named
+from lorax_server.server.parts import Parts
+from lorax_server.server.problems import Problem, describe
+from lorax_server.server.record import Record
+from lorax_server.server.sse import event
+from lorax_server.tokenizer import TextTokenizer
+from lorax_server.types import AdapterRef, Request, Resolved, SamplingParams, StopParams
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-request-timeout"
+BEARER = "bearer "
+
+
+class Found(NamedTuple):
+    """What answers: an adapter, or the base model by an empty identity, and the tokenizer that goes with it."""
+
+    adapter: Resolved
+    tokenizer: TextTokenizer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and how it is to be answered, whichever route it came by."""
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams
+    seeds: Sequence[int]  # one for each answer that is wanted
+    max_new_tokens: int | None = None
+    default_new_tokens: int | None = None  # if that is None: so many, or fewer if they do not fit; None: all that do
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = True
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    prompt_logprobs: bool = False
+    salt: str = ""
+
+
+class Call:
+    """What is known of it, and all that it holds until it ends."""
+
+    def __init__(self, parts: Parts, http: HttpRequest) -> None:
+        self.parts = parts
+        self.path = http.url.path
+        self.key = Key()
+        self.jobs: list[Job] = []
+        self.record = Record(http.state.request_id, self.path, started_at=time.time())
+        self.record.trace_parent = http.headers.get("traceparent")
+        self._http = http
+        self._began = time.monotonic()
+        self._bearer: str | None = None
+        self._permit: Permit | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.timeout_s = parts.config.request_timeout_s
+        self.num_characters = 0
+
+    # --- What a route does, in this order -----------------------------------------------------------------------------
+
+    def identify(self) -> None:
+        """Who asks, and for how long. Where the server has no keys of its own, a bearer is meant for a source."""
+        self.timeout_s = _shorter(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
+        authorization = self._http.headers.get("authorization")
+        self.key = self.parts.keys.identify(authorization)
+        self.record.key = self.key.name
+        is_bearer = authorization is not None and authorization.lower().startswith(BEARER)
+        if authorization is not None and is_bearer and self.parts.keys.is_open and not self.key.is_admin:
+            self._bearer = authorization[len(BEARER) :].strip() or None
+
+    def admit(self, count: int, is_streamed: bool) -> None:
+        """Let so many answers in, or refuse them all."""
+        self.record.num_choices, self.record.is_streamed = count, is_streamed
+        self._permit = self.parts.gate.enter(self.key, count)
+
+    async def find(self, choice: Choice) -> Found:
+        """Whoever is named, if the caller may use it."""
+        record = self.record
+        record.adapter, record.source = choice.label, choice.source
+        if not choice.refs:
+            self.key.check_may_use_base()
+            return Found(Resolved(""), self.parts.tokenizers.base)
+        for source, name in choice.named:
+            self.key.check_may_use(source, name, self.parts.names.default_source)
+        refs = [await self._readable(ref) for ref in choice.refs]
+        resolved = await self.parts.engine.resolve(refs, choice.merge)
+        record.adapter_hash = resolved.identity
+        self.parts.seen.note(resolved.identity, Named(choice.source, ",".join(ref.name for ref in refs)))
+        return Found(resolved, await self.parts.tokenizers.find(resolved))
+
+    async def ask(self, found: Found, question: Question) -> list[Job]:
+        """Requests to the engine, one for each answer; none is sent yet."""
+        prompt_ids = await self._to_ids(found.tokenizer, question)
+        stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
+        jobs = [self._make_job(found, question, prompt_ids, stop, seed) for seed in question.seeds]
+        self.jobs += jobs
+        self.record.max_new_tokens = stop.max_new_tokens
+        self.record.prompt_tokens += len(prompt_ids)
+        self.record.validation_s = time.monotonic() - self._began
+        if self.parts.config.log_prompts:
+            self.record.prompt = question.prompt if isinstance(question.prompt, str) else str(list(question.prompt))
+        self._set_timer()
+        return jobs
+
+    def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
+        identity = found.adapter.identity
+        request = Request(
+            self.parts.engine.new_id(),
+            ids,
+            replace(question.sampling, seed=seed),
+            stop,
+            identity,
+            tenant=self.key.name or identity,
+            salt=question.salt,
+            prompt_logprobs=question.prompt_logprobs,
+        )
+        return Job(self.parts.engine, request, found.tokenizer)
+
+    async def _readable(self, ref: AdapterRef) -> AdapterRef:
+        """The bearer is shown only to a source that refuses who comes without."""
+        if ref.token is not None or self._bearer is None:
+            return ref
+        try:
+            await self.parts.engine.resolve([ref])
+        except AdapterAccessError:
+            return ref._replace(token=self._bearer)
+        return ref
+
+    async def _to_ids(self, tokenizer: TextTokenizer, question: Question) -> list[int]:
+        if isinstance(question.prompt, str):
+            self.num_characters += len(question.prompt)
+            ids = await self.parts.tokenizers.encode(tokenizer, question.prompt, question.add_special_tokens)
+        else:
+            ids = list(question.prompt)
+            most = max(int(self.parts.engine.info.get("vocab_size") or 0), tokenizer.num_ids)
+            if ids and not 0 <= min(ids) <= max(ids) < most:
+                raise InputError(f"a prompt has tokens beyond the vocabulary of {most}")
+        if question.truncate is not None:
+            ids = ids[-question.truncate :]
+        if not ids:
+            raise InputError("`inputs` cannot be empty")
+        return ids
+
+    def _stop_params(self, tokenizer: TextTokenizer, question: Question, num_ids: int) -> StopParams:
+        total, most = self.parts.max_total_tokens, self.parts.max_input_length
+        left = max(total - num_ids, 1)
+        wanted = question.max_new_tokens or min(left, question.default_new_tokens or left)
+        if num_ids > most:
+            raise InputError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
+        if num_ids + wanted > total:
+            raise InputError(
+                f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
+                f"Given: {num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
+            )
+        return StopParams(
+            max_new_tokens=wanted,
+            min_new_tokens=question.min_new_tokens,
+            eos_token_ids=self.parts.defaults.eos_token_ids | tokenizer.eos_token_ids,
+            ignore_eos=question.ignore_eos,
+            stop_token_ids=question.stop_token_ids,
+            stop_strings=question.stop_strings,
+            include_stop=question.include_stop,
+        )
+
+    # --- A stream -----------------------------------------------------------------------------------------------------
+
+    async def open_stream(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The same events, of which the first is there already or takes long. So what goes wrong at once has a status
+        of its own; what goes wrong later becomes the last event."""
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.wait((first,), timeout=self.parts.config.keep_alive_s)
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            with suppress(BaseException):
+                await first
+            await events.aclose()
+            raise
+        return self._with_errors(first, events)
+
+    async def _with_errors(
+        self, first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            yield await first
+            async for piece in events:
+                yield piece
+        except LoraxError as error:
+            yield event(self._note(error).body(self.path))
+        except Exception as error:
+            logger.exception("request %s failed because of a mistake of the server", self.record.request_id)
+            yield event(self._note(error).body(self.path))
+        finally:
+            first.cancel()
+            await events.aclose()
+
+    # --- How it ends --------------------------------------------------------------------------------------------------
+
+    def stop(self, error: LoraxError) -> None:
+        """End whatever the engine does for it; who reads it gets the error."""
+        for job in self.jobs:
+            job.stop(error)
+
+    def fail(self, error: Exception) -> Response:
+        problem = self._note(error)
+        self.record.status = problem.status
+        response = problem.response(self.path)
+        response.headers.update(self.adapter_headers())
+        return response
+
+    def end(self, has_left: bool = False) -> None:
+        """Give back what it holds, and write down how it went."""
+        if self._timer is not None:
+            self._timer.cancel()
+        record = self.record
+        record.is_dropped = has_left
+        record.total_s = time.monotonic() - self._began
+        self._sum_up()
+        if self._permit is not None:
+            self._permit.leave(record.prompt_tokens + record.generated_tokens)
+        self.parts.metrics.end(record)
+        self.parts.tracer.end(record)
+        log_request(record)
+
+    def _note(self, error: Exception) -> Problem:
+        problem = describe(error, self.path)
+        self.record.error_type, self.record.error = problem.error_type, str(error)
+        return problem
+
+    def _sum_up(self) -> None:
+        record, jobs = self.record, self.jobs
+        record.generated_tokens = sum(len(job.completion.token_ids) for job in jobs)
+        reasons = [job.completion.finish_reason for job in jobs]
+        record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
+        if self.parts.config.log_prompts:
+            record.text = "\n".join(job.text for job in jobs)
+        begun = [(job, job.started) for job in jobs if job.started is not None]
+        if not begun:
+            return
+        job, started = begun[0]
+        record.cached_tokens = sum(started.cached_tokens for _, started in begun)
+        record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
+        assert job.sent_at is not None
+        assert job.first_at is not None
+        record.first_token_s = max(0.0, job.first_at - job.sent_at - started.queue_s)
+        record.inference_s = max(0.0, time.monotonic() - job.sent_at - started.queue_s)
+
+    def _set_timer(self) -> None:
+        if self.timeout_s is not None and self._timer is None:
+            left = self.timeout_s - (time.monotonic() - self._began)
+            error = DeadlineError(f"there was no answer within {self.timeout_s:g} s")
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self.stop, error)
+
+    # --- Headers ------------------------------------------------------------------------------------------------------
+
+    def adapter_headers(self) -> dict[str, str]:
+        record = self.record
+        if not record.adapter_hash:
+            return {}
+        return {
+            "x-adapter-id": quote(record.adapter, safe="/@:,.-_ +"),
+            "x-adapter-source": quote(record.source),
+            "x-adapter-hash": record.adapter_hash,
+        }
+
+    def stream_headers(self) -> dict[str, str]:
+        return {
+            "x-compute-type": f"{self.parts.engine.info.get('device')}+optimized",
+            "x-compute-characters": str(self.num_characters),
+            "x-model-id": quote(self.parts.config.model_id, safe="/@:,.-_ +"),
+            **self.adapter_headers(),
+        }
+
+    def headers(self, generated_tokens: int) -> dict[str, str]:
+        """Of a whole answer, with its times in milliseconds."""
+        self._sum_up()
+        record = self.record
+        total_s = time.monotonic() - self._began
+        first_s = record.first_token_s or 0.0
+        milliseconds = {
+            "x-compute-time": total_s,
+            "x-total-time": total_s,
+            "x-validation-time": record.validation_s,
+            "x-queue-time": record.queue_s,
+            "x-inference-time": record.inference_s,
+            "x-time-per-token": record.inference_s / max(generated_tokens, 1),
+            "x-time-to-first-token": first_s,
+            "x-time-per-output-token": max(0.0, record.inference_s - first_s) / max(generated_tokens - 1, 1),
+        }
+        counts = {
+            "x-prompt-tokens": record.prompt_tokens,
+            "x-generated-tokens": generated_tokens,
+            "x-skipped-tokens": 0,
+            "x-total-tokens": record.prompt_tokens + generated_tokens,
+        }
+        return (
+            self.stream_headers()
+            | {name: str(int(value * 1000)) for name, value in milliseconds.items()}
+            | {name: str(value) for name, value in counts.items()}
+        )
+
+
+def _shorter(limit_s: float | None, asked: str | None) -> float | None:
+    if asked is None:
+        return limit_s
+    try:
+        asked_s = float(asked)
+    except ValueError:
+        asked_s = math.nan
+    if not 0 < asked_s < math.inf:
+        raise InputError(f"{TIMEOUT_HEADER} is a number of seconds above 0, not {asked[:32]!r}")
+    return asked_s if limit_s is None else min(asked_s, limit_s)

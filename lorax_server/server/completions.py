@@ -1,0 +1,220 @@
+"""OpenAI's `/v1/completions`."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorax_server.candidates import rank_candidates
+from lorax_server.completion import Chunk
+from lorax_server.server.call import Call, Question
+from lorax_server.server.jobs import Job, finish_all, interleave
+from lorax_server.server.openai_parameters import (
+    Heading,
+    check,
+    check_count,
+    check_stops,
+    choose_adapter,
+    finish_reason,
+    not_yet_if,
+    refuse_unsupported,
+    sampling,
+    to_question,
+    usage,
+)
+from lorax_server.server.openai_schemas import CompletionRequest, CompletionResponse, OpenAIErrorResponse
+from lorax_server.server.problems import json_response
+from lorax_server.server.service import Service
+from lorax_server.server.sse import DONE, EventStream, event
+
+TAG = "OpenAI Compatible"
+DEFAULT_MAX_TOKENS = 16
+STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One of the request's prompts, its text, and the answers to it."""
+
+    text: str  # only if it is to be repeated
+    jobs: list[Job]
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=[TAG])
+
+    @router.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
+    async def completions(http: Request, body: CompletionRequest) -> Response:
+        """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
+        return await service.answer(http, lambda call: _complete(call, body))
+
+    return router
+
+
+async def _complete(call: Call, body: CompletionRequest) -> Response:
+    prompts = _prompts(body)
+    num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
+    question = _question(call, body, prompts, num_choices, num_drawn)
+    call.admit(num_drawn * len(prompts), bool(body.stream))
+    found = await call.find(choose_adapter(body, call.parts.names))
+    asked = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt) if body.echo else ""
+        asked.append(_Prompt(text if body.echo else "", await call.ask(found, replace(question, prompt=prompt))))
+    heading = Heading("cmpl", "text_completion", body.model or call.parts.names.primary)
+    if body.stream:
+        events = await call.open_stream(_events(call, body, asked, heading))
+        return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
+    await finish_all(call.jobs)
+    choices = [choice for each in asked for choice in _choices(body, each, num_choices)]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    used = usage(call.jobs, call.record.prompt_tokens, 0 if body.max_tokens == 0 else None)
+    return json_response(heading.of(choices) | {"usage": used}, 200, call.headers(used["completion_tokens"]))
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    prompt = body.prompt
+    listed: list[Any] = list(prompt) if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    check(bool(listed) and all(len(each) > 0 for each in listed), "`prompt` must not be empty")
+    return listed
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_choices: int, num_drawn: int) -> Question:
+    config, defaults = call.parts.config, call.parts.defaults
+    refuse_unsupported(body)
+    not_yet_if(body.suffix, "`suffix`")
+    check_stops(body, config)
+    check_count(num_choices, config)
+    check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")
+    check_count(num_drawn * len(prompts), config)
+    check(num_drawn == num_choices or not body.stream, "`best_of` other than `n` is not possible when streaming")
+    check(body.logprobs is None or body.logprobs >= 0, "`logprobs` must not be negative")
+    is_scoring = body.max_tokens == 0
+    check(body.max_tokens is None or body.max_tokens >= (0 if body.echo else 1), "`max_tokens` must be at least 1")
+    check(not (is_scoring and body.stream), "`max_tokens` of 0 is not possible when streaming")
+    how = sampling(body, defaults, config, body.logprobs or 0)
+    return replace(
+        to_question(body, "", how, num_drawn),
+        max_new_tokens=1 if is_scoring else body.max_tokens,
+        default_new_tokens=defaults.max_new_tokens or DEFAULT_MAX_TOKENS,
+        add_special_tokens=body.add_special_tokens is not False,
+        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+    )
+
+
+def _choices(body: CompletionRequest, prompt: _Prompt, count: int) -> list[dict[str, Any]]:
+    """The best answers to a prompt; all of them, in the order in which they were drawn, if none is left out."""
+    jobs = prompt.jobs
+    if count < len(jobs):
+        jobs = [jobs[place] for place in rank_candidates([job.completion.logprobs for job in jobs])[:count]]
+    return [_choice(body, prompt, job) for job in jobs]
+
+
+def _choice(body: CompletionRequest, prompt: _Prompt, job: Job) -> dict[str, Any]:
+    is_scoring = body.max_tokens == 0  # then the token that was drawn is nobody's
+    chunks = [] if is_scoring else job.chunks_so_far
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = _Logprobs(job, body.logprobs)
+        if body.echo:
+            logprobs.add_prompt(prompt.text)
+        logprobs.add(chunks)
+    return {
+        "index": 0,
+        "text": prompt.text + ("" if is_scoring else job.text),
+        "logprobs": None if logprobs is None else logprobs.take(),
+        "finish_reason": "length" if is_scoring else finish_reason(job.completion.finish_reason),
+    }
+
+
+class _Logprobs:
+    """OpenAI's lists of log probabilities, for the whole answer or as it comes."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._job = job
+        self._count = count
+        self._offset = 0
+        self._lists: dict[str, list[Any]] = self._empty()
+
+    def add_prompt(self, text: str) -> None:
+        texts = [self._job.tokenizer.detokenizer.token_text(token_id) for token_id in self._job.request.prompt_ids]
+        for token, logprob in zip(texts, [None, *(self._job.completion.prompt_logprobs or ())], strict=True):
+            self._put(token, logprob, None if logprob is None else {token: logprob})
+            self._offset += len(token)
+        self._offset = len(text)
+
+    def add(self, chunks: list[Chunk]) -> None:
+        text_of = self._job.tokenizer.detokenizer.token_text
+        for chunk in chunks:
+            top: dict[str, float] = {}
+            for token_id, logprob in zip(*(chunk.alternatives or ((), ())), strict=True):
+                top.setdefault(text_of(token_id), logprob)
+            token = text_of(chunk.token_id)
+            top.setdefault(token, chunk.logprob)
+            self._put(token, chunk.logprob, top)
+            self._offset += len(chunk.text)
+
+    def take(self) -> dict[str, Any]:
+        lists, self._lists = self._lists, self._empty()
+        return lists if self._count else {**lists, "top_logprobs": None}
+
+    def _put(self, token: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._lists["tokens"].append(token)
+        self._lists["token_logprobs"].append(logprob)
+        self._lists["top_logprobs"].append(top)
+        self._lists["text_offset"].append(self._offset)
+
+    @staticmethod
+    def _empty() -> dict[str, list[Any]]:
+        return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+
+
+async def _events(
+    call: Call, body: CompletionRequest, prompts: list[_Prompt], heading: Heading
+) -> AsyncGenerator[bytes, None]:
+    jobs = call.jobs
+    texts = [prompt.text for prompt in prompts for _ in prompt.jobs]
+    logprobs = [None if body.logprobs is None else _Logprobs(job, body.logprobs) for job in jobs]
+    has_begun = [False] * len(jobs)
+    num_left, wants_usage = len(jobs), body.stream_options is not None and bool(body.stream_options.include_usage)
+    async with aclosing(interleave(jobs)) as stream:
+        async for place, chunks in stream:
+            text, logs = "".join([chunk.text for chunk in chunks]), logprobs[place]
+            if body.echo and not has_begun[place]:
+                text = texts[place] + text
+                if logs is not None:
+                    logs.add_prompt(texts[place])
+            has_begun[place] = True
+            if logs is not None:
+                logs.add(chunks)
+            reason = finish_reason(jobs[place].completion.finish_reason)
+            num_left -= reason is not None
+            answer = heading.of(
+                [
+                    {
+                        "index": place,
+                        "text": text,
+                        "logprobs": None if logs is None else logs.take(),
+                        "finish_reason": reason,
+                    }
+                ]
+            )
+            if wants_usage:
+                answer["usage"] = None
+            elif not num_left:
+                answer["usage"] = usage(jobs, call.record.prompt_tokens)
+            yield event(answer)
+    if wants_usage:
+        yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})
+    yield DONE

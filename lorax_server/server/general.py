@@ -1,0 +1,191 @@
+"""Routes that do not ask the model for text: health, what is served, metrics, and the tokenizer."""
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorax_server import __version__
+from lorax_server.errors import AdapterNotFoundError, ForbiddenError, LoraxError, NotSupportedError
+from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
+from lorax_server.server.keys import Key
+from lorax_server.server.native import ERRORS
+from lorax_server.server.native_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Info,
+    SimpleToken,
+    TokenizeRequest,
+)
+from lorax_server.server.openai_schemas import Model, ModelList
+from lorax_server.server.problems import Problem, json_response
+from lorax_server.server.service import Service
+from lorax_server.types import Request as EngineRequest
+from lorax_server.types import SamplingParams, StopParams
+
+STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
+JSON = "application/json"
+NOT_YET = {
+    "/embed": "embeddings are",
+    "/v1/embeddings": "embeddings are",
+    "/classify": "classification is",
+    "/classify_batch": "classification is",
+}
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    created = int(time.time())
+    _add_health(router, service)
+    _add_metrics(router, service)
+    _add_tokenizer(router, service)
+
+    @router.get("/info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
+    async def info(http: Request) -> Response:
+        """What is served, and the limits in force."""
+        service.identify(http)
+        return json_response(_info(service))
+
+    @router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
+    async def models(http: Request) -> Response:
+        """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
+        return json_response({"object": "list", "data": _models(service, service.identify(http), created)})
+
+    @router.get("/v1/models/{model:path}", response_model=Model, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
+    async def model(http: Request, model: str) -> Response:
+        """One of them."""
+        for each in _models(service, service.identify(http), created):
+            if each["id"] == model:
+                return json_response(each)
+        raise AdapterNotFoundError(f"the model {model[:64]!r} does not exist; /v1/models lists those that do")
+
+    def refuse(http: Request) -> Response:
+        raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
+
+    for path in NOT_YET:
+        router.post(path, include_in_schema=False)(refuse)
+    return router
+
+
+def _add_health(router: APIRouter, service: Service) -> None:
+    unhealthy = Problem(503, "healthcheck", "unhealthy")
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working", "content": {}}, **ERRORS}
+
+    def health(http: Request) -> Response:
+        """Whether requests can be answered."""
+        return Response() if service.is_ready else unhealthy.response(http.url.path)
+
+    for path in ("/health", "/ping", "/"):
+        router.get(path, response_model=None, responses=answers, tags=["LoRAX"], name=f"health {path}")(health)
+        router.head(path, response_model=None, include_in_schema=False)(health)
+
+    probe = _Probe(service)
+
+    @router.get("/startup", response_model=None, responses=answers, tags=["LoRAX"])
+    async def startup() -> Response:
+        """Whether a request for a token of the base model is answered."""
+        return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
+
+
+class _Probe:
+    """One request at a time, however many ask."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: asyncio.Task[bool] | None = None
+
+    async def run(self) -> bool:
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._generate())
+        return await asyncio.shield(self._running)
+
+    async def _generate(self) -> bool:
+        engine = self._service.engine
+        request = EngineRequest(engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
+        tokens = [output async for output in engine.generate(request)]
+        return bool(tokens)
+
+
+def _add_metrics(router: APIRouter, service: Service) -> None:
+    as_text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @router.get("/metrics", response_model=None, responses={200: {"content": as_text}}, tags=["LoRAX"])
+    async def metrics(http: Request) -> Response:
+        """For Prometheus; as JSON to who accepts that."""
+        parts, engine, status = service.parts, service.engine, None
+        with suppress(LoraxError, TimeoutError):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                status = await engine.status()
+        parts.metrics.engine(status, engine.is_healthy, engine.num_restarts)
+        if JSON in http.headers.get("accept", ""):
+            return json_response(parts.metrics.json())
+        return Response(parts.metrics.prometheus(), headers={"content-type": parts.metrics.content_type})
+
+
+def _add_tokenizer(router: APIRouter, service: Service) -> None:
+    @router.post("/tokenize", response_model=list[SimpleToken], responses=ERRORS, tags=["Tokenization"])
+    async def tokenize(http: Request, body: TokenizeRequest) -> Response:
+        """A text's tokens."""
+        service.identify(http)
+        tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
+        pieces = await asyncio.to_thread(tokenizer.pieces, body.inputs, with_special)
+        return json_response([piece._asdict() for piece in pieces])
+
+    @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS, tags=["Tokenization"])
+    async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
+        """The text that tokens stand for."""
+        service.identify(http)
+        tokenizer, skip_special = service.parts.tokenizers.base, body.skip_special_tokens is not False
+        return json_response({"text": await asyncio.to_thread(tokenizer.decode, body.ids, skip_special)})
+
+
+def _info(service: Service) -> dict[str, Any]:
+    parts, config, engine = service.parts, service.config, service.engine.info
+    return {
+        "model_id": config.model_id,
+        "model_sha": config.model_revision,
+        "model_dtype": engine["dtype"],
+        "model_device_type": engine["device"],
+        "model_pipeline_tag": None,
+        "max_concurrent_requests": config.max_concurrent_requests,
+        "max_best_of": config.max_best_of,
+        "max_stop_sequences": config.max_stop_sequences,
+        "max_input_length": parts.max_input_length,
+        "max_total_tokens": parts.max_total_tokens,
+        "waiting_served_ratio": 0.0,  # this and the next three: nothing waits for the like here
+        "max_batch_total_tokens": int(engine["num_blocks"] or 0) * int(engine["block_size"] or 0),
+        "max_waiting_tokens": 0,
+        "validation_workers": 0,
+        "eager_prefill": True,
+        "version": __version__,
+        "sha": os.environ.get("LORAX_GIT_SHA"),
+        "docker_label": os.environ.get("LORAX_DOCKER_LABEL"),
+        "request_logger_url": None,
+    }
+
+
+def _models(service: Service, key: Key, created: int) -> list[dict[str, Any]]:
+    """Those that the caller may use."""
+    parts, config = service.parts, service.config
+    primary, length = parts.names.primary, parts.max_total_tokens
+    base = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
+    found = []
+    if _may(key.check_may_use_base):
+        others = [name for name in config.served_names if name != primary]
+        found = [{"id": name, **base, "root": config.model_id, "parent": None} for name in (primary, *others)]
+    for name, (_, root) in sorted(parts.names.adapters.items()):
+        if _may(lambda name=name: key.check_may_use(parts.names.default_source, name, parts.names.default_source)):
+            found.append({"id": name, **base, "root": root, "parent": primary})
+    return found
+
+
+def _may(check: Any) -> bool:
+    try:
+        check()
+    except ForbiddenError:
+        return False
+    return True

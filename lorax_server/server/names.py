@@ -1,0 +1,153 @@
+"""What a request's `model` or `adapter_id` means: the base model, an adapter by a name that the operator gave, or one
+by a name of its source."""
+
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from lorax_server.errors import AdapterNotFoundError
+from lorax_server.types import AdapterRef, Merge
+
+BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
+MAX_ALIASES = 100_000
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
+SHOWN = 8  # names in an error
+
+
+class Named(NamedTuple):
+    """An adapter's place, and the name by which a key is allowed to use it."""
+
+    source: str
+    name: str
+
+
+class Choice(NamedTuple):
+    """What a request chose: nothing, an adapter, or several that are merged."""
+
+    refs: tuple[AdapterRef, ...] = ()
+    merge: Merge | None = None
+    label: str = ""  # as it was named; "" is the base model
+    named: tuple[Named, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return self.refs[0].source if self.refs else ""
+
+
+class Names:
+    """All names but those that only a source knows. The folder's names may be set by another thread."""
+
+    def __init__(
+        self,
+        model_id: str,
+        served_names: Sequence[str] = (),
+        default_source: str = "hub",
+        static_adapter: tuple[str, str] | None = None,
+    ) -> None:
+        self.primary = served_names[0] if served_names else model_id
+        self.base_names = frozenset((model_id, *served_names))
+        self.default_source = default_source
+        self._static = None if static_adapter is None else Named(*static_adapter)
+        self._aliases: dict[str, Named] = {}
+        self._folder: Mapping[str, Named] = {}
+        self._lock = threading.Lock()
+
+    # --- Names that the operator gives --------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> dict[str, Named]:
+        """All of them."""
+        with self._lock:
+            return {**self._folder, **self._aliases}
+
+    def add(self, alias: str, source: str, name: str) -> None:
+        with self._lock:
+            if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
+                raise AdapterNotFoundError(f"there are {MAX_ALIASES} names already; unload some")
+            self._aliases[alias] = Named(source, name)
+
+    def remove(self, alias: str) -> bool:
+        """Whether there was such a name."""
+        with self._lock:
+            return self._aliases.pop(alias, None) is not None
+
+    def set_folder(self, names: Iterable[str]) -> None:
+        """The adapters of the folder that is watched."""
+        folder = {name: Named("local", name) for name in names}
+        with self._lock:
+            self._folder = folder
+
+    # --- What a request means -----------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Choice:
+        """What is meant by no adapter."""
+        if self._static is None:
+            return Choice()
+        return Choice((AdapterRef(*self._static),), None, self._static.name, (self._static,))
+
+    def by_model(self, model: str, source: str | None, token: str | None) -> Choice:
+        """OpenAI's `model`: a name of the base model, of an adapter, or of an adapter after that of the base model."""
+        name = self._without_base(model)
+        if name == "":
+            return self.base
+        if source is None and self._known(name) is None and not self._may_be_somewhere(name):
+            raise AdapterNotFoundError(self._describe_unknown(model))
+        return self._adapter(name, source, token)
+
+    def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
+        """LoRAX's `adapter_id`."""
+        if adapter_id in (None, "", BASE_MODEL) or adapter_id in self.base_names:
+            return self.base
+        assert adapter_id is not None
+        return self._adapter(adapter_id, source, token)
+
+    def merged(self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None) -> Choice:
+        parts = [self._adapter(name, source, token) for name in ids]
+        return Choice(
+            tuple(ref for part in parts for ref in part.refs),
+            merge,
+            ",".join(ids),
+            tuple(named for part in parts for named in part.named),
+        )
+
+    def find(self, adapter_id: str, source: str | None, token: str | None = None) -> Choice:
+        """An adapter, where nothing else can be meant."""
+        return self._adapter(adapter_id, source, token)
+
+    def _adapter(self, name: str, source: str | None, token: str | None) -> Choice:
+        known = self._known(name) if source is None else None
+        if known is not None:
+            # A key is allowed a name, wherever the operator has put what it stands for.
+            allowed = Named(self.default_source, name)
+            return Choice((AdapterRef(known.source, known.name, token),), None, name, (allowed,))
+        place = Named((source or self.default_source).lower(), name)
+        return Choice((AdapterRef(place.source, name, token),), None, name, (place,))
+
+    def _known(self, name: str) -> Named | None:
+        adapters = self.adapters
+        if name in adapters:
+            return adapters[name]
+        alias, at, revision = name.partition("@")
+        found = adapters.get(alias) if at else None
+        return None if found is None else Named(found.source, f"{found.name}@{revision}")
+
+    def _without_base(self, model: str) -> str:
+        """The adapter that is meant; empty for none. A name may itself have a colon: an adapter's own comes first."""
+        if model == "" or model in self.base_names:
+            return ""
+        if self._known(model) is None:
+            for base in sorted(self.base_names, key=len, reverse=True):
+                if model.startswith(f"{base}:"):
+                    return model[len(base) + 1 :]
+        return model
+
+    def _may_be_somewhere(self, name: str) -> bool:
+        """Whether the default source could have it. Only a hub has a rule that tells without asking."""
+        return self.default_source != "hub" or HUB_NAME.fullmatch(name) is not None
+
+    def _describe_unknown(self, model: str) -> str:
+        known = [self.primary, *sorted(self.adapters)]
+        some = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
+        return f"the model {model[:64]!r} does not exist; there are {some}, and adapters named owner/name"

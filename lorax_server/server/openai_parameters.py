@@ -1,0 +1,154 @@
+"""From OpenAI's parameters to what the engine understands, for both routes. The rules are OpenAI's."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorax_server import __version__
+from lorax_server.candidates import candidate_seed
+from lorax_server.config import ServerConfig
+from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.server.call import Question
+from lorax_server.server.jobs import Job
+from lorax_server.server.names import Choice, Names
+from lorax_server.server.openai_schemas import CommonRequest
+from lorax_server.tokenizer import GenerationDefaults
+from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
+
+FINGERPRINT = f"lorax-{__version__}"
+CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What stands at the top of an answer and of each of its chunks."""
+
+    prefix: str
+    object: str
+    model: str
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.key}",
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def choose_adapter(body: CommonRequest, names: Names) -> Choice:
+    return names.by_model(body.model, body.adapter_source, body.api_token or None)
+
+
+def refuse_unsupported(body: CommonRequest) -> None:
+    """Nothing is ignored that would make the answer another one."""
+    asked = body.response_format
+    if asked is not None and asked.get("type") != "text":
+        raise _not_yet(f"`response_format` {str(asked.get('type'))[:32]!r}")
+    for name in CONSTRAINTS:
+        if getattr(body, name) is not None:
+            raise _not_yet(f"`{name}`")
+
+
+def not_yet_if(is_asked: object, what: str) -> None:
+    if is_asked:
+        raise _not_yet(what)
+
+
+def sampling(
+    body: CommonRequest, defaults: GenerationDefaults, config: ServerConfig, num_alternatives: int = 0
+) -> SamplingParams:
+    """Log probabilities are the model's own, whatever the answer was drawn with."""
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    check(0 <= temperature <= 2, "`temperature` must be >= 0 and <= 2")
+    check(num_alternatives <= config.max_logprobs, f"at most {config.max_logprobs} log probabilities are reported")
+    top_k = _first(body.top_k, defaults.top_k, 0)
+    check(top_k >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
+    return SamplingParams(
+        do_sample=temperature > 0,
+        temperature=temperature,
+        top_k=max(0, top_k),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        typical_p=_first(defaults.typical_p, 1.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        num_alternatives=num_alternatives,
+        raw_logprobs=True,
+    )
+
+
+def to_question(body: CommonRequest, prompt: str | Sequence[int], how: SamplingParams, count: int) -> Question:
+    """What both routes say in the same words; each adds its own."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
+    return Question(
+        prompt,
+        how,
+        [candidate_seed(seed, place) for place in range(count)],
+        min_new_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos_token or body.ignore_eos),
+        stop_strings=tuple(stops),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=False,
+        salt=body.cache_salt or "",
+    )
+
+
+def check_stops(body: CommonRequest, config: ServerConfig) -> None:
+    most = config.max_stop_sequences
+    count = len(body.stop) if isinstance(body.stop, list) else 1
+    check(count <= most, f"`stop` supports up to {most} stop sequences. Given: {count}")
+
+
+def check_count(count: int, config: ServerConfig) -> None:
+    check(count >= 1, "`n` must be at least 1")
+    check(count <= config.max_choices, f"at most {config.max_choices} answers are given to a request, not {count}")
+
+
+def usage(jobs: Sequence[Job], num_prompt_tokens: int, generated: int | None = None) -> dict[str, Any]:
+    """Of all answers, also of those that were drawn and not chosen."""
+    num_generated = sum(len(job.completion.token_ids) for job in jobs) if generated is None else generated
+    cached = max((job.started.cached_tokens for job in jobs if job.started is not None), default=0)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt_tokens + num_generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finish_reason(reason: FinishReason | None) -> str | None:
+    if reason is None:
+        return None
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def check(holds: bool, message: str) -> None:
+    if not holds:
+        raise InputError(message)
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    for token_id, bias in given.items():
+        check(token_id.isascii() and token_id.isdigit() and len(token_id) < 10, "`logit_bias` is keyed by token ids")
+        check(-100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
+    return {int(token_id): bias for token_id, bias in given.items()}
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _not_yet(what: str) -> NotSupportedError:
+    return NotSupportedError(f"{what} is not supported yet; without it the answer would not be what you ask for")

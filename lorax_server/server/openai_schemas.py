@@ -1,0 +1,258 @@
+"""What the OpenAI routes take and give: OpenAI's own schema, and what LoRAX and vLLM add to it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lorax_server.server.native_schemas import Penalty, Positive, Schema, Share, Stop
+
+TokenIds = list[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
+OpenAISeed = Annotated[int, Field(json_schema_extra={"minimum": -(2**63), "maximum": 2**63 - 1})]
+Bias = dict[str, Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]]
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = False
+
+
+class CommonRequest(Schema):
+    """Of both routes. What cannot be done yet is named here too, so that it is refused and not ignored."""
+
+    model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
+    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
+    top_p: Share | None = None
+    n: Positive | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: Stop | list[Stop] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Bias | None = None
+    seed: OpenAISeed | None = None
+    user: str | None = None
+
+    # Of LoRAX.
+    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
+    top_k: Annotated[int, Field(json_schema_extra={"minimum": -1, "maximum": 2**31 - 1})] | None = None
+    ignore_eos_token: bool | None = False
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+    # Of vLLM.
+    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
+    min_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
+    ignore_eos: bool | None = False
+    stop_token_ids: TokenIds | None = None
+    cache_salt: str | None = None
+
+    # Not yet.
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+
+class CompletionRequest(CommonRequest):
+    prompt: str | list[str] | TokenIds | list[TokenIds] = Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        }
+    )
+    best_of: Positive | None = None
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = Field(
+        default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
+    )
+    add_special_tokens: bool | None = True
+    suffix: str | None = None
+
+
+class TextPart(Schema):
+    type: str
+    text: str | None = None
+
+
+class Message(Schema):
+    """`tool_calls` and the like are handed to the chat template as they are."""
+
+    role: str
+    content: str | list[TextPart | dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(CommonRequest):
+    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    guideline: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Not yet.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tool_prompt: str | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Schema):
+    cached_tokens: int
+
+
+class Usage(Schema):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Schema):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float | None] | None] | None
+
+
+class CompletionChoice(Schema):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionResponse(Schema):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class TopLogprob(Schema):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Schema):
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class AssistantMessage(Schema):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None = None
+
+
+class ChatChoice(Schema):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletionResponse(Schema):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class Model(Schema):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Schema):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetails(Schema):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorResponse(Schema):
+    error: ErrorDetails
+
+
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+
+class AdapterRequest(Schema):
+    adapter_id: str = Field(json_schema_extra={"minLength": 1})
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+
+class LoadRequest(AdapterRequest):
+    name: str | None = Field(default=None, description="Requests can name it so; null: by its id only")
+    pin: bool | None = Field(default=None, description="Whether it stays on the device; null: as it is")
+
+
+class Adapter(Schema):
+    id: str
+    object: Literal["adapter"]
+    source: str | None
+    hash: str | None
+    state: str
+    bytes: int | None
+    pinned: bool
+    requests: int
+    uses: int
+    error: str | None = None
+
+
+class AdapterList(Schema):
+    object: Literal["list"]
+    data: list[Adapter]
+
+
+class VllmLoadRequest(Schema):
+    lora_name: str = Field(json_schema_extra={"minLength": 1})
+    lora_path: str = Field(json_schema_extra={"minLength": 1})
+    load_inplace: bool | None = False
+
+
+class VllmUnloadRequest(Schema):
+    lora_name: str = Field(json_schema_extra={"minLength": 1})
+    lora_int_id: int | None = None

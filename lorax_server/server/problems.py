@@ -1,0 +1,124 @@
+"""What went wrong, as it is told: a status, headers, and a body as LoRAX's or OpenAI's clients expect it."""
+
+import math
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    AuthenticationError,
+    DeadlineError,
+    EngineError,
+    ForbiddenError,
+    InputError,
+    LoraxError,
+    MissingVariableError,
+    OverloadedError,
+    TemplateError,
+)
+
+OPENAI_PREFIX = "/v1/"
+FAILED = "Request failed during generation: Server error: "
+HTTP_TYPES = {
+    400: "validation",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "validation",
+    415: "validation",
+    422: "validation",
+    431: "validation",
+    503: "healthcheck",
+}
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Problem(NamedTuple):
+    """An error on its way out."""
+
+    status: int
+    error_type: str  # LoRAX's word for it, which also metrics and logs use
+    message: str
+    code: str | None = None  # OpenAI's
+    retry_after_s: float | None = None
+    headers: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+    def body(self, path: str) -> dict[str, Any]:
+        if not path.startswith(OPENAI_PREFIX):
+            return {"error": self.message, "error_type": self.error_type}
+        kind = OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+    def response(self, path: str) -> Response:
+        headers = dict(self.headers)
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(min(self.retry_after_s, 3600))))
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        return json_response(self.body(path), self.status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Numbers that JSON cannot write become null."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def http_problem(status: int, message: str = "", headers: dict[str, str] | None = None) -> Problem:
+    """Something that no route was asked to do."""
+    return Problem(
+        status, HTTP_TYPES.get(status, "validation"), message or HTTPStatus(status).phrase, None, None, headers or {}
+    )
+
+
+def describe(error: BaseException, path: str) -> Problem:
+    """An error of a route."""
+    if not isinstance(error, LoraxError):
+        return Problem(500, "internal", "Internal server error")
+    problem = _describe(error, is_native=not path.startswith(OPENAI_PREFIX))
+    return problem._replace(retry_after_s=error.retry_after_s)
+
+
+def _describe(error: LoraxError, is_native: bool) -> Problem:
+    """LoRAX puts words before the reason, and has one status for all that is wrong with an adapter."""
+    reason = str(error)
+    failed = FAILED + reason if is_native else reason
+    problem = Problem(error.status, "generation", failed)
+    match error:
+        case MissingVariableError():
+            problem = Problem(422, "missing_template_variable", reason)
+        case TemplateError():
+            problem = Problem(422, "template_error", f"Failed applying chat template to inputs: {reason}")
+        case InputError():
+            problem = Problem(422, "validation", f"Input validation error: {reason}" if is_native else reason)
+        case OverloadedError():
+            problem = Problem(429, "overloaded", "Model is overloaded" if is_native else reason, "rate_limit_exceeded")
+        case AdapterError():
+            problem = Problem(424 if is_native else error.status, "generation", failed, _code(error))
+        case EngineError():
+            problem = Problem(500 if error.retry_after_s is None else 503, "generation", failed)
+        case AuthenticationError():
+            problem = Problem(401, "authentication", reason, "invalid_api_key")
+        case ForbiddenError():
+            problem = Problem(403, "permission", reason)
+        case DeadlineError():
+            problem = Problem(504, "timeout", reason)
+    return problem
+
+
+def _code(error: AdapterError) -> str | None:
+    match error:
+        case AdapterNotFoundError():
+            return "model_not_found"
+        case AdapterAccessError():
+            return "model_access_denied"
+    return None

@@ -1,0 +1,99 @@
+"""The server process: a socket, uvicorn, and what happens when it is told to stop."""
+
+import logging
+import resource
+import socket
+from types import FrameType
+
+import uvicorn
+
+from lorax_server.config import ServerConfig
+from lorax_server.engine.client import EngineClient
+from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.server.app import make_app
+from lorax_server.server.logs import configure
+from lorax_server.server.protocol import make_protocol
+from lorax_server.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close connections and not we
+BACKLOG = 4096
+GRACE_S = 5.0  # after the deadline of draining, for last words
+
+
+def run(config: ServerConfig, engine: EngineClient) -> int:
+    """Until it is told to stop; the exit code. The port is opened before the model is loaded, so that one that is taken
+    is found at once, and answers when all is ready."""
+    configure(config.log_level, config.json_logs)
+    _raise_file_limit()
+    try:
+        service = Service(config, engine)
+        listener = _bind(config)
+    except LoraxError as error:
+        logger.error("%s", error)
+        return 1
+    server = _Server(_uvicorn_config(service, config), service)
+    with listener:
+        server.run([listener])
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The first signal lets what is under way end; the second one does not. Either is an end that was asked for, so
+        that it is not raised again when all is done."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        if self.started:
+            self._service.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            logger.info("ready: http://%s:%d serves %s", _shown(host), port, self._service.config.model_id)
+
+
+def _uvicorn_config(service: Service, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(service),
+        http=make_protocol(config.body_timeout_s),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.drain_s + GRACE_S),
+        backlog=BACKLOG,
+    )
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Not listening yet: who connects before all is ready is refused, which is how probes tell."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+def _raise_file_limit() -> None:
+    """Every stream is a file, and by default there may be few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

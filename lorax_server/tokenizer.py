@@ -1,0 +1,389 @@
+"""From text to tokens and back, without transformers and with the same tokens.
+
+What `tokenizer.json` and `tokenizer_config.json` say is done here where transformers takes the file as it is. Many of
+its classes do not: they build a tokenizer of their own from the file's vocabulary. For these, and for vocabularies in
+other formats, transformers itself is asked, once, in another process (`convert_tokenizer`), for what it makes of them.
+
+An adapter may bring any of the files. Nobody vouches for them, so each is read up to a limit and checked.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+
+from lorax_server.adapters.source import MAX_FILE_BYTES
+from lorax_server.adapters.strict_json import parse_json
+from lorax_server.errors import ConfigError, InputError
+from lorax_server.text import Detokenizer, make_detokenizer
+
+VOCABULARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
+MODEL_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+DEFAULT_LIMIT = 2**26
+MAX_TEMPLATE_BYTES = 2**20
+MAX_TEMPLATES = 32
+CONVERT_S = 180.0
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+PLAIN_MODEL_TYPES = (None, "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen3")
+ELABORATE = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs")
+# transformers calls `from_pretrained` of whatever class it finds by this name.
+CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# What a model's config means where it does not name `eos_token_id` at all.
+UNNAMED_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
+
+
+class Piece(NamedTuple):
+    """A token of a text, and which characters of it; none of those that are added around it."""
+
+    id: int
+    text: str  # as the vocabulary spells it
+    start: int
+    stop: int
+
+
+class TextTokenizer:
+    """A model's or an adapter's tokenizer. Any thread may use it."""
+
+    def __init__(
+        self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = special_tokens  # by the names that templates know
+        self.chat_templates = chat_templates  # by name; "default" is the usual one
+        self.detokenizer: Detokenizer = make_detokenizer(backend)
+        eos = special_tokens.get("eos_token")
+        eos_id = None if eos is None else backend.token_to_id(eos)
+        self.eos_token_ids = frozenset[int]() if eos_id is None else frozenset([eos_id])
+        self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._encode(text, add_special_tokens).ids)
+
+    def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
+        encoding = self._encode(text, add_special_tokens)
+        parts = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+        return [Piece(token_id, name, start, stop) for token_id, name, (start, stop) in parts]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        for token_id in ids:
+            if not self._knows(token_id):
+                raise InputError(f"{token_id!r} is not a token of the model; its tokens are 0 to {self.num_ids - 1}")
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def with_parts(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
+        """The same vocabulary."""
+        return TextTokenizer(self._backend, special_tokens, chat_templates)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # a panic in Rust is no Exception
+            _reraise_unless_ours(error)
+            raise InputError(f"the text cannot be made into tokens: {error}") from error
+
+    def _knows(self, token_id: Any) -> bool:
+        is_id = type(token_id) is int and 0 <= token_id < self.num_ids
+        return is_id and self._backend.id_to_token(token_id) is not None
+
+
+def load_tokenizer(
+    folder: Path, *, config_path: Path | None = None, base: TextTokenizer | None = None
+) -> TextTokenizer:
+    """The tokenizer of a folder. It may take seconds, and starts a process where transformers is needed.
+
+    `config_path` is the model's config.json where it is not in the folder. `base` is for a folder that ships no
+    vocabulary: an adapter may bring only a template, or other names for the tokens that there are.
+    """
+    config = _read_json(folder / CONFIG) or {}
+    templates = _read_templates(folder, config)
+    if base is not None and not any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES)):
+        return base.with_parts(_names_in(base, folder, config), templates or base.chat_templates)
+    model_config = config_path if config_path is not None else folder / MODEL_CONFIG
+    model_type = (_read_json(model_config) or {}).get("model_type")
+    if _is_plain(folder, config, model_type):
+        backend, special_tokens = _load_plain(folder, config)
+    else:
+        _check_class(folder, config)
+        backend, special_tokens = _convert(folder, config_path)
+    backend.no_truncation()
+    backend.no_padding()
+    return TextTokenizer(backend, special_tokens, templates)
+
+
+# --- As transformers does where it takes the file as it is ------------------------------------------------------------
+
+
+def _is_plain(folder: Path, config: Mapping[str, Any], model_type: object) -> bool:
+    """Whether all that transformers does with the folder is done here too."""
+    legacy = (folder / SPECIAL_MAP).exists() or (folder / ADDED).exists()
+    return (
+        (folder / VOCABULARY).exists()
+        and not (folder / "tekken.json").exists()
+        and config.get("tokenizer_class") in PLAIN_CLASSES
+        and model_type in PLAIN_MODEL_TYPES
+        and not any(key in config for key in ELABORATE)
+        and ("added_tokens_decoder" in config or not legacy)
+    )
+
+
+def _load_plain(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    backend = _read_backend(folder / VOCABULARY)
+    try:
+        named, extra = _named_tokens(config), _extra_tokens(config)
+        added = _added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
+        _add(backend, list(added.values()), named, extra)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+    return backend, {name: _content(token) for name, token in named.items()}
+
+
+def _add(
+    backend: Tokenizer, added: list[AddedToken], named: Mapping[str, str | AddedToken], extra: list[str | AddedToken]
+) -> None:
+    """Tokens that the file does not have get the next ids; those that it has get the flags that the config gives."""
+    names = {_content(token) for token in named.values()}
+    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *added)}
+    for new in (*named.values(), *extra):
+        if _content(new) not in known:
+            known.add(_content(new))
+            added.append(AddedToken(new, special=True) if isinstance(new, str) else new)
+    for token in added:
+        token.special = token.special or token.content in names
+    backend.add_tokens(added)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
+    """`bos_token` and so on, first the usual ones; also those of a model's own, such as `image_token`."""
+    given = {name: config[name] for name in NAMED if config.get(name) is not None}
+    own = {key: value for key, value in config.items() if key.endswith("_token") and key not in NAMED}
+    for kind in (dict, str):  # in this order new ones get their ids
+        given |= {key: value for key, value in own.items() if isinstance(value, kind)}
+    extra = config.get("extra_special_tokens")
+    given |= extra if isinstance(extra, dict) else {}
+    return {name: _to_token(name, value) for name, value in given.items()}
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        return []
+    if not isinstance(extra, list):
+        raise TypeError("extra_special_tokens is neither a list nor an object")
+    return [_to_token("extra_special_tokens", token) for token in extra]
+
+
+def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """In the order of their ids."""
+    decoder = config.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise TypeError("added_tokens_decoder is not an object")
+    return {int(key): _to_added("added_tokens_decoder", decoder[key]) for key in sorted(decoder, key=int)}
+
+
+def _to_token(name: str, value: object) -> str | AddedToken:
+    return value if isinstance(value, str) else _to_added(name, value)
+
+
+def _to_added(name: str, value: object) -> AddedToken:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise TypeError(f"{name} holds {str(value)[:64]!r}, not a token")
+    flags = {flag: value[flag] for flag in FLAGS if flag in value}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise TypeError(f"{name} holds a token whose flags are not true or false")
+    return AddedToken(value["content"], **flags)
+
+
+def _content(token: str | AddedToken) -> str:
+    return token if isinstance(token, str) else str(token.content)
+
+
+# --- An adapter that ships no vocabulary ------------------------------------------------------------------------------
+
+
+def _names_in(base: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """What the adapter calls the base model's tokens. Tokens that the base does not have need a vocabulary."""
+    try:
+        given = config if "added_tokens_decoder" in config else {**config, **(_read_json(folder / SPECIAL_MAP) or {})}
+        ids = _read_json(folder / ADDED) or {}
+        ids |= {token.content: token_id for token_id, token in _added_tokens(config).items()}
+        named = {name: _content(token) for name, token in _named_tokens(given).items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+    unknown = [token for token, token_id in ids.items() if base.token_to_id(token) != token_id]
+    unknown += [token for token in named.values() if base.token_to_id(token) is None]
+    if unknown:
+        raise ConfigError(f"{folder}: {unknown[0][:64]!r} is not so in the base model's tokens; ship {VOCABULARY} too")
+    return {**base.special_tokens, **named}
+
+
+# --- Whatever only transformers can read ------------------------------------------------------------------------------
+
+
+def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
+    name = config.get("tokenizer_class")
+    if name is not None and not (isinstance(name, str) and CLASS_NAME.fullmatch(name)):
+        raise ConfigError(f"{folder / CONFIG}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class")
+    for path in map(folder.joinpath, (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED)):
+        if path.exists():
+            _check_size(path)
+
+
+def _convert(folder: Path, config_path: Path | None) -> tuple[Tokenizer, dict[str, str]]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}  # it would keep a copy
+    with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as out:
+        command = [sys.executable, "-m", "lorax_server.convert_tokenizer", str(folder.absolute()), out]
+        command += [] if config_path is None else [str(config_path.absolute())]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CONVERT_S, env=environment, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{folder}: its tokenizer takes longer than {CONVERT_S:g} s to convert") from error
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+            raise ConfigError(f"{folder}: no tokenizer that can be read: {said[-1][:500]}")
+        backend, facts = _read_backend(Path(out, VOCABULARY)), _read_json(Path(out, "converted.json"))
+    assert facts is not None
+    backend.encode_special_tokens = facts["split_special_tokens"]
+    return backend, facts["special_tokens"]
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _check_size(path: Path, limit: int | None = None) -> None:
+    limit = limit or MAX_FILE_BYTES.get(path.name, DEFAULT_LIMIT)
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not a file")
+    size = path.stat().st_size
+    if size > limit:
+        raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
+
+
+def _read(path: Path, limit: int | None = None) -> bytes:
+    try:
+        _check_size(path, limit)
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """None if there is no such file. A model's config may hold numbers that JSON does not know."""
+    if not path.exists():
+        return None
+    content = _read(path)
+    try:
+        parsed = json.loads(content) if path.name == MODEL_CONFIG else parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is refused: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: is not a JSON object")
+    return parsed
+
+
+def _read_backend(path: Path) -> Tokenizer:
+    content = _read(path)
+    try:
+        return Tokenizer.from_buffer(content)
+    except BaseException as error:  # a panic in Rust is no Exception
+        _reraise_unless_ours(error)
+        raise ConfigError(f"{path}: is not a tokenizer: {error}") from error
+
+
+def _reraise_unless_ours(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
+        raise error
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Those in files of their own, or else those in the config."""
+    files = {"default": folder / TEMPLATE} if (folder / TEMPLATE).exists() else {}
+    files |= {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_TEMPLATES + 1]}
+    templates = {name: _read_text(path) for name, path in files.items()} or _templates_in(folder, config)
+    if len(templates) > MAX_TEMPLATES:
+        raise ConfigError(f"{folder}: has more than {MAX_TEMPLATES} chat templates")
+    return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read(path, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8") from error
+
+
+def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    given = config.get("chat_template")
+    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        given = {each.get("name"): each.get("template") for each in given}
+    named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    for name, template in named.items():
+        if not (isinstance(name, str) and isinstance(template, str)):
+            raise ConfigError(f"{folder / CONFIG}: chat_template is neither a text nor texts by name")
+        if len(template) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"{folder / CONFIG}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")
+    return dict(named)
+
+
+# --- How a model likes to generate ------------------------------------------------------------------------------------
+
+
+class GenerationDefaults(NamedTuple):
+    """What `generation_config.json` says; None where it does not."""
+
+    eos_token_ids: frozenset[int] = frozenset()  # also those of config.json
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+WHOLE, REAL = ("top_k", "max_new_tokens"), ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def load_generation_defaults(folder: Path) -> GenerationDefaults:
+    """Of a model's folder. A file that is damaged is an error: nobody would notice."""
+    path = folder / GENERATION_CONFIG
+    given = _read_json(path) or {}
+    settings = {name: given[name] for name in ("do_sample", *WHOLE, *REAL) if given.get(name) is not None}
+    for name, value in settings.items():
+        kinds = (bool,) if name == "do_sample" else (int,) if name in WHOLE else (int, float)
+        if type(value) not in kinds:
+            raise ConfigError(f"{path}: {name} is {str(value)[:64]!r}")
+    model = _read_json(folder / MODEL_CONFIG) or {}
+    unnamed = UNNAMED_EOS.get(str(model.get("model_type")))
+    of_model = model.get("eos_token_id", unnamed) if model else None
+    eos = (*_ids(path, given.get("eos_token_id")), *_ids(folder / MODEL_CONFIG, of_model))
+    return GenerationDefaults(frozenset(eos), **settings)
+
+
+def _ids(path: Path, named: Any) -> list[int]:
+    """One or several; -1 means none."""
+    several = named if isinstance(named, list) else [] if named is None else [named]
+    for token_id in several:
+        if type(token_id) is not int:
+            raise ConfigError(f"{path}: eos_token_id is {str(token_id)[:64]!r}, not a token's id")
+    return [token_id for token_id in several if token_id >= 0]

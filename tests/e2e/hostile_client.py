@@ -1,0 +1,101 @@
+"""What a client that means no good sends, byte by byte, and what it gets for it."""
+
+import json
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import httptools
+
+TIMEOUT_S = 30  # nothing takes so long; who waits this long has found something that hangs
+HOST = "127.0.0.1"
+
+
+class Answer:
+    """One response, as it came over the wire."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.header_names: list[str] = []
+        self.body = b""
+        self.is_complete = False
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class _Reader:
+    """Callbacks of httptools' parser, which takes any number of responses one after the other."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_message_begin(self) -> None:
+        self.answers.append(Answer())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.answers[-1].headers[name.decode().lower()] = value.decode("latin-1")
+        self.answers[-1].header_names.append(name.decode().lower())
+
+    def on_headers_complete(self) -> None:
+        self.answers[-1].status = self.parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self.answers[-1].body += body
+
+    def on_message_complete(self) -> None:
+        self.answers[-1].is_complete = True
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection((HOST, port), TIMEOUT_S)
+
+
+def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
+    """The next `count` answers, or all until the server closes the connection."""
+    reader = _Reader()
+    while count is None or sum(answer.is_complete for answer in reader.answers) < count:
+        try:
+            data = connection.recv(2**16)
+        except (ConnectionResetError, BrokenPipeError):
+            break
+        if not data:
+            break
+        reader.parser.feed_data(data)
+    return reader.answers
+
+
+def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bool = False) -> list[Answer]:
+    """Send what there is to send, as far as the server takes it, and hear what it says."""
+    with connect(port) as connection:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for piece in pieces:
+                connection.sendall(piece)
+            if half_close:
+                connection.shutdown(socket.SHUT_WR)
+        return read(connection, count)
+
+
+def request(
+    method: str, target: str, headers: Iterable[tuple[str, str]] = (), body: bytes = b"", version: str = "1.1"
+) -> bytes:
+    lines = [f"{method} {target} HTTP/{version}", "host: x", "connection: close"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body
+
+
+def post(target: str, body: Any = b"", *headers: tuple[str, str], kind: str | None = "application/json") -> bytes:
+    """JSON of whatever is given, unless it is bytes already."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {name for name, _ in headers}
+    plain = [("content-type", kind)] if kind is not None and "content-type" not in given else []
+    if not given & {"content-length", "transfer-encoding"}:
+        plain.append(("content-length", str(len(data))))
+    return request("POST", target, [*plain, *headers], data)
+
+
+def chunked(target: str, raw: bytes) -> bytes:
+    return post(target, raw, ("transfer-encoding", "chunked"))

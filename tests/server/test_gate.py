@@ -1,0 +1,172 @@
+import pytest
+
+from lorax_server.errors import InputError, OverloadedError
+from lorax_server.server.gate import Gate
+from lorax_server.server.keys import Key
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def retry_after(gate: Gate, key: Key, count: int = 1) -> float:
+    with pytest.raises(OverloadedError) as caught:
+        gate.enter(key, count)
+    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s > 0
+    return caught.value.retry_after_s
+
+
+def test_the_server_has_a_limit() -> None:
+    gate = Gate(3)
+    first, second = gate.enter(Key()), gate.enter(Key(), 2)
+    assert gate.num_running == 3
+    retry_after(gate, Key())
+    assert gate.num_running == 3
+    second.leave()
+    assert gate.num_running == 1
+    gate.enter(Key("other"), 2)
+    first.leave()
+    assert gate.num_running == 2
+
+
+def test_several_answers_come_in_together_or_not_at_all() -> None:
+    gate = Gate(3)
+    gate.enter(Key(), 2)
+    retry_after(gate, Key(), 2)
+    gate.enter(Key(), 1)
+
+
+def test_leaving_twice_counts_once(clock: Clock) -> None:
+    key = Key("k", tokens_per_minute=60)
+    gate = Gate(3, clock)
+    permit = gate.enter(key)
+    permit.leave(60)
+    permit.leave(6000)
+    with permit:
+        pass
+    assert gate.num_running == 0
+    assert retry_after(gate, key) == pytest.approx(1.0)
+
+
+def test_a_permit_is_left_whatever_happens() -> None:
+    gate = Gate(1)
+    with pytest.raises(ZeroDivisionError), gate.enter(Key()):
+        _ = 1 // (gate.num_running - 1)
+    assert gate.num_running == 0
+    with gate.enter(Key()):
+        assert gate.num_running == 1
+
+
+@pytest.mark.parametrize("count", [0, -1, 4, 10**30])
+def test_what_can_never_come_in_is_the_requests_fault(count: int) -> None:
+    with pytest.raises(InputError, match="1 to 3"):
+        Gate(3).enter(Key(), count)
+    with pytest.raises(InputError, match="1 to 3"):
+        Gate(100).enter(Key("k", max_concurrent=3), count)
+
+
+def test_a_key_at_its_limit_hinders_nobody_else() -> None:
+    gate = Gate(10)
+    limited = Key("limited", max_concurrent=2)
+    permit = gate.enter(limited, 2)
+    retry_after(gate, limited)
+    gate.enter(Key("free"), 8).leave()
+    permit.leave()
+    gate.enter(limited, 2)
+
+
+def test_requests_per_minute(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    key = Key("k", requests_per_minute=2)
+    gate.enter(key, 5).leave()  # several answers are one request
+    gate.enter(key).leave()
+    assert retry_after(gate, key) == pytest.approx(30.0)
+    clock.now += 20
+    wait_s = retry_after(gate, key)
+    assert wait_s == pytest.approx(10.0)
+    gate.enter(Key("other", requests_per_minute=2)).leave()
+    clock.now += wait_s
+    gate.enter(key).leave()
+    assert retry_after(gate, key) == pytest.approx(30.0)
+
+
+def test_time_earns_no_more_than_a_minute(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    key = Key("k", requests_per_minute=2)
+    gate.enter(key).leave()
+    clock.now += 10**6
+    for _ in range(2):
+        gate.enter(key).leave()
+    retry_after(gate, key)
+
+
+def test_tokens_are_paid_when_a_request_ends(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    key = Key("k", tokens_per_minute=600)
+    first, second = gate.enter(key), gate.enter(key)
+    first.leave(1000)
+    assert retry_after(gate, key) == pytest.approx(40.1)
+    second.leave(200)  # debt grows
+    wait_s = retry_after(gate, key)
+    assert wait_s == pytest.approx(60.1)
+    clock.now += wait_s - 0.01
+    retry_after(gate, key)
+    clock.now += 0.01
+    gate.enter(key).leave()
+
+
+def test_nobody_earns_tokens_by_leaving(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    key = Key("k", tokens_per_minute=60)
+    first, second = gate.enter(key), gate.enter(key)
+    first.leave(600)
+    second.leave(-10_000)
+    assert retry_after(gate, key) == pytest.approx(541.0)
+
+
+@pytest.mark.parametrize("rate", [1, 7, 59, 1_000_003])
+def test_who_comes_back_when_told_is_let_in(clock: Clock, rate: int) -> None:
+    gate = Gate(10, clock)
+    key = Key("k", requests_per_minute=rate, tokens_per_minute=rate)
+    for _ in range(50):
+        gate.enter(key).leave(3 * rate)
+        clock.now += retry_after(gate, key)
+
+
+def test_who_is_refused_pays_nothing(clock: Clock) -> None:
+    gate = Gate(1, clock)
+    key = Key("k", requests_per_minute=2)
+    permit = gate.enter(Key())
+    for _ in range(5):
+        retry_after(gate, key)
+    permit.leave()
+    for _ in range(2):
+        gate.enter(key).leave()
+
+
+def test_what_is_remembered_is_bounded(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    for number in range(5000):
+        gate.enter(Key(f"free-{number}")).leave(10)
+    assert len(gate._usages) == 0
+    busy = gate.enter(Key("busy", max_concurrent=1))
+    debtor = Key("debtor", tokens_per_minute=1)
+    gate.enter(debtor).leave(10**9)
+    for number in range(5000):
+        gate.enter(Key(f"k-{number}", requests_per_minute=60)).leave()
+        clock.now += 1
+    assert len(gate._usages) <= 1024
+    retry_after(gate, debtor)
+    retry_after(gate, Key("busy", max_concurrent=1))
+    busy.leave()
+    assert gate.num_running == 0

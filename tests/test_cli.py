@@ -1,0 +1,617 @@
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server import cli, cli_client, cli_http, launch
+from lorax_server.cli import launcher, main
+from lorax_server.cli_bench import Sample, quantiles, summarize
+from lorax_server.config import ServerConfig
+from lorax_server.errors import EngineError
+from lorax_server.flag_settings import Machine
+
+FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
+
+
+class Server:
+    """A server that says what it is told to, and keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any, dict[str, str]]] = []
+        self.replies: dict[str, Callable[[Any], Iterator[bytes] | tuple[int, Any]]] = {}
+        self.is_gone = threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for seen, body, _ in self.seen if seen == path]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True
+
+            def handle_any(self) -> None:
+                length = int(self.headers.get("content-length", 0))
+                body = json.loads(self.rfile.read(length) or "null")
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                server.seen.append((self.path, body, headers))
+                found = server.replies[self.path](body)
+                if isinstance(found, tuple):
+                    content = found[1] if isinstance(found[1], bytes) else json.dumps(found[1]).encode()
+                    self.send_response(found[0])
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+                    return
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    for chunk in found:
+                        self.wfile.write(chunk)
+                except OSError:
+                    server.is_gone.set()
+
+            do_GET = do_POST = handle_any
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    monkeypatch.setenv("LORAX_URL", server.url)
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def clear_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LORAX_API_KEY", "LORAX_ADMIN_KEY", "MODEL_ID", "PORT", "HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+def token(text: str, special: bool = False, **more: Any) -> bytes:
+    word = {"id": 1, "text": text, "logprob": -0.5, "special": special, "skipped": False}
+    return event({"token": word, "generated_text": None, "details": None} | more)
+
+
+def answer(*texts: str) -> Callable[[Any], Iterator[bytes]]:
+    details = {"finish_reason": "eos_token", "prompt_tokens": 3, "generated_tokens": len(texts) + 1, "seed": None}
+
+    def reply(_: Any) -> Iterator[bytes]:
+        yield b":\n\n"
+        yield from map(token, texts)
+        yield token("</s>", special=True, generated_text="".join(texts), details=details)
+
+    return reply
+
+
+def chunk(text: str | None, finish: str | None = None) -> bytes:
+    delta = {} if text is None else {"role": "assistant", "content": text}
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+def chat_answer(*texts: str) -> Callable[[Any], Iterator[bytes]]:
+    return lambda _: iter([*map(chunk, texts), chunk(None, "stop"), event({"choices": []}), b"data: [DONE]\n\n"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# --- serve
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """What would be served."""
+    configs: list[ServerConfig] = []
+
+    def serve_forever(config: ServerConfig) -> int:
+        configs.append(config)
+        return 7
+
+    monkeypatch.setattr(launch, "serve_forever", serve_forever, raising=False)
+    return configs
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_serve(served: list[ServerConfig], model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["serve", "--model-id", str(model), "-p", "8080", "--compile"]) == 7
+    assert [(config.model_id, config.host, config.port) for config in served] == [(str(model), "127.0.0.1", 8080)]
+    assert served[0].engine.model.path == model
+    assert "--compile has no effect" in caplog.text
+
+
+def test_the_launcher_reads_the_environment(
+    served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL_ID", "owner/model")
+    monkeypatch.setenv("WEIGHTS_CACHE_OVERRIDE", str(model))
+    monkeypatch.setenv("PORT", "80")
+    assert launcher([]) == 7
+    assert [(config.model_id, config.host, config.port) for config in served] == [("owner/model", "0.0.0.0", 80)]
+    assert served[0].engine.model.path == model
+
+
+def test_the_machine_is_looked_at(served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_machine", lambda: Machine("cuda", 2**30))
+    main(["serve", "--model-id", str(model), "--adapter-memory-fraction", "0.5"])
+    assert (served[0].engine.model.device, served[0].engine.adapter_bytes) == ("cuda", 2**29)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["serve"], 2, "lorax: --model-id is missing"),
+        (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
+        (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
+        (["sreve"], 2, "lorax: there is no command 'sreve'; there are serve, generate"),
+        (["--verbose"], 2, "lorax: '--verbose' is not known"),
+        (["generate"], 2, "lorax: the following arguments are required: PROMPT"),
+        (["generate", "x", "--temperature", "hot"], 2, "argument --temperature: invalid float value"),
+        (["generate", "x", "--timeout", "nan"], 2, "--timeout nan must be above 0"),
+        (["generate", "x", "--url", "localhost:3000"], 2, "is no address such as"),
+        (["generate", "x", "--url", "http://x:port"], 2, "is no address"),
+        (["generate", "x", "--api-key", "clé"], 2, "characters that no key has"),
+        (["generate", "x", "--url", "http://127.0.0.1:9"], 1, "is it running? Start one with `lorax serve`"),
+        (["bench", "--requests", "0"], 2, "--requests 0 must be at least 1"),
+        (["adapters", "load"], 2, "lorax adapters load needs a NAME"),
+        (["adapters", "list", "poet"], 2, "takes no NAME"),
+        (["adapters", "feed"], 2, "invalid choice: 'feed'"),
+        (["download-weights"], 2, "required: MODEL_ID"),
+        (["download-weights", "x/y", "--extension", ".bin"], 2, "only .safetensors is fetched"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(EngineError("it\nfailed"), 1), (KeyboardInterrupt(), 130), (SystemExit(3), 3)]
+)
+def test_how_a_server_ends(
+    error: BaseException, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: ServerConfig) -> int:
+        raise error
+
+    monkeypatch.setattr(launch, "serve_forever", fail, raising=False)
+    assert main(["serve", "--model-id", str(model)]) == code
+    assert capsys.readouterr().err == ("lorax: it failed\n" if code == 1 else "")
+
+
+def test_a_bug_of_ours_is_not_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_machine", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", "--model-id", str(model)])
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["serve", "--help"], ["chat", "-h"], ["bench", "-h"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    shown = capsys.readouterr()
+    assert "usage: lorax" in shown.out
+    assert "example" in shown.out
+    assert not shown.err
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-V"]) == main(["serve", "--version"]) == launcher(["-V"]) == 0
+    assert set(capsys.readouterr().out.split("\n")) == {"lorax_server 0.1.0", ""}
+
+
+def test_a_module_is_a_command(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lorax_server.cli", "serve", "-e", "--download-only", "--model-id", str(model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name in ("PATH", "HOME")},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "lorax_server 0.1.0"
+    assert any(line.startswith("torch 2") for line in lines)
+    assert lines[-1] == str(model)
+
+
+def test_download_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("lorax_server.download.find_model", lambda *all_of_it: asked.append(all_of_it) or model)
+    flags = ["--source", "hub", "--huggingface-hub-cache", "/cache", "--hub-endpoint", "http://hub", "--auto-convert"]
+    assert main(["download-weights", "owner/model@v1", "--api-token", "hf_x", *flags]) == 0
+    assert asked == [("owner/model", "v1", "hub", Path("/cache"), "hf_x", "http://hub", False)]
+    assert capsys.readouterr().out == f"{model}\n"
+
+
+def test_an_adapter_is_fetched_with_its_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "poet").mkdir()
+    flags = ["--adapter-id", "poet", "--adapter-source", "local", "--local-adapters", str(tmp_path)]
+    assert main(["download-weights", str(model), *flags]) == 1
+    assert "adapter 'poet': has no adapter_config.json" in capsys.readouterr().err
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "poet" / file).write_text("{}")
+    assert main(["download-weights", str(model), *flags]) == 0
+
+
+# --- generate
+
+
+def test_generate_writes_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    separators = "\u2028 \x85 \x0b"  # which end a line for some, and not here
+    server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
+    chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
+    argv = [*chosen, "--max-new-tokens", "5", "--stop", "a", "--stop", "b"]
+    assert main(["generate", "Hi", *argv, "--details"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"Hello, wörld{separators}\n"
+    assert shown.err.startswith("finish_reason eos_token, prompt_tokens 3, generated_tokens 4, seed None, first token")
+    assert server.bodies("/generate_stream") == [
+        {
+            "inputs": "Hi",
+            "parameters": {
+                "adapter_id": "poet",
+                "adapter_source": "local",
+                "max_new_tokens": 5,
+                "temperature": 0.5,
+                "seed": 7,
+                "stop": ["a", "b"],
+                "do_sample": True,
+                "details": True,
+            },
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], {"do_sample": False}),
+        (["--temperature", "0", "--top-k", "5"], {"do_sample": False, "temperature": 0, "top_k": 5}),
+        (["--top-p", "0.5"], {"do_sample": True, "top_p": 0.5}),
+        (["--seed", "1"], {"do_sample": False, "seed": 1}),
+    ],
+)
+def test_what_is_sampled(server: Server, argv: list[str], expected: dict[str, Any]) -> None:
+    server.replies["/generate_stream"] = answer("x")
+    assert main(["generate", "Hi", *argv]) == 0
+    assert server.bodies("/generate_stream")[0]["parameters"] == {"stop": [], "details": False, **expected}
+
+
+def test_generate_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    server.replies["/generate"] = lambda _: (200, {"generated_text": " blue", "details": {"generated_tokens": 1}})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is"))
+    assert main(["generate", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == " blue\n"
+    assert "generated_tokens 1" in shown.err
+    assert server.bodies("/generate")[0]["inputs"] == "The sky is"
+    assert server.seen[0][2]["authorization"] == "Bearer secret"
+
+
+def test_a_terminal_is_told_nothing_that_it_would_obey(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.replies["/generate_stream"] = answer(f"a{FORBIDDEN}b\n")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(["generate", "Hi"]) == 0
+    assert sys.stdout.getvalue() == "a]0;hackedb\n\n"  # type: ignore[attr-defined]
+
+
+def test_letters_that_an_encoding_lacks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.replies["/generate_stream"] = lambda _: iter(
+        [b'data: {"token": {"text": "\\ud800\xc3\xa9"}, "generated_text": ""}\n']
+    )
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    assert main(["generate", "not \udcff utf-8"]) == 0
+    assert shown.getvalue() == b"??\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((422, {"error": "Input validation error: x", "error_type": "validation"}), "status 422: Input validation"),
+        ((404, {"error": {"message": "no such model", "type": "x"}}), "status 404: no such model"),
+        ((401, {"error": "who?", "error_type": "x"}), "status 401: who?; give a key by --api-key"),
+        ((502, b"<html>bad\ngateway"), "status 502: <html>bad gateway"),
+        ((500, b""), "no reason given"),
+        ((500, {"error": f"x{FORBIDDEN}"}), "x]0;hacked\n"),
+        ([token("a"), event({"error": "it broke", "error_type": "generation"})], "lorax: it broke"),
+        ([token("a")], "the stream ended before the answer did"),
+        ([], "the stream ended before the answer did"),
+        ([b'data: {"token": {"te'], "the server's answer is no JSON"),
+        ([event([1])], "events have no token; is it a lorax server?"),
+        ([event({"token": None})], "events have no token"),
+        ((200, b"<html>"), "the stream ended before"),
+        ((200, b"data: " + b"[" * 100_000 + b"\n"), "no JSON"),
+    ],
+)
+def test_errors_of_a_server_are_one_line(
+    server: Server, reply: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.replies["/generate_stream"] = lambda _: iter(reply) if isinstance(reply, list) else reply
+    assert main(["generate", "Hi"]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_server_that_says_nothing(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    said = threading.Event()
+
+    def wait(_: Any) -> Iterator[bytes]:
+        said.wait(30)
+        yield b""
+
+    server.replies["/generate_stream"] = wait
+    assert main(["generate", "Hi", "--timeout", "0.05"]) == 1
+    said.set()
+    assert "said nothing for 0.05 s" in capsys.readouterr().err
+
+
+def test_an_event_without_an_end(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(cli_http, "MAX_EVENT_BYTES", 1000)
+    server.replies["/generate_stream"] = lambda _: (b"data: aaaaaaaa" for _ in iter(int, 1))
+    assert main(["generate", "Hi"]) == 1
+    assert "an event without an end" in capsys.readouterr().err
+    assert server.is_gone.wait(10)
+
+
+def test_an_answer_that_nobody_reads(server: Server) -> None:
+    server.replies["/generate_stream"] = answer(*["word "] * 20_000)
+    command = f"{sys.executable} -m lorax_server.cli generate Hi --url {server.url} | head -c 4"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("word", "", 1)
+
+
+# --- chat
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return main(["chat", *argv])
+
+
+def test_chat_keeps_what_was_said(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    server.replies["/v1/chat/completions"] = chat_answer("I ", "am.")
+    lines = "Who?\n\n/adapter poet\nAgain!\n/reset\nOnce more\n/adapter\n/etc is a folder\n/quit\nnever asked\n"
+    assert talk(monkeypatch, lines, "--system", "Be.", "--temperature", "0", "--max-tokens", "9") == 0
+    assert capsys.readouterr().out == "I am.\n" * 4
+    first, second, third, fourth = server.bodies("/v1/chat/completions")
+    system, question = {"role": "system", "content": "Be."}, {"role": "user", "content": "Who?"}
+    assert first == {
+        "model": "", "messages": [system, question], "stream": True, "temperature": 0.0, "max_tokens": 9
+    }  # fmt: skip
+    assert second["messages"] == [
+        system, question, {"role": "assistant", "content": "I am."}, {"role": "user", "content": "Again!"}
+    ]  # fmt: skip
+    assert (second["model"], third["model"], fourth["model"]) == ("poet", "poet", "")
+    assert third["messages"] == [system, {"role": "user", "content": "Once more"}]
+    assert fourth["messages"][-1] == {"role": "user", "content": "/etc is a folder"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((404, {"error": {"message": "no adapter of this name"}}), "no adapter of this name"),
+        ([chunk("a"), event({"error": {"message": "it broke"}})], "it broke"),
+        ([chunk("a")], "the stream ended before the answer did"),
+        ([event({"choices": 5})], "events have no choices"),
+        ([event({"choices": [5]})], "events have no choices"),
+        ([event("x")], "events have no choices"),
+    ],
+)
+def test_chat_from_a_pipe_ends_with_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, reply: Any, message: str
+) -> None:
+    server.replies["/v1/chat/completions"] = lambda _: iter(reply) if isinstance(reply, list) else reply
+    assert talk(monkeypatch, "Hello\nAgain\n") == 1
+    assert message in capsys.readouterr().err
+    assert len(server.seen) == 1
+
+
+def test_chat_at_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Errors are shown and forgotten; Ctrl-C at the prompt does nothing; Ctrl-D leaves."""
+    replies = iter([(500, {"error": "it broke"}), chat_answer("Yes.")(None)])
+    server.replies["/v1/chat/completions"] = lambda _: next(replies)
+    typed: Iterator[Any] = iter(["Hello", KeyboardInterrupt(), "Again", "/help", EOFError()])
+
+    def type_line(prompt: str) -> str:
+        assert prompt == "poet> "
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", type_line)
+    assert main(["chat", "--adapter", "poet"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Yes.\n"
+    assert "it broke" in shown.err
+    assert server.bodies("/v1/chat/completions")[1]["messages"] == [{"role": "user", "content": "Again"}]
+
+
+def test_ctrl_c_stops_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sees that nobody listens any more, and what was said so far stays said."""
+    replies = iter([(chunk("on ") for _ in iter(int, 1)), chat_answer("ok")(None)])
+    server.replies["/v1/chat/completions"] = lambda _: next(replies)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if said == ["on ", "on "]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_client, "say", say)
+    assert talk(monkeypatch, "Count!\nThanks\n") == 0
+    assert server.is_gone.wait(10)
+    assert said == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
+    assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {"role": "assistant", "content": "on on "}
+
+
+# --- adapters
+
+
+LISTED = {
+    "object": "list",
+    "data": [
+        {"id": "poet", "source": "local", "hash": "abcdef0123456789", "state": "device", "bytes": 3 * 2**20,
+         "pinned": True, "requests": 12, "more": 1},
+        {"id": f"odd{FORBIDDEN}", "source": None, "bytes": "many", "pinned": False},
+    ],
+}  # fmt: skip
+
+
+def test_a_list_of_adapters(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/v1/adapters"] = lambda _: (200, LISTED)
+    assert main(["adapters"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "id            source  state   bytes    pinned  requests  hash",
+        "poet          local   device  3.0 MiB  yes     12        abcdef012345",
+        "odd]0;hacked  -       -       many     no      -         -",
+    ]
+    assert main(["adapters", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == LISTED
+    server.replies["/v1/adapters"] = lambda _: (200, {"data": []})
+    assert main(["adapters"]) == 0
+    assert capsys.readouterr().out == "no adapters are known\n"
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
+def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/v1/adapters"] = lambda _: (200, answer)
+    assert main(["adapters"]) == 1
+    assert "lists no adapters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("action", "route", "body", "said"),
+    [
+        ("load", "load", {"pin": False}, "loaded"),
+        ("pin", "load", {"pin": True}, "loaded and pinned"),
+        ("unpin", "load", {"pin": False}, "no longer pinned"),
+        ("unload", "unload", {}, "unloaded"),
+    ],
+)
+def test_adapters_are_changed_by_who_may(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, route: str, body: Any, said: str
+) -> None:
+    monkeypatch.setenv("LORAX_API_KEY", "caller")
+    monkeypatch.setenv("LORAX_ADMIN_KEY", "admin")
+    server.replies[f"/v1/adapters/{route}"] = lambda _: (200, {"status": "ok"})
+    assert main(["adapters", action, "poet", "--source", "local"]) == 0
+    assert capsys.readouterr().out == f"poet: {said}\n"
+    path, sent, headers = server.seen[0]
+    assert (path, sent) == (f"/v1/adapters/{route}", {"adapter_id": "poet", "adapter_source": "local", **body})
+    assert headers["authorization"] == "Bearer admin"
+    main(["adapters", action, "poet", "--admin-key", "other"])
+    assert server.seen[1][2]["authorization"] == "Bearer other"
+    assert server.seen[1][1] == {"adapter_id": "poet", **body}
+
+
+# --- bench
+
+
+def test_bench(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/generate_stream"] = answer("a", "b")
+    argv = ["--requests", "6", "--concurrency", "3", "--adapter", "x", "--adapter", "y", "--prompt-tokens", "4"]
+    assert main(["bench", *argv, "--json", str(tmp_path / "out.json")]) == 0
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert (figures["requests"], figures["errors"], figures["generated_tokens"]) == (6, 0, 18)
+    assert figures["prompt_tokens"] == 18
+    assert figures["first_token_s"]["p50"] > 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("6 requests, 0 failed")
+    assert shown.err == "", "bars are for terminals"
+    bodies = server.bodies("/generate_stream")
+    assert sorted(body["parameters"]["adapter_id"] for body in bodies) == ["x"] * 3 + ["y"] * 3
+    assert len({body["inputs"].split()[0] for body in bodies}) == 6, "no prompt begins like another"
+    assert all(len(body["inputs"].split()) == 4 for body in bodies)
+
+
+def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = iter([answer("a")(None), (429, {"error": "Model is overloaded"}), iter([token("a")])])
+    lock = threading.Lock()
+
+    def reply(_: Any) -> Any:
+        with lock:
+            return next(replies)
+
+    server.replies["/generate_stream"] = reply
+    assert main(["bench", "--requests", "3", "--concurrency", "2", "--json", "-"]) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["requests"], figures["errors"], figures["generated_tokens"]) == (3, 2, 2)
+    assert figures["reasons"] == {
+        "the server refuses with status 429: Model is overloaded": 1,
+        "the stream ended before the answer did": 1,
+    }
+
+
+def test_bench_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
+    assert "failed 2 times: no server answers" in capsys.readouterr().out
+
+
+def test_figures_that_cannot_be_written(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.replies["/generate_stream"] = answer("a")
+    assert main(["bench", "--requests", "1", "--json", "/no/such/folder/out.json"]) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_quantiles() -> None:
+    assert quantiles([None, *range(1, 101)]) == {"p50": 50, "p95": 95, "p99": 99}
+    assert quantiles([3.0]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    assert quantiles([]) == {"p50": None, "p95": None, "p99": None}
+
+
+def test_time_between_tokens() -> None:
+    samples = [Sample(1.0, 3.0, 5), Sample(1.0, 1.0, 1), Sample(error="x", total_s=9.0, tokens=4)]
+    figures = summarize(samples, 2.0)
+    assert figures["per_token_s"]["p99"] == 0.5
+    assert (figures["tokens_per_s"], figures["requests_per_s"]) == (3.0, 1.0)
+
+
+def test_progress_is_for_terminals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.replies["/generate_stream"] = answer("a")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main(["bench", "--requests", "2"]) == 0
+    assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]

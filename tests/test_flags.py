@@ -1,0 +1,492 @@
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.config import (
+    CorsConfig,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    SourceConfig,
+)
+from lorax_server.errors import ConfigError
+from lorax_server.flag_settings import Machine, Parsed
+from lorax_server.flag_table import FLAGS, TABLE
+from lorax_server.flags import build_parser, parse
+
+# Section 9.1 of the specification.
+LORAX_FLAGS = re.findall(
+    r"--[\w-]+",
+    """
+--model-id --adapter-id --source --default-adapter-source --adapter-source --revision --validation-workers --sharded
+--num-shard --quantize --compile --eager --compile-max-batch-size --compile-max-rank --compile-batch-size
+--speculative-tokens --speculation-max-batch-size --preloaded-adapter-ids --preloaded-adapter-source
+--predibase-api-token --dtype --trust-remote-code --max-concurrent-requests --max-best-of --max-stop-sequences
+--max-input-length --max-total-tokens --waiting-served-ratio --max-batch-prefill-tokens --max-batch-total-tokens
+--max-waiting-tokens --eager-prefill --chunked-prefill --prefix-caching --merge-adapter-weights --max-active-adapters
+--adapter-cycle-time-s --adapter-memory-fraction --hostname --port --shard-uds-path --master-addr --master-port
+--huggingface-hub-cache --weights-cache-override --disable-custom-kernels --cuda-memory-fraction --json-output
+--otlp-endpoint --cors-allow-origin --cors-allow-header --cors-expose-header --cors-allow-method
+--cors-allow-credentials --watermark-gamma --watermark-delta --ngrok --ngrok-authtoken --ngrok-edge --env
+--download-only --tokenizer-config-path --backend --embedding-dim --disable-sgmv --memory-wiggle-room
+""",
+)
+GPU = Machine("cuda", 80 * 2**30)
+SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch": "true", "path": "/x"}
+FITTING = {
+    **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
+    "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
+    "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
+    "--hostname": "1.2.3.4",
+}  # fmt: skip
+
+
+def read(line: str = "", environ: dict[str, str] | None = None, command: str = "serve") -> Parsed:
+    given = line.split()
+    return parse(given if "--model-id" in given else ["--model-id", "owner/model", *given], environ or {}, command)
+
+
+def config(line: str = "", environ: dict[str, str] | None = None, machine: Machine | None = None) -> ServerConfig:
+    return read(line, environ).make_config(Path("/model"), machine)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
+    )
+    return tmp_path
+
+
+def put(model: Path, **changes: Any) -> None:
+    found = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+
+# --- the table
+
+
+def test_every_flag_of_lorax_is_known() -> None:
+    assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.is_ours}
+
+
+def test_fields_that_flags_become_exist() -> None:
+    kinds = {"model": ModelConfig, "sources": SourceConfig, "engine": EngineConfig, "server": ServerConfig}
+    for flag in filter(lambda flag: flag.to, FLAGS):
+        settings, _, name = flag.to.partition(".")
+        kind = (kinds | {"cors": CorsConfig})[settings]
+        assert name in {field.name for field in fields(kind)}, flag
+
+
+def test_names_and_variables_are_of_one_flag_each() -> None:
+    names = [flag.name for flag in FLAGS]
+    variables = [name for flag in FLAGS for name in flag.variables]
+    assert len(set(names)) == len(names)
+    assert len(set(variables)) == len(variables)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+@pytest.mark.parametrize("command", ["serve", "launcher"])
+def test_every_flag_can_be_given_and_set(flag: Any, command: str) -> None:
+    """Both ways mean the same; what has no effect says so; what is a field is in the settings."""
+    text = FITTING.get(flag.name, SAMPLES[flag.kind])
+    base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
+    given = parse([*base, flag.name, text], {}, command)
+    assert bool(given.warnings) == bool(flag.instead)
+    assert all(flag.instead in warning for warning in given.warnings)
+    if flag.variables:
+        assert parse(base, {flag.variables[0]: text}, command).values == given.values
+    if flag.to:
+        made: Any = given.make_config(Path("/model"))
+        places = {"server": made, "engine": made.engine, "model": made.engine.model, "cors": made.cors}
+        settings, _, name = flag.to.partition(".")
+        assert getattr((places | {"sources": made.engine.sources})[settings], name) == given.values[flag.key]
+
+
+def test_nothing_given_is_the_default_of_the_settings() -> None:
+    made = config()
+    assert made == ServerConfig(
+        EngineConfig(
+            ModelConfig(Path("/model")),
+            sources=SourceConfig(hub=True, cache=Path.home() / ".cache/lorax"),
+        ),
+        "owner/model",
+    )
+
+
+def test_help_teaches() -> None:
+    for command, program in (("serve", "lorax serve"), ("launcher", "lorax-launcher")):
+        text = build_parser(command).format_help()
+        for title in list(TABLE)[:-1]:
+            assert f"\n{title}:\n" in text
+        assert all(flag.name in text for flag in FLAGS)
+        assert "(default: 1024)" in re.sub(r"\s+", " ", text)
+        assert f"{program} --model-id Qwen" in text
+
+
+def test_help_needs_nothing_slow() -> None:
+    code = (
+        "import sys; from lorax_server.cli import main; main(['serve', '--help']); print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "fastapi", "httpx2", "huggingface_hub", "numpy"} & set(done.stderr.split())
+
+
+# --- flags, variables and their values
+
+
+def test_a_flag_wins_over_a_variable() -> None:
+    assert read("--port 1", {"PORT": "2"}).values["port"] == 1
+    assert read("", {"PORT": "2"}).values["port"] == 2
+    assert read("--no-hub", {"LORAX_HUB": "true"}).values["hub"] is False
+    assert read("", {"PORT": "  "}).values.get("port") is None
+
+
+@pytest.mark.parametrize("text", ["true", "TRUE", "1", "Yes", "on"])
+def test_switches_that_are_on(text: str) -> None:
+    assert read("", {"JSON_OUTPUT": text}).values["json_output"] is True
+    assert read(f"--json-output {text}").values["json_output"] is True
+
+
+@pytest.mark.parametrize("text", ["false", "False", "0", "no", "off"])
+def test_switches_that_are_off(text: str) -> None:
+    assert read("", {"JSON_OUTPUT": text, "TRUST_REMOTE_CODE": text}).values["json_output"] is False
+
+
+def test_a_switch_needs_no_value() -> None:
+    assert read("--json-output --port 1").values == {"model_id": "owner/model", "json_output": True, "port": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("4k", 4096), ("512M", 2**29), ("4G", 2**32), ("1.5 GiB", 3 * 2**29), ("2TB", 2**41)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read("", {"LORAX_CACHE_BYTES": text}).values["cache_bytes"] == size
+
+
+def test_what_repeats() -> None:
+    found = read("--preloaded-adapter-ids a --preloaded-adapter-ids b", {"CORS_ALLOW_ORIGIN": "http://a, http://b,"})
+    assert found.values["preloaded_adapter_ids"] == ("a", "b")
+    assert found.values["cors_allow_origin"] == ("http://a", "http://b")
+    assert read("", {"LORAX_API_KEY": "a,b"}).values["api_key"] == ("a,b",), "a key may hold a comma"
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "message"),
+    [
+        ("--port x", {}, "--port: 'x' is not a whole number"),
+        ("", {"PORT": "x"}, "the environment variable PORT: 'x' is not a whole number"),
+        ("--port 1.5", {}, "not a whole number"),
+        (f"--port {'9' * 5000}", {}, "not a whole number"),
+        ("--port 70000", {}, "--port = 70000 must be"),
+        ("--drain-s nan", {}, "--drain-s: 'nan' is not a number"),
+        ("--cuda-memory-fraction 2", {}, "--cuda-memory-fraction = 2.0 must be above 0 and at most 1"),
+        ("--cache-bytes 4X", {}, "not a size such as 4096, 512M or 4G"),
+        ("--cache-bytes -1", {}, "not a size"),
+        (f"--cache-bytes {'9' * 400}.5T", {}, "not a size"),
+        ("--json-output maybe", {}, "'maybe' is not true or false"),
+        ("", {"HF_HUB_OFFLINE": "maybe"}, "HF_HUB_OFFLINE: 'maybe' is not true or false"),
+        ("--log-level loud", {}, "'loud' is not one of debug, info"),
+        ("--source local", {}, "'local' is not one of hub, s3"),
+        ("--adapter-source ftp", {}, "'ftp' is not one of hub, local, s3"),
+        ("--adapter-source PBASE", {}, "Predibase's registry is not supported"),
+        ("--dtype int8", {}, "--dtype 'int8' is not supported; use one of float32"),
+        ("--device tpu", {}, "--device 'tpu' is not supported"),
+        ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
+        ("--trust-remote-code", {}, "--trust-remote-code: code that comes with a checkpoint is never run"),
+        ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: code that comes"),
+        ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
+        ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
+        ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: rope scaling is what the model's config.json says"),
+        ("--max-batch-prefill-tokens 3", {}, "--max-batch-prefill-tokens = 3 must be at least --max-rows = 64"),
+        ("--max-input-length 8 --max-total-tokens 8", {}, "--max-input-length = 8 must be less than the 8 tokens"),
+        ("--cors-allow-credentials", {}, "needs --cors-allow-origin"),
+        ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
+        ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
+        ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "give --cache-bytes or the environment variable MAX_B"),
+        ("--modle-id x", {}, "'--modle-id' is not known; is it --model-id?"),
+        ("--model x", {}, "'--model' is not known"),
+        ("--port", {}, "expected one argument"),
+        ("something", {}, "'something' is not known"),
+    ],
+)
+def test_what_cannot_be_is_an_error(line: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        config(line, environ)
+    assert "\n" not in str(error.value)
+
+
+def test_problems_are_found_before_a_model_is_fetched() -> None:
+    read("--max-batch-total-tokens 100").check()  # only the model's folder can tell
+    with pytest.raises(ConfigError, match="--port = 70000"):
+        read("--port 70000").check()
+
+
+def test_secrets_are_not_shown() -> None:
+    found = read("--api-key secret1 --admin-key secret2", {"HF_TOKEN": "secret3", "LORAX_USE_GLOBAL_HF_TOKEN": "1"})
+    assert found.adapter_token == "secret3"
+    assert "secret" not in repr(found) + repr(found.make_config(Path("/model")))
+
+
+def test_what_has_no_effect_is_said_once_it_is_given() -> None:
+    found = read("--compile --eager-prefill false", {"NGROK_AUTHTOKEN": "secret", "REQUEST_LOGGER_URL": "http://x"})
+    assert [warning.partition(":")[0] for warning in found.warnings] == [
+        "--compile has no effect",
+        "--eager-prefill has no effect",
+        "the environment variable NGROK_AUTHTOKEN has no effect",
+        "the environment variable REQUEST_LOGGER_URL has no effect",
+    ]
+    assert "secret" not in str(found.warnings)
+    assert not read().warnings
+
+
+# --- model
+
+
+def test_defaults_of_the_commands() -> None:
+    found = parse([], {}, "launcher")
+    made = found.make_config(Path("/model"))
+    assert (found.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
+    assert config().host == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--model-id is missing.*--model-id Qwen/"):
+        parse([], {}, "serve")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--model-id a/b@v1", ("a/b", "v1")),
+        ("--model-id a/b --revision v1", ("a/b", "v1")),
+        ("--model-id ./a@b", ("./a@b", None)),
+        ("--model-id /a@b --revision v1", ("/a@b", "v1")),
+    ],
+)
+def test_revisions(line: str, expected: tuple[str, str | None]) -> None:
+    found = read(line)
+    assert (found.model_id, found.revision) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--model-id a/b@v1 --revision v2", "leave --revision out"),
+        ("--model-id a/b@", "after it"),
+        ("--model-id @v1", "before"),
+    ],
+)
+def test_revisions_that_cannot_be(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "place"),
+    [
+        ("--model-id team/base", {}, "s3://team/base"),
+        ("--model-id base", {"PREDIBASE_MODEL_BUCKET": "bucket"}, "s3://bucket/base"),
+        (
+            "--model-id base",
+            {"PREDIBASE_MODEL_BUCKET": "bucket", "PREDIBASE_MODEL_FOLDER": "a/b/"},
+            "s3://bucket/a/b/base",
+        ),
+        ("--model-id s3://other/base --s3-bucket bucket", {}, "s3://other/base"),
+    ],
+)
+def test_models_of_s3(line: str, environ: dict[str, str], place: str) -> None:
+    found = read(f"{line} --source s3", environ)
+    assert (found.model_source, found.model_place) == ("s3", place)
+
+
+@pytest.mark.parametrize(
+    ("line", "visible", "ranks"),
+    [
+        ("", "", 1),
+        ("", "0,1,2", 3),
+        ("", "GPU-8932f937-d72c,MIG-GPU-1/2/3", 2),
+        ("", "all", 1),
+        ("", "none", 1),
+        ("", "0,-1,1", 1),
+        ("--device cpu", "0,1", 1),
+        ("--device cuda:1", "0,1", 1),
+        ("--sharded true", "0,1", 2),
+        ("--sharded true --num-shard 4", "", 4),
+        ("--sharded false", "0,1", 1),
+        ("--sharded false --num-shard 1", "0,1", 1),
+        ("--num-shard 2 --device cpu", "", 2),
+        ("--num-shard 2", "0,1,2,3", 2),
+    ],
+)
+def test_number_of_shards(line: str, visible: str, ranks: int) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        found = read(line, {name: visible})
+        assert found.make_config(Path("/model"), GPU).engine.tensor_parallel == ranks
+        assert not found.warnings
+
+
+def test_shards_that_cannot_be() -> None:
+    for line, environ in (
+        ("--sharded", {}),
+        ("--sharded --num-shard 1", {}),
+        ("--sharded", {"CUDA_VISIBLE_DEVICES": "all"}),
+    ):
+        with pytest.raises(ConfigError, match="--sharded needs more than one GPU"):
+            read(line, environ)
+    with pytest.raises(ConfigError, match="--num-shard = 0 must be at least 1"):
+        read("--num-shard 0")
+    found = read("--sharded false --num-shard 2")
+    assert found.make_config(Path("/model")).engine.tensor_parallel == 1
+    assert found.warnings == ("--num-shard has no effect: --sharded is false",)
+
+
+def test_the_device_is_the_best_there_is() -> None:
+    assert config(machine=GPU).engine.model.device == "cuda"
+    assert config("--device cpu", machine=GPU).engine.model.device == "cpu"
+    assert config("--device auto").engine.model.device == "cpu"
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("line", "machine", "expected"),
+    [
+        ("", Machine(), 2 * 2 * 2 * 8 * 4),  # keys and values, layers, heads, size, bytes
+        ("", GPU, 2 * 2 * 2 * 8 * 2),
+        ("--dtype bfloat16", Machine(), 2 * 2 * 2 * 8 * 2),
+        ("--dtype float32", GPU, 2 * 2 * 2 * 8 * 4),
+        ("--quantize fp8-kv", GPU, 2 * 2 * 2 * 8),
+        ("--num-shard 2", GPU, 2 * 2 * 1 * 8 * 2),
+        ("--num-shard 4", GPU, 2 * 2 * 1 * 8 * 2),
+    ],
+)
+def test_tokens_of_the_cache_are_bytes(model: Path, line: str, machine: Machine, expected: int) -> None:
+    made = read(f"--max-batch-total-tokens 100 {line}").make_config(model, machine)
+    assert made.engine.cache_bytes == 112 * expected, "whole blocks"
+
+
+def test_configs_of_other_models(model: Path) -> None:
+    put(model, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None, hidden_size=None)
+    put(model, n_layer=2, n_head=4, n_embd=32, torch_dtype="float32")
+    assert read("--max-batch-total-tokens 16").make_config(model, GPU).engine.cache_bytes == 16 * 2 * 2 * 4 * 8 * 4
+    put(model, head_dim=16)
+    assert read("--max-batch-total-tokens 16").make_config(model, GPU).engine.cache_bytes == 16 * 2 * 2 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "[" * 100_000, '"text"'])
+def test_a_config_that_does_not_say(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="use --cache-bytes"):
+        read("--max-batch-total-tokens 16").make_config(model)
+
+
+def test_a_cache_that_holds_no_request(model: Path) -> None:
+    with pytest.raises(ConfigError, match="must be at least 20"):
+        read("--max-batch-total-tokens 16 --max-total-tokens 20").make_config(model)
+
+
+def test_a_share_of_a_gpu_for_adapters(caplog: pytest.LogCaptureFixture) -> None:
+    assert config("--adapter-memory-fraction 0.25", machine=GPU).engine.adapter_bytes == 20 * 2**30
+    assert not caplog.text
+    assert config("--adapter-memory-fraction 0.25").engine.adapter_bytes is None
+    assert "no effect on a CPU" in caplog.text
+
+
+# --- adapters and their sources
+
+
+def test_adapters_that_are_loaded_first() -> None:
+    first = "--preloaded-adapter-ids a/x --preloaded-adapter-ids p/y --preloaded-adapter-source s3"
+    made = config(f"--adapter-id a/x {first} --s3-bucket b")
+    assert made.static_adapter == ("hub", "a/x")
+    assert made.engine.preload == (("hub", "a/x"), ("s3", "a/x"), ("s3", "p/y"))
+    assert config("--adapter-id a/x --preloaded-adapter-ids a/x").engine.preload == (("hub", "a/x"),)
+    assert made.default_source == "hub"
+
+
+def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "poet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("poet", "./poet", str(tmp_path / "poet")):
+        made = config(f"--adapter-source local --adapter-id {name}")
+        assert made.static_adapter == ("local", str(tmp_path / "poet"))
+        assert made.engine.sources.roots == (tmp_path / "poet",), "and nothing beside it"
+    made = config("--adapter-source local --adapter-id elsewhere --local-adapters /roots --adapters-dir /others")
+    assert made.static_adapter == ("local", "elsewhere")
+    assert made.engine.sources.roots == (Path("/roots"), Path("/others"))
+    assert made.adapters_dir == Path("/others")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--adapter-source local", "give --local-adapters or --adapters-dir"),
+        ("--default-adapter-source s3", "give --s3-bucket"),
+        ("--no-hub --adapter-id a/x --local-adapters /x", "switched off by --no-hub"),
+        ("--no-hub --adapter-source hub", "switched off by --no-hub"),
+        ("--preloaded-adapter-ids x --preloaded-adapter-source s3", "give --s3-bucket"),
+    ],
+)
+def test_sources_that_are_not_there(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(line).check()
+
+
+@pytest.mark.parametrize(
+    ("line", "source"),
+    [
+        ("", "hub"),
+        ("--adapter-source s3 --s3-bucket b", "s3"),
+        ("--adapter-source hub --default-adapter-source Local --local-adapters /x", "local"),
+        ("--no-hub --adapters-dir /x", "local"),
+        ("--no-hub --s3-bucket b", "s3"),
+        ("--adapters-dir /x", "hub"),
+    ],
+)
+def test_where_adapters_of_requests_come_from(line: str, source: str) -> None:
+    assert config(line).default_source == source
+
+
+# --- the environment
+
+
+@pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
+def test_the_token_of_the_hub(name: str) -> None:
+    found = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
+    assert found.token == "hf_x"
+    assert found.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"
+    shared = read("", {name: "hf_x", "LORAX_USE_GLOBAL_HF_TOKEN": "1"})
+    assert shared.make_config(Path("/model")).engine.sources.hub_token == "hf_x"
+
+
+def test_the_hostname_of_a_container_is_nothing_to_listen_on() -> None:
+    assert config("", {"HOSTNAME": "lorax-7d9f"}).host == "127.0.0.1"
+    assert config("", {"HOSTNAME": "::"}).host == "::"
+    assert config("--hostname localhost", {"HOSTNAME": "10.0.0.1"}).host == "localhost"
+
+
+def test_other_variables(tmp_path: Path) -> None:
+    made = config("", {"HF_HUB_OFFLINE": "1", "HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://hub"})
+    assert made.engine.sources == SourceConfig(cache=tmp_path, hub=True, hub_offline=True, hub_endpoint="http://hub")
+    assert read("", {"HOME": "/home/me"}).cache == Path("/home/me/.cache/lorax")
+    assert config("", {"LOG_LEVEL": "WARN"}).log_level == "warning"
+    assert read("--no-hub").make_config(Path("/model")).engine.sources.hub is False
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "endpoint"),
+    [
+        ("", {"S3_ENDPOINT_URL": "http://s3"}, "http://s3"),
+        ("", {"S3_ENDPOINT_URL": "http://s3", "R2_ACCOUNT_ID": "me"}, "https://me.r2.cloudflarestorage.com"),
+        ("--s3-endpoint http://mine", {"R2_ACCOUNT_ID": "me"}, "http://mine"),
+        ("", {}, None),
+    ],
+)
+def test_the_address_of_s3(line: str, environ: dict[str, str], endpoint: str | None) -> None:
+    assert config(line, environ).engine.sources.s3_endpoint == endpoint
