@@ -167,7 +167,7 @@ class TemplateRenderer:
     async def _read(self, process: Process) -> bytes:
         assert process.stdout is not None
         (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        if False:
+        if length > LONGEST_CHARACTER * self._max_output + 2**16:
             raise ValueError(f"a frame of {length} bytes")
         return await process.stdout.readexactly(length)
 
