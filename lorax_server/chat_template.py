@@ -34,7 +34,7 @@ class TemplateRenderer:
     """Renders in one other process, one template at a time; it belongs to one event loop.
 
     A render that takes longer than `timeout_s` ends with its process, and the next in line gets a new one. Who waits
-    in line is not charged for the others. A template that took too long is refused for a while.
+    in line is not charged for the others. A template that took too long is refused for `refuse_s`.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class TemplateRenderer:
         timeout_s: float = 2.0,
         max_output: int = 4_000_000,
         max_memory: int = 2**29,
+        refuse_s: float = REFUSED_S,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
         self._max_output = max_output
         self._max_memory = max_memory
+        self._refuse_s = refuse_s
         self._clock = clock
         self._turn = asyncio.Lock()
         self._running: asyncio.Task[str] | None = None
@@ -108,12 +110,12 @@ class TemplateRenderer:
     def _refuse(self, source: str) -> None:
         now = self._clock()
         self._refused = {known: until for known, until in self._refused.items() if until > now}
-        self._refused[source] = now + REFUSED_S
+        self._refused[source] = now + self._refuse_s
 
     def _check_refused(self, source: str) -> None:
         if self._clock() < self._refused.get(source, float("-inf")):
             raise TemplateError(
-                f"the chat template took longer than {self._timeout_s:g} s; it is not tried again for {REFUSED_S:g} s"
+                f"the chat template took longer than {self._timeout_s:g} s; it is not tried again for {self._refuse_s:g} s"
             )
 
     # --- The process --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lorax_server.flags import Parser, parse
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
+PROBE = "import torch\nprint(torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0)"
 COMMANDS = {
     "serve": "start a server",
     "generate": "continue a text",
@@ -104,11 +105,10 @@ def _serve(argv: list[str], command: str) -> int:
         _fetch_adapters(parsed.make_config(folder), parsed.token)
         print(folder)
         return 0
-    config = parsed.make_config(folder, find_machine())
+    config = parsed.make_config(folder, Machine() if parsed.values.get("device") == "cpu" else find_machine())
     from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
 
-    code: int = serve_forever(config)
-    return code
+    return serve_forever(config)
 
 
 def _download_weights(argv: list[str]) -> int:
@@ -171,12 +171,20 @@ def _fetch_adapters(config: ServerConfig, token: str | None) -> None:
 
 
 def find_machine() -> Machine:
-    """Whether there is a GPU, and how large it is."""
-    import torch  # noqa: PLC0415 - slow
+    """Whether there is a GPU that torch can use, and how large it is.
 
-    if not torch.cuda.is_available():
+    Another process is asked where there is a driver: this one is going to serve, and needs no torch for that.
+    """
+    if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         return Machine()
-    return Machine("cuda", torch.cuda.get_device_properties(0).total_memory)
+    try:
+        asked = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+        gpu_bytes = int(asked.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"cannot tell whether there is a GPU: give --device cpu or --device cuda ({error})"
+        ) from error
+    return Machine("cuda", gpu_bytes) if gpu_bytes else Machine()
 
 
 def describe_installation() -> str:

@@ -4,6 +4,8 @@ This module is imported in both processes, so that it imports neither torch, whi
 part, which only the server needs.
 """
 
+from dataclasses import replace
+
 from lorax_server import ipc
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.client import EngineClient
@@ -13,9 +15,12 @@ from lorax_server.plan import Capabilities
 
 def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal ends it; the exit code."""
+    from lorax_server.server.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
-    return run(config, make_client(config.engine))
+    keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
+    engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
+    return run(config, make_client(engine), keys)
 
 
 def make_client(config: EngineConfig, *, restart: bool = True) -> EngineClient:

@@ -7,6 +7,7 @@ other formats, transformers itself is asked, once, in another process (`convert_
 An adapter may bring any of the files. Nobody vouches for them, so each is read up to a limit and checked.
 """
 
+import filecmp
 import json
 import os
 import re
@@ -43,6 +44,11 @@ ELABORATE = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file
 CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # What a model's config means where it does not name `eos_token_id` at all.
+# What of a tokenizer's config says nothing about its tokens.
+HARMLESS = {
+    *("chat_template", "model_max_length", "name_or_path", "pad_token", "padding_side", "truncation_side"),
+    *("max_length", "stride", "truncation_strategy", "pad_to_multiple_of", "local_files_only", "is_local"),
+}
 UNNAMED_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
@@ -103,28 +109,54 @@ class TextTokenizer:
         return is_id and self._backend.id_to_token(token_id) is not None
 
 
-def load_tokenizer(
-    folder: Path, *, config_path: Path | None = None, base: TextTokenizer | None = None
-) -> TextTokenizer:
-    """The tokenizer of a folder. It may take seconds, and starts a process where transformers is needed.
+def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
+    """The tokenizer of a model's folder. It may take seconds, and starts a process where transformers is needed.
 
-    `config_path` is the model's config.json where it is not in the folder. `base` is for a folder that ships no
-    vocabulary: an adapter may bring only a template, or other names for the tokens that there are.
+    `template_config` is a tokenizer_config.json whose chat template stands in for the folder's own.
     """
     config = _read_json(folder / CONFIG) or {}
     templates = _read_templates(folder, config)
-    if base is not None and not any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES)):
+    if template_config is not None:
+        other = _read_json(template_config)
+        if other is None:
+            raise ConfigError(f"{template_config}: there is no such file")
+        templates = _read_templates(template_config.parent, other)
+    return _load(folder, config, folder / MODEL_CONFIG, templates)
+
+
+def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
+    """The tokenizer of an adapter's folder, which may hold any part of one: only a template, other names for the tokens
+    that there are, or, as PEFT's users save it, all of the base model's once more."""
+    config = _read_json(folder / CONFIG) or {}
+    templates = _read_templates(folder, config)
+    has_vocabulary = any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES))
+    if not has_vocabulary or _is_the_same(folder, config, base_folder):
         return base.with_parts(_names_in(base, folder, config), templates or base.chat_templates)
-    model_config = config_path if config_path is not None else folder / MODEL_CONFIG
+    return _load(folder, config, base_folder / MODEL_CONFIG, templates)
+
+
+def _load(folder: Path, config: Mapping[str, Any], model_config: Path, templates: Mapping[str, str]) -> TextTokenizer:
     model_type = (_read_json(model_config) or {}).get("model_type")
     if _is_plain(folder, config, model_type):
         backend, special_tokens = _load_plain(folder, config)
     else:
         _check_class(folder, config)
-        backend, special_tokens = _convert(folder, config_path)
+        backend, special_tokens = _convert(folder, model_config)
     backend.no_truncation()
     backend.no_padding()
     return TextTokenizer(backend, special_tokens, templates)
+
+
+def _is_the_same(folder: Path, config: Mapping[str, Any], other: Path) -> bool:
+    """Whether two folders make the same tokens of every text."""
+    other_config = _read_json(other / CONFIG) or {}
+    if any(config.get(key) != other_config.get(key) for key in {*config, *other_config} - HARMLESS):
+        return False
+    for name in (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED):
+        mine, its = folder / name, other / name
+        if mine.exists() != its.exists() or (mine.exists() and not filecmp.cmp(mine, its, shallow=False)):
+            return False
+    return True
 
 
 # --- As transformers does where it takes the file as it is ------------------------------------------------------------
@@ -246,11 +278,11 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
             _check_size(path)
 
 
-def _convert(folder: Path, config_path: Path | None) -> tuple[Tokenizer, dict[str, str]]:
+def _convert(folder: Path, model_config: Path) -> tuple[Tokenizer, dict[str, str]]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}  # it would keep a copy
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as out:
         command = [sys.executable, "-m", "lorax_server.convert_tokenizer", str(folder.absolute()), out]
-        command += [] if config_path is None else [str(config_path.absolute())]
+        command += [str(model_config.absolute())] if model_config.exists() else []
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CONVERT_S, env=environment, check=False

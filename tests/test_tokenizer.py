@@ -14,9 +14,17 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from lorax_server import convert_tokenizer, tokenizer
+from lorax_server import tokenizer as tokenizer_module
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
-from lorax_server.tokenizer import GenerationDefaults, Piece, TextTokenizer, load_generation_defaults, load_tokenizer
+from lorax_server.tokenizer import (
+    GenerationDefaults,
+    Piece,
+    TextTokenizer,
+    load_adapter_tokenizer,
+    load_generation_defaults,
+    load_tokenizer,
+)
 from tests.test_imports import imported_by
 from tests.test_real_tokenizers import REAL
 from tests.tokenizers import BYTE_KINDS, OTHER_KINDS, byte_level, metaspace, random_texts, sentencepiece, word_piece
@@ -250,10 +258,11 @@ def script(folder: Path, body: str) -> str:
 
 def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[list[str]]) -> None:
     model = save(tmp_path / "model", byte_level().tokenizer, model_type="qwen2")
-    folder = save(tmp_path / "adapter", byte_level().tokenizer)
-    ours = load_tokenizer(folder, config_path=model / "config.json")
+    folder = save(tmp_path / "adapter", byte_level(500).tokenizer)
+    base = load_tokenizer(save(tmp_path / "base", byte_level().tokenizer))
+    ours = load_adapter_tokenizer(folder, base, model)
     assert converts[0][-1] == str(model / "config.json")
-    wanted = AutoTokenizer.from_pretrained(model)
+    wanted = AutoTokenizer.from_pretrained(save(tmp_path / "wanted", byte_level(500).tokenizer, model_type="qwen2"))
     assert type(wanted).__name__ == "Qwen2Tokenizer"
     assert [ours.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
 
@@ -289,8 +298,13 @@ def test_sentencepiece_is_asked_for(tmp_path: Path, converts: list[list[str]], m
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return load_tokenizer(save(tmp_path_factory.mktemp("plain"), byte_level().tokenizer, chat_template="of the base"))
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("plain"), byte_level().tokenizer, chat_template="of the base")
+
+
+@pytest.fixture(scope="module")
+def plain(plain_folder: Path) -> TextTokenizer:
+    return load_tokenizer(plain_folder)
 
 
 def test_text_that_is_none(plain: TextTokenizer) -> None:
@@ -361,29 +375,49 @@ def test_where_templates_are(in_config: Any, files: list[str], tmp_path: Path) -
 # --- An adapter that ships only part ----------------------------------------------------------------------------------
 
 
-def test_an_adapter_with_a_template_only(plain: TextTokenizer, tmp_path: Path) -> None:
+def test_an_adapter_with_a_template_only(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("its own")
-    ours = load_tokenizer(tmp_path, base=plain)
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
     assert ours.chat_templates == {"default": "its own"}
     assert ours.special_tokens == plain.special_tokens
     assert ours.encode("Hello dog") == plain.encode("Hello dog")
     assert plain.chat_templates == {"default": "of the base"}
 
 
-def test_an_adapter_with_other_names_for_tokens(plain: TextTokenizer, tmp_path: Path) -> None:
+def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
+    monkeypatch.setattr(tokenizer_module, "_load", None)  # nothing is read again
+    ours = load_adapter_tokenizer(folder, plain, plain_folder)
+    assert ours.chat_templates == {"default": "of the adapter"}
+    assert ours.encode("Hello dog") == plain.encode("Hello dog")
+
+
+def test_a_chat_template_from_another_file(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", byte_level().tokenizer, chat_template="of the model")
+    other = save(tmp_path / "other", byte_level().tokenizer, chat_template="of the file")
+    assert load_tokenizer(folder).chat_templates == {"default": "of the model"}
+    ours = load_tokenizer(folder, template_config=other / "tokenizer_config.json")
+    assert ours.chat_templates == {"default": "of the file"}
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_tokenizer(folder, template_config=tmp_path / "none.json")
+
+
+def test_an_adapter_with_other_names_for_tokens(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     decoder = {str(plain.token_to_id(EOS)): added(EOS, special=True)}
     config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "<tool_call>", "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "added_tokens.json").write_text(json.dumps({BOS: plain.token_to_id(BOS)}))
-    ours = load_tokenizer(tmp_path, base=plain)
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
     assert ours.eos_token_ids == {plain.token_to_id("<tool_call>")}
     assert ours.special_tokens == {**plain.special_tokens, "eos_token": "<tool_call>"}
     assert ours.chat_templates == plain.chat_templates
 
 
-def test_an_adapters_special_tokens_map(plain: TextTokenizer, tmp_path: Path) -> None:
+def test_an_adapters_special_tokens_map(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": added("<tool_call>"), "pad_token": EOS}))
-    ours = load_tokenizer(tmp_path, base=plain)
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
     assert ours.eos_token_ids == {plain.token_to_id("<tool_call>")}
     assert ours.special_tokens["pad_token"] == EOS
 
@@ -398,16 +432,20 @@ def test_an_adapters_special_tokens_map(plain: TextTokenizer, tmp_path: Path) ->
         ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
     ],
 )
-def test_tokens_that_the_base_does_not_have(file: str, content: Any, plain: TextTokenizer, tmp_path: Path) -> None:
+def test_tokens_that_the_base_does_not_have(
+    file: str, content: Any, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"ship tokenizer\.json"):
-        load_tokenizer(tmp_path, base=plain)
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
 
 
-def test_an_adapter_with_a_vocabulary_does_not_use_the_base(plain: TextTokenizer, tmp_path: Path) -> None:
+def test_an_adapter_with_a_vocabulary_does_not_use_the_base(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
     backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
     backend.add_tokens([AddedToken("<New>", normalized=False)])
-    ours = load_tokenizer(save(tmp_path, backend), base=plain)
+    ours = load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
     assert ours.num_ids == plain.num_ids + 1
     assert ours.chat_templates == {}
 
@@ -500,22 +538,24 @@ def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, convert
     assert not converts
 
 
-def test_templates_that_are_no_text_too_large_or_too_many(plain: TextTokenizer, tmp_path: Path) -> None:
+def test_templates_that_are_no_text_too_large_or_too_many(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        load_tokenizer(tmp_path, base=plain)
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
     (tmp_path / "chat_template.jinja").write_text("a" * (2**20 + 1))
     with pytest.raises(ConfigError, match="at most"):
-        load_tokenizer(tmp_path, base=plain)
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a" * (2**20 + 1)}))
     with pytest.raises(ConfigError, match="more than 1048576 characters"):
-        load_tokenizer(tmp_path, base=plain)
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
     (tmp_path / "additional_chat_templates").mkdir()
     for i in range(40):
         (tmp_path / "additional_chat_templates" / f"{i}.jinja").touch()
     with pytest.raises(ConfigError, match="more than 32"):
-        load_tokenizer(tmp_path, base=plain)
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
 
 
 # --- How a model likes to generate ------------------------------------------------------------------------------------

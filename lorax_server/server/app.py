@@ -1,8 +1,8 @@
 """The routes put together: one ASGI application around a `Service`."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
 from lorax_server.server import adapters, chat, completions, general, native
-from lorax_server.server.guard import Guard
+from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.problems import describe, http_problem, json_response
 from lorax_server.server.service import Service
@@ -27,15 +27,7 @@ DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter i
 
 
 def make_app(service: Service) -> FastAPI:
-    """Ready once its lifespan has begun, which starts the service and ends it."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        describe_limits(app, service.parts)
-        yield
-        await service.close()
-
+    """Of a service that has been started."""
     app: FastAPI = FastAPIOffline(
         redoc_url=None,
         static_url="/docs/static",
@@ -43,15 +35,20 @@ def make_app(service: Service) -> FastAPI:
         version=__version__,
         description=DESCRIPTION,
         openapi_url=OPENAPI_PATH,
-        lifespan=lifespan,
         redirect_slashes=False,
     )
+    methods = Methods()
     for module in (native, completions, chat, general, adapters):
-        app.include_router(module.make_router(service))
+        router = module.make_router(service)
+        app.include_router(router)
+        methods.add(router.routes)
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
-    _add_handlers(app)
+    _add_handlers(app, methods)
+    describe_limits(app, service.parts)
     config = service.config
-    app.add_middleware(Guard, max_body_bytes=config.max_body_bytes, body_timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        Guard, methods=methods, max_body_bytes=config.max_body_bytes, body_timeout_s=config.body_timeout_s
+    )
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.cors.allow_origins,
@@ -63,7 +60,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_handlers(app: FastAPI) -> None:
+def _add_handlers(app: FastAPI, methods: Methods) -> None:
     """Whatever goes wrong is told as JSON, as the route's clients expect it."""
 
     @app.exception_handler(LoraxError)
@@ -82,12 +79,23 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def elsewhere(http: Request, error: HTTPException) -> Response:
-        problem = http_problem(error.status_code, str(error.detail), dict(error.headers or {}))
-        return problem.response(http.url.path)
+        headers, message = dict(error.headers or {}), str(error.detail)
+        allowed = methods.of(http.url.path)
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
+            headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
+        if isinstance(error.__cause__, ValueError | RecursionError):  # what no parser of JSON has a word for
+            message = f"Failed to parse the request body as JSON: {_reason(error.__cause__)}"
+        return http_problem(error.status_code, message, headers).response(http.url.path)
 
     @app.exception_handler(Exception)
     async def mistake(http: Request, error: Exception) -> Response:
         return describe(error, http.url.path).response(http.url.path)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number is too long"
 
 
 def _place(location: Sequence[Any]) -> Sequence[Any]:

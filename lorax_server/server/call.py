@@ -78,6 +78,7 @@ class Call:
         self._bearer: str | None = None
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()  # from outside, and why
         self.timeout_s = parts.config.request_timeout_s
         self.num_characters = 0
 
@@ -203,12 +204,15 @@ class Call:
                 await first
             await events.aclose()
             raise
-        return self._with_errors(first, events)
+        stream = self._with_errors(first, events)
+        await anext(stream)  # one that has not begun would close nothing when it is closed
+        return stream
 
     async def _with_errors(
         self, first: "asyncio.Future[bytes]", events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
         try:
+            yield b""
             yield await first
             async for piece in events:
                 yield piece
@@ -224,7 +228,9 @@ class Call:
     # --- How it ends --------------------------------------------------------------------------------------------------
 
     def stop(self, error: LoraxError) -> None:
-        """End whatever the engine does for it; who reads it gets the error."""
+        """End whatever is done for it, also before the engine is asked; who reads it gets the error."""
+        if not self.stopped.done():
+            self.stopped.set_result(error)
         for job in self.jobs:
             job.stop(error)
 

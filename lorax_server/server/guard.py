@@ -3,8 +3,10 @@
 import asyncio
 import re
 import uuid
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorax_server.server.problems import Problem, http_problem
@@ -13,11 +15,27 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
 
+class Methods:
+    """What can be done at each path."""
+
+    def __init__(self) -> None:
+        self._routes: list[Route] = []
+
+    def add(self, routes: Iterable[BaseRoute]) -> None:
+        self._routes += [route for route in routes if isinstance(route, Route)]
+
+    def of(self, path: str) -> set[str]:
+        """What can be read can be looked at: whoever answers GET answers HEAD."""
+        found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
+        return found | {"HEAD"} if "GET" in found else found
+
+
 class Guard:
     """Reads the whole body before a route begins; routes take them whole, and so it is known here what is wrong."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, methods: Methods, max_body_bytes: int, body_timeout_s: float) -> None:
         self._app = app
+        self._methods = methods
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
 
@@ -35,7 +53,9 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        if scope["method"] == "POST":
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server knows, and sends no body
+        if scope["method"] == "POST" and "POST" in self._methods.of(scope["path"]):
             body, problem = await self._read(headers, receive)
             if body is None:
                 return  # nobody is there any more
@@ -70,6 +90,8 @@ class Guard:
     def _find_problem(self, headers: Headers) -> Problem | None:
         if not JSON.fullmatch(headers.get("content-type", "")):
             return http_problem(415, "Expected request with `Content-Type: application/json`")
+        if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            return http_problem(415, "Expected request without `Content-Encoding`", {"accept-encoding": "identity"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             return self._too_large()

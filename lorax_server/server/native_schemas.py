@@ -3,15 +3,23 @@
 What a field allows is written in the schema for its readers only; `native_parameters` checks it, with LoRAX's words.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from lorax_server.types import MAX_FLOAT
+
+_T = TypeVar("_T")
+Many = Annotated[
+    list[_T], Field(fail_fast=True)
+]  # a million wrong items are one error: naming all of them takes half a minute
 
 Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
 Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
 Stop = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
 
 class Schema(BaseModel):
@@ -21,14 +29,14 @@ class Schema(BaseModel):
 
 
 class MergedAdapters(Schema):
-    ids: Annotated[list[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
-    weights: list[float] = []
+    ids: Annotated[Many[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
+    weights: Many[float] = []
     """As many as there are ids. None at all: 1 for each."""
     merge_strategy: str | None = Field(
-        default=None, json_schema_extra={"enum": ["linear", "ties", "dare_linear", "dare_ties", None]}
+        default=None, json_schema_extra={"enum": ["linear", "ties", "dare_linear", "dare_ties", "", None]}
     )
-    density: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] = 0.0
-    majority_sign_method: str | None = Field(default=None, json_schema_extra={"enum": ["total", "frequency", None]})
+    density: Annotated[float, Field(ge=0, le=1)] = 0.0
+    majority_sign_method: str | None = Field(default=None, json_schema_extra={"enum": ["total", "frequency", "", None]})
 
 
 class ResponseFormat(Schema):
@@ -46,8 +54,10 @@ class GenerateParameters(Schema):
     adapter_source: str | None = Field(default=None, description="hub, local, s3; null: the server's default")
     merged_adapters: MergedAdapters | None = None
     api_token: str | None = Field(default=None, description="What the adapter's source wants to see of you")
-    best_of: Positive | None = None
-    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 100})] | None = None
+    best_of: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = Field(
+        default=None, description="Draw so many answers and give the likeliest; 0: one"
+    )
+    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
     repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -58,7 +68,7 @@ class GenerateParameters(Schema):
     max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
     ignore_eos_token: bool | None = False
     return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
-    stop: list[Stop] | None = []
+    stop: Many[Stop] | None = []
     truncate: Positive | None = Field(
         default=None, description="Keep only so many of the prompt's tokens, the last ones"
     )
@@ -86,7 +96,7 @@ class TokenizeRequest(Schema):
 
 
 class DetokenizeRequest(Schema):
-    ids: list[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
+    ids: TokenIds
     skip_special_tokens: bool | None = True
 
 

@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lorax_server.server.native_schemas import Penalty, Positive, Schema, Share, Stop
+from lorax_server.server.native_schemas import Many, Penalty, Schema, Share, Stop, TokenIds
 
-TokenIds = list[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
-OpenAISeed = Annotated[int, Field(json_schema_extra={"minimum": -(2**63), "maximum": 2**63 - 1})]
+OpenAISeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 Bias = dict[str, Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]]
 
 
@@ -22,10 +23,10 @@ class CommonRequest(Schema):
     max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
     top_p: Share | None = None
-    n: Positive | None = None
+    n: Count | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Many[Stop] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
@@ -34,7 +35,7 @@ class CommonRequest(Schema):
 
     # Of LoRAX.
     repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
-    top_k: Annotated[int, Field(json_schema_extra={"minimum": -1, "maximum": 2**31 - 1})] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     ignore_eos_token: bool | None = False
     adapter_source: str | None = None
     api_token: str | None = None
@@ -43,7 +44,7 @@ class CommonRequest(Schema):
     min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
     min_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
     ignore_eos: bool | None = False
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopTokenIds | None = None
     cache_salt: str | None = None
 
     # Not yet.
@@ -56,7 +57,7 @@ class CommonRequest(Schema):
 
 
 class CompletionRequest(CommonRequest):
-    prompt: str | list[str] | TokenIds | list[TokenIds] = Field(
+    prompt: str | Many[str] | TokenIds | Many[TokenIds] = Field(
         json_schema_extra={
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -70,7 +71,7 @@ class CompletionRequest(CommonRequest):
             ]
         }
     )
-    best_of: Positive | None = None
+    best_of: Count | None = None
     echo: bool | None = False
     logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
     max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = Field(
@@ -89,14 +90,14 @@ class Message(Schema):
     """`tool_calls` and the like are handed to the chat template as they are."""
 
     role: str
-    content: str | list[TextPart | dict[str, Any]] | None = None
+    content: str | Many[TextPart | dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class ChatCompletionRequest(CommonRequest):
-    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    messages: Many[Message] = Field(json_schema_extra={"minItems": 1})
     max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
@@ -104,12 +105,12 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Not yet.
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     tool_prompt: str | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Many[dict[str, Any]] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Many[str] | None = None
     audio: Any = None
 
 

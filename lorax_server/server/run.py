@@ -1,16 +1,20 @@
 """The server process: a socket, uvicorn, and what happens when it is told to stop."""
 
+import asyncio
 import logging
 import resource
+import signal
 import socket
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.server.app import make_app
+from lorax_server.server.keys import KeyRing
 from lorax_server.server.logs import configure
 from lorax_server.server.protocol import make_protocol
 from lorax_server.server.service import Service
@@ -20,28 +24,50 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close connections and not we
 BACKLOG = 4096
 GRACE_S = 5.0  # after the deadline of draining, for last words
+PROGRESS_S = 15.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(config: ServerConfig, engine: EngineClient) -> int:
-    """Until it is told to stop; the exit code. The port is opened before the model is loaded, so that one that is taken
-    is found at once, and answers when all is ready."""
+def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
+    """Until it is told to stop; the exit code. The port is taken before the model is loaded, so that one that is not to
+    be had is known at once; who connects before all is ready is refused, which is how probes tell."""
     configure(config.log_level, config.json_logs)
     _raise_file_limit()
     try:
-        service = Service(config, engine)
-        listener = _bind(config)
+        service = Service(config, engine, keys)
+        with _bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(service, listener))
     except LoraxError as error:
         logger.error("%s", error)
         return 1
-    server = _Server(_uvicorn_config(service, config), service)
-    with listener:
-        server.run([listener])
-    return 0 if server.started else 1
+
+
+async def _serve(service: Service, listener: socket.socket) -> int:
+    starting = asyncio.create_task(service.start())
+    loop = asyncio.get_running_loop()
+    for each in SIGNALS:
+        loop.add_signal_handler(each, starting.cancel)
+    logger.info("loading %s", service.config.model_id)
+    seconds = 0.0
+    while not (await asyncio.wait((starting,), timeout=PROGRESS_S))[0]:
+        seconds += PROGRESS_S
+        logger.info("still loading after %g s", seconds)
+    for each in SIGNALS:
+        loop.remove_signal_handler(each)
+    if starting.cancelled():
+        logger.info("stopped before it was ready")
+        return 1
+    starting.result()
+    try:
+        await _Server(service).serve([listener])
+    finally:
+        await service.close()
+    return 0
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service) -> None:
+        super().__init__(_uvicorn_config(service))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -49,23 +75,24 @@ class _Server(uvicorn.Server):
         that it is not raised again when all is done."""
         self.force_exit = self.should_exit
         self.should_exit = True
-        if self.started:
-            self._service.drain()
+        self._service.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started and sockets:
+        if sockets:
             host, port = sockets[0].getsockname()[:2]
             logger.info("ready: http://%s:%d serves %s", _shown(host), port, self._service.config.model_id)
 
 
-def _uvicorn_config(service: Service, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(service: Service) -> uvicorn.Config:
+    config = service.config
     return uvicorn.Config(
         make_app(service),
         http=make_protocol(config.body_timeout_s),
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,
+        log_level=logging.WARNING,  # what else there is to say is said here
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -75,7 +102,7 @@ def _uvicorn_config(service: Service, config: ServerConfig) -> uvicorn.Config:
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """Not listening yet: who connects before all is ready is refused, which is how probes tell."""
+    """Not listening yet."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

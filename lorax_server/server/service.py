@@ -34,11 +34,11 @@ Work = Callable[[Call], Awaitable[Response]]
 class Service:
     """From `start` to `close`; all of it belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, engine: EngineClient) -> None:
+    def __init__(self, config: ServerConfig, engine: EngineClient, keys: KeyRing) -> None:
         self.config = config
         self.engine = engine
         self.is_draining = False
-        self._keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
+        self._keys = keys
         self._tracer = Tracer(config.otlp_endpoint, model=config.model_id)
         self._names = Names(config.model_id, config.served_names, config.default_source, config.static_adapter)
         for source, name in config.engine.preload:
@@ -73,9 +73,9 @@ class Service:
     async def _prepare(self, starting: "asyncio.Task[None]") -> Parts:
         """What can be done while the engine loads the model, then wait for it."""
         config, folder = self.config, self.config.engine.model.path
-        base = await asyncio.to_thread(load_tokenizer, folder, config_path=config.tokenizer_config_path)
+        base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
         defaults = await asyncio.to_thread(load_generation_defaults, folder)
-        self._tokenizers = Tokenizers(base)
+        self._tokenizers = Tokenizers(base, folder)
         await self._tokenizers.start()
         if self._folder is not None:
             await asyncio.to_thread(self._folder.start)
@@ -167,11 +167,14 @@ async def _while_connected(http: Request, call: Call, work: Work) -> Response | 
     working = asyncio.ensure_future(work(call))
     leaving = asyncio.create_task(until_gone(http.receive))
     try:
-        await asyncio.wait((working, leaving), timeout=call.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        ends = (working, leaving, call.stopped)
+        await asyncio.wait(ends, timeout=call.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         if leaving.done():
             return None
+        if call.stopped.done():
+            raise call.stopped.result()
         raise DeadlineError(f"there was no answer within {call.timeout_s:g} s")
     finally:
         leaving.cancel()

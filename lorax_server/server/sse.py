@@ -50,9 +50,11 @@ class EventStream(Response):
         finally:
             for task in (*helpers, writer):
                 task.cancel()
-            await asyncio.wait((*helpers, writer))
-            await self._events.aclose()
-            self.on_end(has_left)
+            try:
+                await asyncio.wait((*helpers, writer))
+                await self._events.aclose()
+            finally:
+                self.on_end(has_left)
         if not has_left:
             writer.result()
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.errors import AdapterError, ConfigError, TemplateError
-from lorax_server.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.tokenizer import TextTokenizer, load_adapter_tokenizer
 from lorax_server.types import Resolved
 
 MAX_TOKENIZERS = 32  # of adapters; each may take tens of megabytes
@@ -22,12 +22,14 @@ _T = TypeVar("_T")
 class Tokenizers:
     """Of one event loop."""
 
-    def __init__(self, base: TextTokenizer) -> None:
+    def __init__(self, base: TextTokenizer, folder: Path) -> None:
         self.base = base
+        self._folder = folder
         self._of_adapters: OrderedDict[tuple[str, tuple[Stamp, ...]], TextTokenizer] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
-        # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait.
-        self._renderer, self._adapter_renderer = TemplateRenderer(), TemplateRenderer()
+        # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. The base
+        # model's is not to blame for messages that take long.
+        self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
 
     async def start(self) -> None:
         await self._renderer.start()
@@ -47,7 +49,7 @@ class Tokenizers:
             key = adapter.folder, tuple(stamp_of(folder / file) for file in adapter.tokenizer_files)
             known = self._of_adapters.get(key)
             if known is None:
-                known = await self._on_a_thread(lambda: load_tokenizer(folder, base=self.base))
+                known = await self._on_a_thread(lambda: load_adapter_tokenizer(folder, self.base, self._folder))
         except (ConfigError, OSError) as error:
             raise AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {error}") from error
         self._of_adapters[key] = known
