@@ -115,7 +115,8 @@ class TemplateRenderer:
     def _check_refused(self, source: str) -> None:
         if self._clock() < self._refused.get(source, float("-inf")):
             raise TemplateError(
-                f"the chat template took longer than {self._timeout_s:g} s; it is not tried again for {self._refuse_s:g} s"
+                f"the chat template took longer than {self._timeout_s:g} s, and is not tried again for "
+                f"{self._refuse_s:g} s"
             )
 
     # --- The process --------------------------------------------------------------------------------------------------

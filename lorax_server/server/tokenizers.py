@@ -27,8 +27,8 @@ class Tokenizers:
         self._folder = folder
         self._of_adapters: OrderedDict[tuple[str, tuple[Stamp, ...]], TextTokenizer] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
-        # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. The base
-        # model's is not to blame for messages that take long.
+        # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. If the
+        # base model's does, it is because of the messages.
         self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
 
     async def start(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx2
 
+from lorax_server.cli.flags import Parser
 from lorax_server.errors import ConfigError, LoraxError
-from lorax_server.flags import Parser
 
 DEFAULT_URL = "http://127.0.0.1:3000"
 NEARBY = ("127.0.0.1", "localhost", "::1")

@@ -8,10 +8,10 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
-from lorax_server.cli_bench import add_bench, bench
-from lorax_server.cli_http import Api, add_connection, clean, count_of, say, tolerate_any_text
+from lorax_server.cli.bench import add_bench, bench
+from lorax_server.cli.flags import Parser
+from lorax_server.cli.http import Api, add_connection, clean, count_of, say, tolerate_any_text
 from lorax_server.errors import ConfigError, LoraxError
-from lorax_server.flags import Parser
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "how freely tokens are chosen; 0: always the likeliest"),

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from lorax_server.cli.flag_table import FLAGS, TABLE
+from lorax_server.cli.flags import build_parser, parse
+from lorax_server.cli.settings import Machine, Parsed
 from lorax_server.config import (
     CorsConfig,
     EngineConfig,
@@ -16,9 +19,6 @@ from lorax_server.config import (
     SourceConfig,
 )
 from lorax_server.errors import ConfigError
-from lorax_server.flag_settings import Machine, Parsed
-from lorax_server.flag_table import FLAGS, TABLE
-from lorax_server.flags import build_parser, parse
 
 # Section 9.1 of the specification.
 LORAX_FLAGS = re.findall(

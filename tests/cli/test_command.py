@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lorax_server import cli, cli_client, cli_http, launch
+from lorax_server import launch
+from lorax_server.cli import client as cli_client
+from lorax_server.cli import command as cli
+from lorax_server.cli import http as cli_http
 from lorax_server.cli import launcher, main
-from lorax_server.cli_bench import Sample, quantiles, summarize
+from lorax_server.cli.bench import Sample, quantiles, summarize
+from lorax_server.cli.settings import Machine
 from lorax_server.config import ServerConfig
-from lorax_server.errors import EngineError
-from lorax_server.flag_settings import Machine
+from lorax_server.errors import ConfigError, EngineError
 
 FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
 
@@ -170,6 +174,21 @@ def test_the_machine_is_looked_at(served: list[ServerConfig], model: Path, monke
     assert (served[0].engine.model.device, served[0].engine.adapter_bytes) == ("cuda", 2**29)
 
 
+def test_a_gpu_is_looked_for_without_torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/bin/nvidia-smi")
+    for code, expected in (("print(2**30)", Machine("cuda", 2**30)), ("print(0)", Machine())):
+        monkeypatch.setattr(cli, "PROBE", code)
+        assert cli.find_machine() == expected
+    monkeypatch.setattr(cli, "PROBE", "1 / 0")
+    with pytest.raises(ConfigError, match="give --device cpu or --device cuda"):
+        cli.find_machine()
+
+
+def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(cli.PROBE)
+    assert (int(capsys.readouterr().out) > 0) == torch.cuda.is_available()
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -256,7 +275,7 @@ def test_download_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("lorax_server.download.find_model", lambda *all_of_it: asked.append(all_of_it) or model)
+    monkeypatch.setattr("lorax_server.cli.download.find_model", lambda *all_of_it: asked.append(all_of_it) or model)
     flags = ["--source", "hub", "--huggingface-hub-cache", "/cache", "--hub-endpoint", "http://hub", "--auto-convert"]
     assert main(["download-weights", "owner/model@v1", "--api-token", "hf_x", *flags]) == 0
     assert asked == [("owner/model", "v1", "hub", Path("/cache"), "hf_x", "http://hub", False)]

@@ -16,9 +16,9 @@ from typing import Any
 import httpx2
 from tqdm import tqdm
 
-from lorax_server.cli_http import Lines, connection, count_of, read_event, refusal, talking
+from lorax_server.cli.flags import Parser
+from lorax_server.cli.http import Lines, connection, count_of, read_event, refusal, talking
 from lorax_server.errors import ConfigError, LoraxError
-from lorax_server.flags import Parser
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
 QUANTILES = (0.5, 0.95, 0.99)

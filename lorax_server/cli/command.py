@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lorax_server import __version__
+from lorax_server.cli.flags import Parser, parse
+from lorax_server.cli.settings import Machine, Parsed
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
-from lorax_server.flag_settings import Machine, Parsed
-from lorax_server.flags import Parser, parse
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
         return _serve(argv[1:], "serve")
     if command == "download-weights":
         return _download_weights(argv[1:])
-    from lorax_server.cli_client import run  # noqa: PLC0415 - slow
+    from lorax_server.cli.client import run  # noqa: PLC0415 - slow
 
     return run(command, argv[1:], os.environ)
 
@@ -143,7 +143,7 @@ def _warn(parsed: Parsed) -> None:
 
 
 def _find_model(parsed: Parsed) -> Path:
-    from lorax_server.download import find_model  # noqa: PLC0415 - slow
+    from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     return find_model(
@@ -207,7 +207,3 @@ def _describe_gpus() -> str:
         return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

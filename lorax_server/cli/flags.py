@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lorax_server import __version__
+from lorax_server.cli.flag_table import FLAGS, REFUSED_VARIABLES, TABLE, UNUSED_VARIABLES, WATERMARK, Flag
+from lorax_server.cli.settings import HOSTS, Parsed
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
-from lorax_server.flag_settings import HOSTS, Parsed
-from lorax_server.flag_table import FLAGS, REFUSED_VARIABLES, TABLE, UNUSED_VARIABLES, WATERMARK, Flag
 
 LAUNCHER_MODEL = "mistralai/Mistral-7B-Instruct-v0.1"
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}

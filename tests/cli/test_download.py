@@ -12,8 +12,8 @@ from botocore.exceptions import ClientError
 from huggingface_hub import close_session, constants
 from moto import mock_aws
 
-from lorax_server import download
-from lorax_server.download import choose_files, find_model
+from lorax_server.cli import download
+from lorax_server.cli.download import choose_files, find_model
 from lorax_server.errors import ConfigError, LoraxError, SourceError, WeightsError
 from tests.adapters.sources.hub_server import HubServer, Repo, describe, may_see, refusal
 from tests.adapters.sources.server import Fault, Reply, Request, running

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorax_server.cli.flag_table import FLAGS
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
-from lorax_server.flag_table import FLAGS
 
 logger = logging.getLogger(__name__)
 
