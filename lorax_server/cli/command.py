@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser, parse
+from lorax_server.cli.model_folder import check_folder
 from lorax_server.cli.settings import Machine, Parsed
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
@@ -143,11 +144,15 @@ def _warn(parsed: Parsed) -> None:
 
 
 def _find_model(parsed: Parsed) -> Path:
+    values, is_s3 = parsed.values, parsed.model_source == "s3"
+    place = str(values.get("weights_cache_override", parsed.model_place))
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return check_folder(folder)
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
-    values, is_s3 = parsed.values, parsed.model_source == "s3"
     return find_model(
-        str(values.get("weights_cache_override", parsed.model_place)),
+        place,
         parsed.revision,
         parsed.model_source,
         parsed.cache,

@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined] # public, but imported lazily
 
+from lorax_server.cli.model_folder import check_folder
 from lorax_server.errors import ConfigError, LoraxError, SourceError, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -50,19 +51,13 @@ def find_model(
     """The folder of a model. `endpoint` is that of the hub or of the S3 service; None: the usual one."""
     folder = Path(model_id).expanduser()
     if folder.is_dir():
-        return _check_folder(folder)
+        return check_folder(folder)
     if source == "s3":
-        return _check_folder(_from_s3(model_id, cache / "s3-models", endpoint))
+        return check_folder(_from_s3(model_id, cache / "s3-models", endpoint))
     if model_id.startswith(("/", ".", "~", "\\")):
         raise ConfigError(f"model {model_id!r}: there is no such folder; check the path")
     with _explained(model_id, revision):
-        return _check_folder(_from_hub(model_id, revision, cache, token, endpoint, offline))
-
-
-def _check_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {str(folder)!r}: there is no config.json in it, so it is not a model's folder")
-    return folder
+        return check_folder(_from_hub(model_id, revision, cache, token, endpoint, offline))
 
 
 def choose_files(model_id: str, names: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         identity = await _load(service, choice, body.pin)
         if body.name:
             names.add(body.name, choice.refs[0].source, choice.refs[0].name)
-        return json_response(await _one(service, identity))
+        return json_response(await _one(service, identity, body.name or body.adapter_id))
 
     @router.post("/v1/adapters/unload", response_model=AdapterList, responses=ERRORS)
     async def unload(http: Request, body: AdapterRequest) -> Response:
@@ -127,11 +127,10 @@ async def _list(service: Service, http: Request) -> list[dict[str, Any]]:
     return listed
 
 
-async def _one(service: Service, identity: str) -> dict[str, Any]:
-    place = service.parts.seen.place(identity)
+async def _one(service: Service, identity: str, name: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters():
         if state.identity == identity:
-            return _describe(place.name if place else state.name, place, state)
+            return _describe(name, service.parts.seen.place(identity), state)
     raise LoraxError("the adapter has gone again")
 
 

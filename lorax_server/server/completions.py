@@ -161,7 +161,7 @@ class _Logprobs:
             for token_id, logprob in zip(*(chunk.alternatives or ((), ())), strict=True):
                 top.setdefault(text_of(token_id), logprob)
             token = text_of(chunk.token_id)
-            top.setdefault(token, chunk.logprob)
+            top[token] = chunk.logprob  # whichever else looks the same, such as bytes that are no character
             self._put(token, chunk.logprob, top)
             self._offset += len(chunk.text)
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import AdapterNotFoundError, ForbiddenError, LoraxError, NotSupportedError
+from lorax_server.errors import AdapterNotFoundError, ForbiddenError, InputError, LoraxError, NotSupportedError
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
 from lorax_server.server.keys import Key
 from lorax_server.server.native import ERRORS
@@ -29,6 +29,7 @@ from lorax_server.types import SamplingParams, StopParams
 
 STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
 JSON = "application/json"
+MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
 NOT_YET = {
     "/embed": "embeddings are",
     "/v1/embeddings": "embeddings are",
@@ -81,7 +82,6 @@ def _add_health(router: APIRouter, service: Service) -> None:
 
     for path in ("/health", "/ping", "/"):
         router.get(path, response_model=None, responses=answers, tags=["LoRAX"], name=f"health {path}")(health)
-        router.head(path, response_model=None, include_in_schema=False)(health)
 
     probe = _Probe(service)
 
@@ -131,6 +131,8 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """A text's tokens."""
         service.identify(http)
+        if len(body.inputs) > MAX_CHARACTERS:
+            raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
         pieces = await asyncio.to_thread(tokenizer.pieces, body.inputs, with_special)
         return json_response([piece._asdict() for piece in pieces])

@@ -40,8 +40,10 @@ class MergedAdapters(Schema):
 
 
 class ResponseFormat(Schema):
-    type: str = Field(json_schema_extra={"enum": ["text", "json_object", "json_schema"]})
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Only `text` is possible yet, which asks for nothing."""
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", json_schema_extra={"enum": [None]})
     json_schema: dict[str, Any] | None = None
 
 

@@ -19,6 +19,7 @@ from lorax_server.tokenizer import GenerationDefaults
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
 
 FINGERPRINT = f"lorax-{__version__}"
+MAX_BIASES = 1024
 CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -138,10 +139,12 @@ def check(holds: bool, message: str) -> None:
         raise InputError(message)
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
+    check(len(given) <= MAX_BIASES, f"`logit_bias` has at most {MAX_BIASES} tokens. Given: {len(given)}")
     for token_id, bias in given.items():
         check(token_id.isascii() and token_id.isdigit() and len(token_id) < 10, "`logit_bias` is keyed by token ids")
-        check(-100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        check(is_number and -100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
     return {int(token_id): bias for token_id, bias in given.items()}
 
 

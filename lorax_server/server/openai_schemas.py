@@ -6,10 +6,26 @@ from pydantic import Field
 
 from lorax_server.server.native_schemas import Many, Penalty, Schema, Share, Stop, TokenIds
 
-OpenAISeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+OpenAISeed = Annotated[
+    int,  # pydantic writes its own limits as floats, which these are not
+    Field(ge=MIN_SEED, le=MAX_SEED, json_schema_extra={"minimum": MIN_SEED, "maximum": MAX_SEED}),
+]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_PROMPTS = 2048
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
-Bias = dict[str, Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]]
+# Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
+Bias = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+Prompts = Field(max_length=MAX_PROMPTS)
+Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
+NothingYet = Annotated[Any, Field(json_schema_extra={"enum": [None, False, 0, "", [], {}]})]
+NoneYet = Annotated[Many[dict[str, Any]], Field(json_schema_extra={"maxItems": 0})]
+PlainText = Annotated[
+    dict[str, Any], Field(json_schema_extra={"required": ["type"], "properties": {"type": {"const": "text"}}})
+]
 
 
 class StreamOptions(Schema):
@@ -48,16 +64,16 @@ class CommonRequest(Schema):
     cache_salt: str | None = None
 
     # Not yet.
-    response_format: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
+    response_format: PlainText | None = None
+    guided_json: Nothing = None
+    guided_regex: Nothing = None
+    guided_choice: Nothing = None
+    guided_grammar: Nothing = None
+    structured_outputs: Nothing = None
 
 
 class CompletionRequest(CommonRequest):
-    prompt: str | Many[str] | TokenIds | Many[TokenIds] = Field(
+    prompt: str | Annotated[Many[str], Prompts] | TokenIds | Annotated[Many[TokenIds], Prompts] = Field(
         json_schema_extra={
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -78,7 +94,7 @@ class CompletionRequest(CommonRequest):
         default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
     )
     add_special_tokens: bool | None = True
-    suffix: str | None = None
+    suffix: Annotated[str, Field(json_schema_extra={"maxLength": 0})] | None = None
 
 
 class TextPart(Schema):
@@ -105,13 +121,13 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Not yet.
-    tools: Many[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: NoneYet | None = None
+    tool_choice: str | dict[str, Any] | None = Field(default=None, json_schema_extra={"enum": [None, "none", "auto"]})
     tool_prompt: str | None = None
-    functions: Many[dict[str, Any]] | None = None
-    function_call: Any = None
-    modalities: Many[str] | None = None
-    audio: Any = None
+    functions: NoneYet | None = None
+    function_call: NothingYet = None
+    modalities: Many[str] | None = Field(default=None, json_schema_extra={"enum": [None, ["text"]]})
+    audio: NothingYet = None
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------

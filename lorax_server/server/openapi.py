@@ -6,6 +6,9 @@ from fastapi import FastAPI
 
 from lorax_server.server.parts import Parts
 
+EMPTY = ("/", "/health", "/ping", "/startup")
+STREAMS = ("/", "/invocations", "/generate_stream", "/v1/completions", "/v1/chat/completions")
+EVENTS = {"itemSchema": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}}
 BEARER = {"bearer": {"type": "http", "scheme": "bearer"}}
 
 
@@ -26,6 +29,10 @@ def describe_limits(app: FastAPI, parts: Parts) -> None:
     _bound(schemas["CompletionRequest"], "best_of", config.max_choices)
     _bound(schemas["ChatCompletionRequest"], "max_completion_tokens", parts.max_total_tokens - 1)
     _bound(schemas["GenerateParameters"], "stop", config.max_stop_sequences, "maxItems", "array")
+    vocabulary = max(int(parts.engine.info.get("vocab_size") or 0), parts.tokenizers.base.num_ids)
+    _bound_ids(schemas["CompletionRequest"]["properties"]["prompt"], vocabulary - 1)
+    _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], parts.tokenizers.base.num_ids - 1)
+    _describe_answers(document["paths"])
     if not parts.keys.is_open:
         _require_keys(document)
 
@@ -35,6 +42,22 @@ def _bound(schema: dict[str, Any], field: str, most: int, word: str = "maximum",
     for each in (described, *described.get("anyOf", ())):
         if each.get("type") == kind:
             each[word] = most
+
+
+def _bound_ids(schema: dict[str, Any], most: int) -> None:
+    """Token ids, however deep they lie."""
+    if schema.get("type") == "integer":
+        schema["maximum"] = most
+    for each in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        _bound_ids(each, most)
+
+
+def _describe_answers(paths: dict[str, Any]) -> None:
+    """What FastAPI cannot be told: that there may be no body, or another one than usual."""
+    for path in EMPTY:
+        del paths[path]["get"]["responses"]["200"]["content"]
+    for path in STREAMS:
+        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = EVENTS
 
 
 def _require_keys(document: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from lorax_server.errors import (
     TemplateError,
 )
 
+RETRIED = (424, 429, 500, 503)  # where trying again may help
 OPENAI_PREFIX = "/v1/"
 FAILED = "Request failed during generation: Server error: "
 HTTP_TYPES = {
@@ -61,7 +62,7 @@ class Problem(NamedTuple):
 
     def response(self, path: str) -> Response:
         headers = dict(self.headers)
-        if self.retry_after_s is not None:
+        if self.retry_after_s is not None and self.status in RETRIED:
             headers["retry-after"] = str(max(1, math.ceil(min(self.retry_after_s, 3600))))
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"

@@ -75,13 +75,16 @@ class _Server(uvicorn.Server):
         that it is not raised again when all is done."""
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._service.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if sockets:
             host, port = sockets[0].getsockname()[:2]
             logger.info("ready: http://%s:%d serves %s", _shown(host), port, self._service.config.model_id)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.drain()  # not by the signal, which may come in the middle of anything
+        await super().shutdown(sockets)
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:

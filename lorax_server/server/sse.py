@@ -1,8 +1,9 @@
 """Server-sent events: a response that is written as it comes to be."""
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,7 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE = b":\n\n"
+STUCK_S = 120.0  # who takes nothing for so long has gone, whatever its socket says
 DONE = b"data: [DONE]\n\n"
+
+logger = logging.getLogger(__name__)
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -21,7 +25,8 @@ def event(content: Any) -> bytes:
 
 class EventStream(Response):
     """Writes what `events` yields, each piece one or more whole events, at the pace of who reads it. A client that goes
-    away ends it. `on_end`, set by whoever has to know, is told whether it did."""
+    away, or takes nothing for longer than `stuck_s`, ends it. `on_end`, set by whoever has to know, is told whether it
+    did."""
 
     media_type = "text/event-stream"
 
@@ -30,19 +35,22 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float,
         headers: dict[str, str] | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
         self.on_end: Callable[[bool], None] = lambda has_left: None  # noqa: ARG005
-        self._is_silent = True
+        self._stuck_s = stuck_s
+        self._num_sent = 0
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         writer = asyncio.create_task(self._write(send))
         helpers = [asyncio.create_task(until_gone(receive)), asyncio.create_task(self._keep_alive(send))]
         try:
-            await asyncio.wait((writer, helpers[0]), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writer, *helpers), return_when=asyncio.FIRST_COMPLETED)
             has_left = not writer.done()
         except asyncio.CancelledError:
             has_left = True
@@ -61,18 +69,38 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self._events:
-            self._is_silent = False
+            self._is_sending = True
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._is_sending = False
+            self._num_sent += 1
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
-        """Say that it is still there after each silence. Whole events are written at once, so this falls between."""
+        """Say that it is still there after each silence, until nobody takes it. Whole events are written at once, so
+        that this falls between."""
+        stuck_since = None
         while True:
-            self._is_silent = True
+            num_sent, now = self._num_sent, time.monotonic()
             await asyncio.sleep(self._keep_alive_s)
-            if self._is_silent:
-                with suppress(Exception):
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            if num_sent != self._num_sent:
+                stuck_since = None
+            elif self._is_sending:
+                stuck_since = stuck_since or now
+                if time.monotonic() - stuck_since >= self._stuck_s:
+                    return
+            elif not await self._send_sign(send):
+                return
+
+    async def _send_sign(self, send: Send) -> bool:
+        """Whether it was taken; one that cannot be written now is as good as that."""
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        except TimeoutError:
+            return False
+        except Exception:
+            logger.debug("a sign of life could not be written", exc_info=True)
+        return True
 
 
 async def until_gone(receive: Receive) -> None:

@@ -67,7 +67,7 @@ class Tokenizers:
         """The adapter's own, else that of the base model."""
         return _default_template(tokenizer.chat_templates) or _default_template(self.base.chat_templates)
 
-    async def render(self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], **variables: Any) -> str:
+    async def render(self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """Messages as one prompt, by the adapter's template if it has one."""
         source = self.template_of(tokenizer)
         if source is None:

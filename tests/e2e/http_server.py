@@ -1,21 +1,27 @@
 """A real server for tests: the command, its processes, a socket, with a tiny model and its adapters in folders."""
 
 import copy
+import http.client
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.models.tiny import SERVED
 from tests.parity.test_engine import write_adapter
 from tests.parity.variants import VARIANTS
 from tests.tokenizers import byte_level
@@ -40,9 +46,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def write_model(folder: Path, name: str = "llama-gqa") -> Any:
-    """A tiny model of one architecture with a tokenizer, and two adapters beside it; transformers' model."""
+    """A tiny model of one architecture with a tokenizer, and two adapters beside it; transformers' model.
+
+    One that the registry does not know gets no adapters.
+    """
     tokenizer = make_tokenizer()
-    config = VARIANTS[name].config()
+    config = VARIANTS[name].config() if name in VARIANTS else SERVED[name]()
     config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -54,9 +63,48 @@ def write_model(folder: Path, name: str = "llama-gqa") -> Any:
         warnings.simplefilter("ignore")
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-    for adapter, rank in RANKS.items():
+    (folder / "adapters").mkdir()
+    for adapter, rank in RANKS.items() if name in VARIANTS else ():
         write_adapter(copy.deepcopy(model), name, rank, folder / "adapters" / adapter)
     return model
+
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    """transformers' model with what PEFT makes of an adapter's folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval().get_base_model()
+
+
+def write_other(adapter: Path, folder: Path) -> None:
+    """An adapter of the same shape with other numbers."""
+    shutil.copytree(adapter, folder)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}, folder / "new.safetensors")
+    os.replace(folder / "new.safetensors", folder / "adapter_model.safetensors")
+
+
+class Answer(NamedTuple):
+    """What came over the wire; the headers' names are in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        assert self.headers["content-type"] == "application/json"
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """What a stream's events say. Comments are passed over; anything else would be a mistake."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *pieces, rest = self.body.split(b"\n\n")
+        assert rest == b""
+        lines = [piece for piece in pieces if piece != b":"]
+        assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines)
+        return [line[6:].decode() if line == b"data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
 class Server:
@@ -71,21 +119,74 @@ class Server:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
+    def send(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> Answer:
+        """One request on a connection of its own. A body of bytes is sent as it is, anything else as JSON."""
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        kind = {} if body is None else {"content-type": "application/json"}
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            connection.request(method, path, content, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            return Answer(
+                response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+            )
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return self.send("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The engine does nothing for a while, so that what is asked of it stays under way."""
+        engine = self._engine
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(engine, signal.SIGCONT)
+
+    @property
+    def _engine(self) -> int:
+        listed = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [int(child) for file in listed for child in file.read_text().split()]
+        (engine,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return engine
+
     def stop(self, timeout_s: float = 60) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
 
+# `lorax serve` with another time between signs of life, for which there is no flag.
+IMPATIENT = """
+import sys
+from dataclasses import replace
+from lorax_server import cli, launch
+serve = launch.serve_forever
+launch.serve_forever = lambda config: serve(replace(config, keep_alive_s=float(sys.argv[1])))
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
 @contextmanager
-def serving(folder: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    folder: Path,
+    *flags: str,
+    environ: dict[str, str] | None = None,
+    has_hub: bool = False,
+    keep_alive_s: float | None = None,
+) -> Iterator[Server]:
     """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready."""
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
-    command = [sys.executable, "-m", "lorax_server.cli", "serve", *arguments, "--no-hub", *flags]
+    program = ["-m", "lorax_server.cli"] if keep_alive_s is None else ["-c", IMPATIENT, str(keep_alive_s)]
+    hub = [] if has_hub else ["--no-hub"]
+    command = [sys.executable, *program, "serve", *arguments, *hub, *flags]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environ or {})},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environ or {})},
     )
     log: list[str] = []
     url: list[str] = []
@@ -104,6 +205,8 @@ def serving(folder: Path, *flags: str, environ: dict[str, str] | None = None) ->
         finally:
             process.kill()
             reader.join()
+            assert process.stderr is not None
+            process.stderr.close()
 
 
 def _read(process: "subprocess.Popen[str]", log: list[str], url: list[str], has_answer: threading.Event) -> None:

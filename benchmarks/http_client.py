@@ -1,0 +1,167 @@
+"""Sends requests for streams to a server, many at once, in a process of its own: the other side of `http_load.py`.
+
+It must leave a core to the server, so it parses nothing: a response is searched for the bytes that a token and an end
+look like. Neither can stand within a JSON string, which has its quotes and line ends escaped.
+"""
+
+import argparse
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+PATH = "/generate_stream"
+HEAD = "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+OK = b"HTTP/1.1 200 "
+TOKEN = b'"token":{'
+END = b"\r\n0\r\n\r\n"  # the last chunk of a body, which has no length
+TAIL = len(TOKEN) - 1  # of what came before: not enough to count a token twice
+
+
+@dataclass
+class Sample:
+    """One request, as it was seen here. Times are seconds since the first request was sent."""
+
+    sent_s: float = 0.0
+    first_s: float = 0.0
+    end_s: float = 0.0
+    tokens: int = 0
+    error: str = ""
+
+
+class Connection(asyncio.Protocol):
+    """One request after the other."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.tokens = 0
+        self.first_at = 0.0
+        self._tail = b""
+        self._ended: asyncio.Future[str] | None = None
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.is_open = transport, True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(f"the connection was lost: {exc}")
+
+    async def ask(self, request: bytes) -> str:
+        """Send it and wait for the end of the answer; what was wrong with it, if anything."""
+        self.tokens, self.first_at, self._tail = 0, 0.0, b""
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._ended
+
+    def data_received(self, data: bytes) -> None:
+        if not self._tail and not data.startswith(OK):
+            self._end(data.decode(errors="replace"))
+            return
+        data = self._tail + data
+        self.tokens += data.count(TOKEN)
+        if self.tokens and not self.first_at:
+            self.first_at = time.perf_counter()
+        if data.endswith(END) and self._ended is not None and not self._ended.done():
+            self._ended.set_result("" if self.tokens else data.decode(errors="replace"))
+        self._tail = data[-TAIL:]
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _end(self, error: str) -> None:
+        """What is left of such a response is not waited for."""
+        self.is_open = False
+        self._transport.close()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(error)
+
+
+class Load:
+    """All requests, and what became of them."""
+
+    def __init__(self, url: str, bodies: Sequence[Any]) -> None:
+        parsed = urlsplit(url)
+        self.samples = [Sample() for _ in bodies]
+        self.most_open = 0
+        self._num_open = 0
+        self._host, self._port = parsed.hostname, parsed.port
+        self._requests = [_request(body, parsed.netloc) for body in bodies]
+        self._left: Iterator[int] = iter(range(len(bodies)))
+        self._start = 0.0
+
+    async def run(self, at_once: int) -> float:
+        """The seconds that all took."""
+        self._start = time.perf_counter()
+        await asyncio.gather(*[self._work() for _ in range(min(at_once, len(self.samples)))])
+        return max(sample.end_s for sample in self.samples)
+
+    async def _work(self) -> None:
+        """As long as there are any: the next request, on the same connection if it is still open."""
+        connection = None
+        for number in self._left:
+            sample = self.samples[number]
+            self._num_open += 1
+            self.most_open = max(self.most_open, self._num_open)
+            sample.sent_s = self._now()
+            try:
+                if connection is None or not connection.is_open:
+                    connection = await self._connect()
+                sample.error = await connection.ask(self._requests[number])
+                sample.tokens = connection.tokens
+                sample.first_s = max(0.0, connection.first_at - self._start)
+            except OSError as error:
+                sample.error = str(error)
+            sample.end_s = self._now()
+            self._num_open -= 1
+        if connection is not None:
+            connection.close()
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        return connection
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def main() -> None:
+    args = parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    load = Load(args.url, json.loads(args.bodies.read_text()))
+    cpu_s = time.process_time()
+    seconds = asyncio.run(load.run(args.at_once))
+    result = {
+        "seconds": seconds,
+        "cpu_s": time.process_time() - cpu_s,
+        "most_open": load.most_open,
+        "samples": [asdict(sample) for sample in load.samples],
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(result))
+    tokens, failed = sum(sample.tokens for sample in load.samples), sum(bool(sample.error) for sample in load.samples)
+    print(f"{len(load.samples)} requests, {failed} failed, {tokens} tokens, {seconds:.2f} s")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:3000")
+    parser.add_argument("bodies", type=Path, help=f"a file with a JSON list of what to send to {PATH}")
+    parser.add_argument("--at-once", type=int, default=64, metavar="N", help="streams that are open at once")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of each request to this file")
+    return parser.parse_args()
+
+
+def _request(body: Any, host: str) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD.format(path=PATH, host=host, length=len(content)).encode() + content
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""What HTTP costs: the same requests to a bare engine, and over sockets to a server in front of one.
+
+64 requests are under way at any time, each for one of 8 adapters, with answers of 32 to 96 tokens; when one ends, the
+next comes. (With `--equal` all have 64, so that all end and come together, which no crowd does.) The bare engine runs
+in a process of its own, as always, and is given token ids; nobody makes text of what comes back. The server is the
+command as users start it, read by a load generator in a process of its own (`http_client.py`), every token as an event.
+Either engine computes on one core, and takes part in no measurement but its own. Both are warm, prompts are never the
+same twice, and the two are measured in turn, since machines have moods.
+
+At last 1,000 streams are opened at once, of which most wait for a place.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from report import Record, report
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
+from lorax_server.engine.client import EngineClient
+from lorax_server.launch import make_client
+from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
+
+ADAPTERS, RANK = 8, 8
+HIDDEN, LAYERS, HEADS, INNER = 256, 6, 4, 512
+MODULES = ("q_proj", "v_proj")
+ROWS, CACHE_BYTES = 64, 2**28
+PROMPT = 32  # tokens, each a character
+EOS = "</s>"
+MOST_ADDED = 0.15  # of the engine's own time
+READY = re.compile(r"ready: (http://\S+)")
+START_S, RUN_S = 120, 1200
+IDLE, STEPS = "lorax_engine_idle_seconds_total", "lorax_engine_steps_total"
+US = "us for each token"
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much is measured."""
+
+    pairs: int = 3
+    requests: int = 256
+    at_once: int = 64
+    answer: int = 64  # tokens, on average
+    spread: float = 0.5  # how much shorter or longer they may be
+    streams: int = 1000
+    stream_answer: int = 16
+
+
+QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_answer=4)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    prompt: str
+    adapter: str
+    answer: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        parameters = {"adapter_id": self.adapter, "max_new_tokens": self.answer, "ignore_eos_token": True}
+        return {"inputs": self.prompt, "parameters": parameters}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load that was served."""
+
+    seconds: float
+    tokens: int
+    idle_s: float  # of the engine
+    steps: float
+    api_cpu_s: float = 0.0
+    client_cpu_s: float = 0.0
+
+
+def main() -> None:
+    args = parse_args()
+    amounts = QUICK if args.quick else Amounts()
+    amounts = replace(amounts, spread=0.0) if args.equal else amounts
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started from here
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_files(folder)
+        with serving(folder) as server:
+            bare, http = asyncio.run(measure_pairs(folder, server, amounts))
+            crowd = make_load(-1, amounts.streams, amounts.stream_answer, amounts.spread)
+            many = server.run(crowd, amounts.streams)
+    report([*compare(bare, http, amounts), *count(many, crowd)], args.json)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument("--equal", action="store_true", help="answers of the same length")
+    parser.add_argument("--quick", action="store_true", help="so little that only crashes can be found by it")
+    return parser.parse_args()
+
+
+async def measure_pairs(folder: Path, server: "Server", amounts: Amounts) -> tuple[list[Run], list[Run]]:
+    """The bare engine and the server, in turn."""
+    bare, http = [], []
+    client = make_client(engine_config(folder))
+    await client.start()
+    try:
+        identities = await resolve_all(client)
+        tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+        for number in range(amounts.pairs + 1):
+            load = make_load(number, amounts.requests if number else amounts.at_once, amounts.answer, amounts.spread)
+            requests = [to_request(client, wanted, identities, tokenizer) for wanted in load]
+            bare.append(await run_bare(client, requests, amounts.at_once))
+            served = await asyncio.to_thread(server.run, load, amounts.at_once)
+            assert served.num_whole(load) == len(load), served.errors
+            http.append(served.run)
+            print(f"bare {bare[-1].seconds:.2f} s, over HTTP {http[-1].seconds:.2f} s", flush=True)
+    finally:
+        await client.close()
+    return bare[1:], http[1:]  # the first of either has what is slow only once
+
+
+def compare(bare: Sequence[Run], http: Sequence[Run], amounts: Amounts) -> list[Record]:
+    seconds = statistics.median(run.seconds for run in http)
+    added = statistics.median(ours.seconds / alone.seconds - 1 for alone, ours in zip(bare, http, strict=True))
+
+    def median(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+        return statistics.median(of(run) for run in runs)
+
+    def both(name: str, unit: str, of: Callable[[Run], float]) -> list[Record]:
+        sides = (("the engine alone", bare), ("over HTTP", http))
+        return [Record(f"{name}, {side}", median(runs, of), unit, "", None) for side, runs in sides]
+
+    return [
+        Record("added by the API process", added, "of 1", "the engine alone", MOST_ADDED, at_most=True),
+        Record("requests over HTTP", amounts.requests / seconds, "1/s", "", None),
+        *both("tokens", "1/s", lambda run: run.tokens / run.seconds),
+        *both("time", "s", lambda run: run.seconds),
+        *both("idle share of the engine", "of 1", lambda run: run.idle_s / run.seconds),
+        *both("steps", "", lambda run: run.steps),
+        *both("a step, with what is between them", "ms", lambda run: run.seconds / run.steps * 1e3),
+        Record("CPU of the API process", median(http, lambda run: run.api_cpu_s / run.tokens * 1e6), US, "", None),
+        Record("CPU of the load", median(http, lambda run: run.client_cpu_s / run.tokens * 1e6), US, "", None),
+    ]
+
+
+def count(many: "Served", crowd: Sequence[Wanted]) -> list[Record]:
+    for error in many.errors[:3]:
+        print(f"a stream failed: {error[:500]!r}")
+    return [
+        Record("streams that were open at once", many.result["most_open"], "", "", len(crowd)),
+        Record("of these, complete with all tokens", many.num_whole(crowd), "", "", len(crowd)),
+        Record("time for all of them", many.run.seconds, "s", "", None),
+    ]
+
+
+# --- Files and requests -----------------------------------------------------------------------------------------------
+
+
+def make_files(folder: Path) -> None:
+    """A model, its tokenizer, and adapters as PEFT writes them."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    letters = [token_id for token, token_id in tokenizer.get_vocab().items() if token.isascii() and len(token) == 1]
+    others = sorted(set(range(len(tokenizer))) - set(letters))
+    model.lm_head.weight.data[others] = 0.0  # never the best, so that answers are text, as they usually are
+    model.save_pretrained(folder / "model")
+    chance = np.random.default_rng(0)
+    for number in range(ADAPTERS):
+        write_adapter(folder / "adapters" / name_of(number), chance)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: place for place, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+def write_adapter(folder: Path, chance: np.random.Generator) -> None:
+    folder.mkdir(parents=True)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 16,
+        "target_modules": list(MODULES),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {}
+    for layer in range(LAYERS):
+        for module in MODULES:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (RANK, HIDDEN)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (HIDDEN, RANK)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def name_of(adapter: int) -> str:
+    return f"adapter-{adapter}"
+
+
+def make_load(seed: int, count: int, answer: int, spread: float) -> list[Wanted]:
+    """Other prompts for another seed."""
+    chance = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz     "
+    return [
+        Wanted(
+            "".join(chance.choices(letters, k=PROMPT)),
+            name_of(chance.randrange(ADAPTERS)),
+            round(answer * chance.uniform(1 - spread, 1 + spread)),
+        )
+        for _ in range(count)
+    ]
+
+
+# --- The engine alone -------------------------------------------------------------------------------------------------
+
+
+def engine_config(folder: Path) -> EngineConfig:
+    """The same as the server's."""
+    sources = SourceConfig((folder / "adapters",))
+    return EngineConfig(ModelConfig(folder / "model"), max_rows=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
+
+
+async def resolve_all(client: EngineClient) -> dict[str, str]:
+    names = [name_of(number) for number in range(ADAPTERS)]
+    return {name: (await client.resolve([AdapterRef("local", name)])).identity for name in names}
+
+
+def to_request(client: EngineClient, wanted: Wanted, identities: dict[str, str], tokenizer: Tokenizer) -> Request:
+    identity = identities[wanted.adapter]
+    stop = StopParams(max_new_tokens=wanted.answer, ignore_eos=True)
+    ids = tokenizer.encode(wanted.prompt).ids
+    return Request(client.new_id(), ids, SamplingParams(), stop, identity, tenant=identity)
+
+
+async def run_bare(client: EngineClient, requests: Sequence[Request], at_once: int) -> Run:
+    left: Iterator[Request] = iter(requests)
+
+    async def work() -> None:
+        for request in left:
+            tokens = 0
+            async for outputs in client.stream(request):
+                tokens += len(outputs)
+            assert tokens == request.stop.max_new_tokens, f"{tokens} tokens"
+
+    before = await client.status()
+    start = time.perf_counter()
+    await asyncio.gather(*[work() for _ in range(at_once)])
+    seconds = time.perf_counter() - start
+    after = await client.status()
+    tokens = sum(request.stop.max_new_tokens for request in requests)
+    return Run(seconds, tokens, after.idle_s - before.idle_s, after.steps - before.steps)
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Served:
+    run: Run
+    result: dict[str, Any]  # of the load generator
+
+    @property
+    def errors(self) -> list[str]:
+        return sorted({sample["error"] for sample in self.result["samples"] if sample["error"]})
+
+    def num_whole(self, load: Sequence[Wanted]) -> int:
+        """Answers that have all of their tokens."""
+        pairs = zip(self.result["samples"], load, strict=True)
+        return sum(not sample["error"] and sample["tokens"] == wanted.answer for sample, wanted in pairs)
+
+
+class Server:
+    """One that runs, in a process of its own."""
+
+    def __init__(self, url: str, process_id: int, folder: Path) -> None:
+        self._url = url
+        self._process = psutil.Process(process_id)
+        self._bodies, self._result = folder / "bodies.json", folder / "result.json"
+
+    def run(self, load: Sequence[Wanted], at_once: int) -> Served:
+        self._bodies.write_text(json.dumps([wanted.body for wanted in load]))
+        script = Path(__file__).with_name("http_client.py")
+        command = [sys.executable, script, self._url, self._bodies, "--at-once", str(at_once), "--json", self._result]
+        since, before, cpu_s = time.perf_counter(), self._read_metrics(), self._cpu_s()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=RUN_S)
+        passed_s, after, cpu_s = time.perf_counter() - since, self._read_metrics(), self._cpu_s() - cpu_s
+        result = json.loads(self._result.read_text())
+        seconds, tokens = result["seconds"], sum(sample["tokens"] for sample in result["samples"])
+        # While the load generator was starting there was nothing to do.
+        idle_s = max(0.0, after[IDLE] - before[IDLE] - (passed_s - seconds))
+        run = Run(seconds, tokens, idle_s, after[STEPS] - before[STEPS], cpu_s, result["cpu_s"])
+        return Served(run, result)
+
+    def _read_metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self._url}/metrics") as response:
+            text = response.read().decode()
+        return {name: float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1]) for name in (IDLE, STEPS)}
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """`lorax serve` until it is left."""
+    log = folder / "log"
+    flags = {
+        "--model-id": folder / "model",
+        "--adapters-dir": folder / "adapters",
+        "--huggingface-hub-cache": folder / "cache",
+        "--device": "cpu",
+        "--max-rows": ROWS,
+        "--cache-bytes": CACHE_BYTES,
+        "--port": 0,
+    }
+    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--no-hub"]
+    command += [str(word) for pair in flags.items() for word in pair]
+    with log.open("w") as file, subprocess.Popen(command, stderr=file, cwd=ROOT) as process:
+        try:
+            yield Server(wait_for_url(process, log), process.pid, folder)
+        finally:
+            process.terminate()
+
+
+def wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        found = READY.search(log.read_text())
+        if found:
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""What a model's folder has to have."""
+
+from pathlib import Path
+
+from lorax_server.errors import ConfigError
+
+
+def check_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {str(folder)!r}: there is no config.json in it, so it is not a model's folder")
+    return folder

@@ -1,0 +1,80 @@
+"""The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
+test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
+
+Every request gets its first token at once, the others when there is a file `gate`.
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from lorax_server import ipc
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.engine.client import EngineClient
+from lorax_server.engine.process import connected, serve
+from lorax_server.server.keys import KeyRing
+from lorax_server.server.run import run
+from lorax_server.types import AdapterRef, FinishReason, Merge, Output, Request, Resolved
+from tests.engine.fake_engine import FakeEngine
+
+INFO: ipc.Info = {
+    "model": "light",
+    "max_length": 10_000,
+    "vocab_size": 300,
+    "num_blocks": 1,
+    "block_size": 16,
+    "dtype": "float32",
+    "device": "cpu",
+}
+
+
+class GatedEngine(FakeEngine):
+    """Repeats the prompt over and over."""
+
+    def __init__(self, channel: ipc.EngineChannel, gate: Path) -> None:
+        super().__init__(channel)
+        self._gate = gate
+        self._begun: dict[int, tuple[Request, int]] = {}  # and how many tokens it has
+
+    @property
+    def is_busy(self) -> bool:
+        return self._gate.exists() and bool(self._begun)
+
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
+        return Future()  # no adapter is ever found
+
+    def add(self, request: Request) -> None:
+        self._begun[request.request_id] = request, 0
+
+    def abort(self, request_id: int) -> None:
+        self._begun.pop(request_id, None)
+
+    def step(self) -> list[Output]:
+        is_open = self._gate.exists()
+        return [self._next(each) for each, (_, count) in list(self._begun.items()) if is_open or not count]
+
+    def _next(self, request_id: int) -> Output:
+        request, count = self._begun[request_id]
+        self._begun[request_id] = request, count + 1
+        token_id = next(itertools.islice(itertools.cycle(request.prompt_ids), count, None))
+        is_last = count + 1 == request.stop.max_new_tokens
+        if is_last:
+            del self._begun[request_id]
+        return Output(request_id, token_id, -0.5, FinishReason.LENGTH if is_last else None)
+
+
+def run_engine(gate: str, address: str) -> None:
+    with connected(address) as channel:
+        serve(GatedEngine(channel, Path(gate)), channel, INFO)
+
+
+def main(folder: str, gate: str, drain_s: str) -> int:
+    model = ModelConfig(Path(folder))
+    config = ServerConfig(EngineConfig(model), "light", port=0, default_source="local", drain_s=float(drain_s))
+    return run(config, EngineClient(run_engine, gate), KeyRing((), None, None))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,331 @@
+"""What dies, stops or leaves while answers are under way: real processes and sockets, ended by real signals."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.sources.hub_server import HubServer, Repo
+from tests.adapters.sources.server import running
+from tests.e2e.http_server import ROOT, Server, _read, serving, write_model
+from tests.e2e.test_engine_process import is_alive
+from tests.e2e.wire import (
+    CHAT,
+    COMPLETIONS,
+    NATIVE,
+    PATIENCE_S,
+    RST,
+    Client,
+    all_of,
+    children,
+    count_logged,
+    get,
+    is_answered,
+    is_idle,
+    metrics,
+    native,
+    openai,
+    resident_bytes,
+    tokens_of,
+    usage,
+    wait_for,
+)
+
+ROWS = 16
+ADAPTER = "owner/adapter"
+
+
+# --- A server with a real engine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can go on for long."""
+    folder = tmp_path_factory.mktemp("long")
+    write_model(folder)
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 4096}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(folder: Path) -> Iterator[HubServer]:
+    with running(HubServer()) as server:
+        files = {path.name: path.read_bytes() for path in (folder / "adapters" / "first").iterdir()}
+        server.repos[ADAPTER] = Repo(files)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, hub: HubServer) -> Iterator[Server]:
+    flags = ("--max-rows", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
+    with serving(folder, *flags, "--huggingface-hub-cache", str(folder / "cache")) as server:
+        yield server
+
+
+def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: Server) -> None:
+    first = {"adapter_id": "first", "adapter_source": "local"}
+    with closing(Client(server, NATIVE, native(60, **first))) as client:
+        before = tokens_of(client.events())
+    messages = [{"role": "user", "content": "hello"}]
+    bodies = {
+        "native": (NATIVE, native(4000)),
+        "adapter": (NATIVE, native(4000, **first)),
+        "compat": ("/", native(4000) | {"stream": True}),
+        "completion": (COMPLETIONS, openai(4000, n=2)),
+        "chat": (CHAT, openai(4000, messages=messages)),
+    }
+    clients = [Client(server, path, body, x_request_id=name) for name, (path, body) in bodies.items()]
+    with all_of(Client(server, "/generate", native(4000), x_request_id="whole"), *clients) as (whole, *streams):
+        events = [stream.events() for stream in streams]
+        for each in events:
+            assert "error" not in next(each)
+        wait_for(lambda: metrics(server)["lorax_batch_current_size"] == len(bodies) + 2, "all of them run")
+        os.kill(children(server.process.pid)["engine"], signal.SIGKILL)
+        for (path, _), each in zip(bodies.values(), events, strict=True):
+            *_, last = each  # and no [DONE]
+            message = last["error"]["message"] if path.startswith("/v1") else last["error"]
+            assert "the engine process ended (exit code -9, SIGKILL); it is being started again" in message
+        assert whole.status == 503
+    check_is_down(server)
+
+    wait_for(lambda: get(server, "/health")[0] == 200, "the engine comes back")
+    with closing(Client(server, NATIVE, native(60, **first))) as client:
+        assert tokens_of(client.events()) == before
+    wait_for(lambda: all(count_logged(server, name) for name in (*bodies, "whole")), "all are logged")
+    assert all(count_logged(server, name) == 1 for name in (*bodies, "whole"))
+
+
+def check_is_down(server: Server) -> None:
+    """For a while, and all are told."""
+    status, text = get(server, "/health")
+    assert (status, json.loads(text)) == (503, {"error": "unhealthy", "error_type": "healthcheck"})
+    for path, body in (("/generate", native(1)), (NATIVE, native(1)), (COMPLETIONS, openai(1))):
+        with closing(Client(server, path, body)) as client:
+            assert client.status == 503
+            assert int(client.response.headers["retry-after"]) >= 1
+            assert "started again" in str(client.json()["error"])
+    assert "lorax_engine_healthy 0.0" in get(server, "/metrics")[1]
+
+
+def vanish(server: Server, count: int) -> None:
+    """Clients that leave at every point, half of them with a reset."""
+    clients = []
+    for i in range(count):
+        path, body = ((NATIVE, native), (COMPLETIONS, openai), ("/generate", native))[i // 2 % 3]
+        client = Client(server, path, body(3000))
+        if i < ROWS and path != "/generate":
+            next(client.events())
+        if i % 3 == 0:
+            client.close(RST if i % 2 else None)  # before it has got anything
+        clients.append(client)
+    for i, client in enumerate(clients):  # in the middle, or in the queue
+        client.close(RST if i % 2 else None)
+
+
+def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
+    vanish(server, 40)  # what is made once for all is there afterwards
+    wait_for(lambda: is_idle(server), "the first ones are gone")
+    pids = (server.process.pid, children(server.process.pid)["engine"])
+    before, old = [usage(pid) for pid in pids], metrics(server)
+    memory = sum(map(resident_bytes, pids))
+
+    vanish(server, 200)
+    steps = metrics(server)["lorax_engine_steps_total"]
+    wait_for(lambda: is_idle(server), "all are gone")
+    new = metrics(server)
+    assert new["lorax_engine_steps_total"] - steps < 100  # 75 000 are needed to answer them
+    assert new["lorax_kv_blocks_free"] == old["lorax_kv_blocks_free"] == new["lorax_kv_blocks"]
+    wait_for(lambda: all(now <= then for now, then in zip(map(usage, pids), before, strict=True)), "files, threads")
+    assert sum(map(resident_bytes, pids)) - memory < 32 * 2**20
+    with closing(Client(server, "/generate", native(5))) as client:
+        assert client.status == 200
+
+
+def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it(server: Server) -> None:
+    names = [f"slow-{i}" for i in range(20)]
+    body = native(300, details=True, return_k_alternatives=20)
+    with all_of(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
+        with all_of(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
+            answers = [tokens_of(client.events()) for client in fast]
+        wait_for(lambda: is_idle(server), "the engine has done with the slow ones too")
+        assert not any(count_logged(server, name) for name in names)  # they wait to be read
+        expected = tokens_of(slow[0].events())
+        assert len(expected) == 300
+        assert answers == [expected[:40]] * 20
+        for client in slow[1:]:
+            assert tokens_of(client.events()) == expected
+
+
+def test_a_request_may_say_how_long_it_waits(server: Server) -> None:
+    with all_of(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
+        for client in long:
+            next(client.events())
+        for path, body in ((NATIVE, native(5)), ("/generate", native(5)), (COMPLETIONS, openai(5))):  # in the queue
+            with closing(Client(server, path, body, x_request_timeout="0.2")) as client:
+                assert client.status == 504
+                assert "there was no answer within 0.2 s" in str(client.json()["error"])
+    with closing(Client(server, "/generate", native(4000), x_request_timeout="0.2")) as client:
+        assert (client.status, client.json()["error_type"]) == (504, "timeout")
+    for asked in ("0", "-1", "nan", "inf", "soon"):
+        with closing(Client(server, "/generate", native(1), x_request_timeout=asked)) as client:
+            assert client.status == 422
+    wait_for(lambda: is_idle(server), "what is given up is not computed")
+
+
+def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, folder: Path) -> None:
+    """No file of the engine may grow beyond a few bytes for a while."""
+    engine = children(server.process.pid)["engine"]
+    weights = max(len(content) for content in hub.repos[ADAPTER].files.values())
+    body, spoken = native(20, adapter_id=ADAPTER), openai(5, model=ADAPTER)
+    other = native(20, adapter_id="second", adapter_source="local")
+    with closing(Client(server, NATIVE, native(4000))) as going:
+        events = going.events()
+        next(events)
+        before = resource.prlimit(engine, resource.RLIMIT_FSIZE)
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (weights - 1, before[1]))
+        for path, asked, status in ((NATIVE, body, 424), ("/generate", body, 424), (COMPLETIONS, spoken, 503)):
+            with closing(Client(server, path, asked)) as client:
+                assert client.status == status
+                assert int(client.response.headers["retry-after"]) >= 1
+                assert "the server cannot store it (File too large); its cache needs room" in str(client.json())
+        assert not list((folder / "cache").rglob("*.part"))
+        with closing(Client(server, "/generate", other)) as client:
+            assert client.status == 200
+        assert "error" not in next(events)
+    resource.prlimit(engine, resource.RLIMIT_FSIZE, before)
+    wait_for(lambda: is_answered(server, "/generate", body), "it is tried again after a while")
+    with closing(Client(server, NATIVE, body)) as client:
+        fetched = tokens_of(client.events())
+    with closing(Client(server, NATIVE, native(20, adapter_id="first", adapter_source="local"))) as client:
+        assert tokens_of(client.events()) == fetched
+
+
+# --- Servers that end, with an engine that takes as long as a test wants ----------------------------------------------
+
+
+@contextmanager
+def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
+    """`tests.e2e.light_server`; what it leaves in its folder for temporary files is a failure."""
+    with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
+        command = ["-m", "tests.e2e.light_server", str(folder / "model"), str(tmp_path / "gate"), str(drain_s)]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": scratch}
+        process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environ)
+        log, url, has_answer = list[str](), list[str](), threading.Event()
+        reader = threading.Thread(target=_read, args=(process, log, url, has_answer))
+        reader.start()
+        try:
+            assert has_answer.wait(PATIENCE_S)
+            assert url, "".join(log)
+            left = children(process.pid)
+            yield Server(process, url[0], log)
+            process.wait(PATIENCE_S)
+            wait_for(lambda: not any(map(is_alive, left.values())), "no process stays")
+            assert left.keys() >= {"engine", "renderer"}
+            wait_for(lambda: not os.listdir(scratch), "no file stays")
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+@contextmanager
+def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
+    """That have begun, and do not go on for now."""
+    asked = ((NATIVE, native(count)), (COMPLETIONS, openai(count))) * 2
+    with all_of(*(Client(server, path, body) for path, body in asked)) as clients:
+        events = [client.events() for client in clients]
+        for each in events:
+            next(each)
+        yield events
+
+
+def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
+    server.process.send_signal(how)
+    wait_for(lambda: any("stopping:" in line for line in server.log), "it has heard")
+
+
+def check_takes_nothing_new(server: Server) -> None:
+    try:
+        with closing(Client(server, "/generate", native(1))) as client:
+            assert client.status == 503
+    except ConnectionError:
+        return
+
+
+def check_end(events: list[Iterator[Any]], *, with_error: bool) -> None:
+    """All of them were told how it ended."""
+    for i, each in enumerate(events):
+        *_, last = each
+        if with_error:
+            assert "the server is shutting down" in str(last["error"])
+        else:
+            assert last == "[DONE]" if i % 2 else last["generated_text"]
+
+
+def test_what_is_under_way_may_end_when_the_server_is_told_to_stop(folder: Path, tmp_path: Path) -> None:
+    with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 50) as events:
+        with closing(Client(server, "/generate", native(50))) as whole:
+            wait_for(lambda: metrics(server)["lorax_request_count"] == 5, "the last one is in")
+            tell_to_stop(server)
+            check_takes_nothing_new(server)
+            assert server.process.poll() is None
+            (tmp_path / "gate").touch()
+            check_end(events, with_error=False)
+            assert whole.status == 200
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> None:
+    lost = native(5, adapter_id="somewhere", adapter_source="local")  # which this engine never finds
+    with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
+        with all_of(Client(server, "/generate", native(5000)), Client(server, NATIVE, lost)) as waiting:
+            wait_for(lambda: metrics(server)["lorax_request_count"] == 6, "all are in")
+            tell_to_stop(server, signal.SIGINT)
+            check_end(events, with_error=True)
+            for client in waiting:
+                assert client.status == 500
+                assert "the server is shutting down" in client.json()["error"]
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path) -> None:
+    with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
+        tell_to_stop(server)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_path: Path) -> None:
+    with gated(folder, tmp_path, drain_s=1) as server:
+        bodies = (
+            (NATIVE, native(9)),
+            (COMPLETIONS, openai(9)),
+            (COMPLETIONS, openai(9, n=2)),
+            ("/generate", native(9)),
+        )
+        with all_of(*(Client(server, path, body, x_request_timeout="2.5") for path, body in bodies)) as clients:
+            for client in clients[:-1]:
+                *some, last = client.events()
+                assert some
+                assert "there was no answer within 2.5 s" in str(last["error"])
+            assert (clients[-1].status, clients[-1].json()["error_type"]) == (504, "timeout")
+        server.process.terminate()
+
+
+def test_nothing_outlives_a_server_that_is_killed(folder: Path, tmp_path: Path) -> None:
+    with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
+        server.process.kill()
+        assert server.process.wait(PATIENCE_S) == -signal.SIGKILL

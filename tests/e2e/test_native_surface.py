@@ -1,0 +1,391 @@
+"""What LoRAX's own routes put on the wire, byte by byte: bodies, events, headers, errors and their order."""
+
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.http_server import Answer, Server, serving, write_model
+
+PROMPT = "The quick brown fox"
+LENGTH = {"max_new_tokens": 6, "ignore_eos_token": True}
+ROUTES = ("/generate", "/", "/invocations", "/generate_stream")
+TIMES = (
+    *("compute-time", "total-time", "validation-time", "queue-time", "inference-time"),
+    *("time-per-token", "time-to-first-token", "time-per-output-token"),
+)
+COUNTS = ("compute-characters", "prompt-tokens", "generated-tokens", "skipped-tokens", "total-tokens")
+MERGE = {"ids": ["first", "second"], "weights": [1, 1], "merge_strategy": "linear", "density": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("surface")
+    write_model(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, keep_alive_s=0.5) as started:
+        yield started
+
+
+def generate(server: Server, path: str = "/generate", inputs: str = PROMPT, **parameters: Any) -> Answer:
+    return server.post(path, {"inputs": inputs, "parameters": {**LENGTH, **parameters}})
+
+
+# --- Bodies and events ------------------------------------------------------------------------------------------------
+
+
+def test_bodies_are_as_clients_expect_them(server: Server) -> None:
+    plain = generate(server)
+    assert plain.status == 200
+    text = plain.json["generated_text"]
+    assert plain.body == json.dumps({"generated_text": text}, ensure_ascii=False, separators=(",", ":")).encode()
+    for path in ("/", "/invocations"):
+        assert generate(server, path).body == b"[" + plain.body + b"]"
+    details = generate(server, details=True).json["details"]
+    assert set(details) == {
+        *("finish_reason", "prompt_tokens", "generated_tokens", "skipped_tokens", "seed", "prefill", "tokens")
+    }
+    assert (details["finish_reason"], details["seed"], details["prefill"]) == ("length", None, [])
+    assert all(set(token) == {"id", "text", "logprob", "special", "skipped"} for token in details["tokens"])
+    prefill = generate(server, decoder_input_details=True).json["details"]["prefill"]
+    assert all(set(token) == {"id", "text", "logprob"} for token in prefill)
+    other = generate(server, best_of=2, do_sample=True, details=True).json["details"]["best_of_sequences"][0]
+    assert set(other) == {"generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"}
+
+
+def test_every_key_may_be_null(server: Server) -> None:
+    names = (
+        *("adapter_id", "adapter_source", "merged_adapters", "api_token", "best_of", "temperature", "top_k", "top_p"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty", "typical_p", "do_sample", "stop", "seed"),
+        *("return_full_text", "truncate", "watermark", "details", "decoder_input_details", "return_k_alternatives"),
+        *("apply_chat_template", "response_format", "unknown_to_all"),
+    )
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    assert generate(server, **nothing).body == generate(server).body
+    assert server.post("/generate", {"inputs": PROMPT, "parameters": None, "stream": None}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/", "/invocations"])
+def test_events_are_single_lines_and_nothing_comes_after_the_last(path: str, server: Server) -> None:
+    body = {"inputs": PROMPT, "stream": True, "parameters": {**LENGTH, "details": True}}
+    answer = server.post(path, body)
+    whole = generate(server, details=True).json
+    assert b"[DONE]" not in answer.body
+    assert b"\r" not in answer.body
+    assert all(set(event) == {"token", "generated_text", "details"} for event in answer.events)
+    assert [event["token"] for event in answer.events] == whole["details"]["tokens"]
+    *others, last = answer.events
+    assert all(event["generated_text"] is None and event["details"] is None for event in others)
+    assert last["generated_text"] == whole["generated_text"]
+    assert last["details"] == {"finish_reason": "length", "prompt_tokens": 15, "generated_tokens": 6, "seed": None}
+    first = json.dumps(answer.events[0], ensure_ascii=False, separators=(",", ":"))
+    assert f"data: {first}\n\n".encode() in answer.body
+
+
+def test_the_token_that_ends_an_answer_is_told_but_not_part_of_the_text(server: Server) -> None:
+    for seed in range(100):  # hot enough that every token is as likely as any
+        how: dict[str, Any] = {
+            "temperature": 1e6,
+            "seed": seed,
+            "max_new_tokens": 100,
+            "details": True,
+            "ignore_eos_token": False,
+        }
+        answer = generate(server, **how).json
+        if answer["details"]["finish_reason"] == "eos_token":
+            break
+    last = answer["details"]["tokens"][-1]
+    assert (last["text"], last["special"]) == ("</s>", True)
+    assert "</s>" not in answer["generated_text"]
+    assert answer["details"]["generated_tokens"] == len(answer["details"]["tokens"]) < 100
+    assert generate(server, "/generate_stream", **how).events[-1]["token"] == last
+    assert generate(server, **how | {"ignore_eos_token": True}).json["details"]["generated_tokens"] == 100
+
+
+def test_numbers_that_json_cannot_write_are_null(server: Server) -> None:
+    """Tokens that top-k leaves out cannot be drawn."""
+    answer = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
+    for token in answer.json["details"]["tokens"]:
+        assert [each["logprob"] for each in token["alternative_tokens"]] == [0.0, None, None]
+        assert token["logprob"] == 0.0
+
+
+def test_a_silent_stream_says_that_it_is_still_there_and_how_it_ends(server: Server) -> None:
+    """The deadline comes when the status has been sent, so the error is the last event."""
+    body = json.dumps({"inputs": PROMPT, "parameters": LENGTH})
+    headers = {"content-type": "application/json", "x-request-timeout": "2"}
+    with server.paused(), closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", "/generate_stream", body, headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        content = response.read()
+    error = b'data: {"error":"there was no answer within 2 s","error_type":"timeout"}\n\n'
+    assert content.endswith(error)
+    silence = content.removesuffix(error)
+    assert silence == b":\n\n" * silence.count(b":")
+    assert len(silence) > 0
+    assert generate(server).status == 200
+
+
+# --- Headers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
+def test_headers_of_an_answer(path: str, server: Server, folder: Path) -> None:
+    answer = generate(server, path)
+    headers = answer.headers
+    assert headers["x-compute-type"] == "cpu+optimized"
+    assert headers["x-model-id"] == str(folder / "model")
+    assert all(re.fullmatch(r"\d+", headers[f"x-{name}"]) for name in (*TIMES, *COUNTS))
+    assert [headers[f"x-{name}"] for name in COUNTS] == [str(len(PROMPT)), "15", "6", "0", "21"]
+    assert not any(name.startswith("x-adapter") for name in headers)
+    adapted = generate(server, path, adapter_id="first").headers
+    assert (adapted["x-adapter-id"], adapted["x-adapter-source"]) == ("first", "local")
+    assert re.fullmatch(r"[0-9a-f]{64}", adapted["x-adapter-hash"])
+    merged = generate(server, path, merged_adapters=MERGE).headers
+    assert merged["x-adapter-id"] == "first,second"
+
+
+def test_headers_of_a_stream(server: Server) -> None:
+    headers = generate(server, "/generate_stream", adapter_id="first").headers
+    assert headers["content-type"].split(";")[0] == "text/event-stream"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+    assert headers["x-compute-characters"] == str(len(PROMPT))
+    assert headers["x-adapter-id"] == "first"
+    assert "x-total-time" not in headers
+
+
+def test_characters_are_counted_and_not_bytes(server: Server) -> None:
+    assert generate(server, inputs="日本語👋").headers["x-compute-characters"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        (b"mine-42", True),
+        (b"x" * 128, True),
+        (b"x" * 129, False),
+        (b"two words", False),
+        (b"caf\xc3\xa9", False),
+        (b"a\tb", False),
+        (b"", False),
+        (b"<script>alert(1)</script>", True),
+    ],
+)
+def test_the_id_of_a_request(given: bytes, is_kept: bool, server: Server) -> None:
+    for path in ("/health", "/nowhere"):
+        head = b"GET %s HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx-request-id: %s\r\n\r\n"
+        answer = raw(server, head % (path.encode(), given))
+        (found,) = re.findall(rb"(?im)^x-request-id: ([^\r\n]*)\r$", answer)
+        assert (found == given) == is_kept
+        assert is_kept or re.fullmatch(rb"[0-9a-f]{32}", found)
+
+
+def raw(server: Server, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request)
+        pieces = []
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def test_a_hostile_adapter_name_harms_nobody(server: Server) -> None:
+    for name in ("naïve", "a\r\nx-evil: 1", "\x00", "🙂" * 50, "../../etc", "/etc", "a" * 10_000, "first\n"):
+        for path in ROUTES:
+            answer = generate(server, path, adapter_id=name)
+            assert answer.status == 424
+            assert answer.json["error_type"] == "generation"
+            assert "x-evil" not in answer.headers
+    assert generate(server, adapter_id="first").status == 200
+
+
+# --- What is refused, and in which order ------------------------------------------------------------------------------
+
+LONG = "very " * 200
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"adapter_id": "first", "merged_adapters": {**MERGE, "ids": []}},
+        "at most one of `adapter_id` or `adapters` may be provided",
+    ),
+    ({"merged_adapters": {**MERGE, "ids": []}}, "at least one adapter ID must be provided when setting `adapters`"),
+    (
+        {"merged_adapters": {**MERGE, "weights": [1]}},
+        "number of adapter IDs must match number of adapter weights",
+    ),
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"temperature": -1}, "`temperature` must be non-negative"),
+    ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"return_k_alternatives": 0}, "`return_k_alternatives` must be strictly positive"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+    ({"inputs": ""}, "`inputs` cannot be empty"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 127. Given: 0"),
+    ({"inputs": LONG}, "`inputs` must have less than 127 tokens. Given: 600"),
+    (
+        {"max_new_tokens": 122},
+        "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 15 `inputs` tokens and 122 `max_new_tokens`",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_mistake_has_its_message(path: str, server: Server) -> None:
+    for parameters, message in WRONG:
+        given = dict(parameters)
+        answer = generate(server, path, given.pop("inputs", PROMPT), **given)
+        assert answer.status == 422
+        assert (
+            answer.body
+            == json.dumps(
+                {"error": f"Input validation error: {message}", "error_type": "validation"}, separators=(",", ":")
+            ).encode()
+        )
+
+
+def test_the_first_mistake_wins(server: Server) -> None:
+    """All that are wrong from some place of the list on, but for those that cannot be said together."""
+    for place, (parameters, message) in enumerate(WRONG[:-2]):
+        given: dict[str, Any] = {}
+        for later, _ in reversed(WRONG[place:-2]):
+            given |= {name: value for name, value in later.items() if name not in ("best_of", "do_sample", "seed")}
+        given |= parameters
+        if "adapter_id" not in parameters:
+            given.pop("adapter_id", None)
+        if "do_sample" in parameters:
+            given.pop("temperature", None)
+        if parameters == {"best_of": 2}:
+            given = {name: value for name, value in given.items() if name in ("best_of", "stop", "truncate", "inputs")}
+        answer = generate(server, "/generate", given.pop("inputs", PROMPT), **given)
+        assert answer.json["error"] == f"Input validation error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
+        ({"decoder_input_details": True}, "`decoder_input_details` == true is not supported when streaming tokens"),
+        ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not supported when streaming tokens"),
+        ({"merged_adapters": {**MERGE, "merge_strategy": "nonsense"}}, "nonsense"),
+        ({"merged_adapters": {**MERGE, "majority_sign_method": "nonsense"}}, "nonsense"),
+        ({"merged_adapters": {**MERGE, "density": -0.5, "merge_strategy": "ties"}}, "density"),
+        ({"seed": -1}, "seed"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "parameters.temperature"),
+        ({"max_new_tokens": 10.5}, "parameters.max_new_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"response_format": {"type": "json_object"}}, "`response_format` 'json_object' is not supported yet"),
+    ],
+    ids=str,
+)
+def test_a_stream_is_refused_with_a_status(parameters: dict[str, Any], message: str, server: Server) -> None:
+    answer = generate(server, "/generate_stream", **parameters)
+    assert answer.status == 422
+    assert message in answer.json["error"]
+    assert answer.json["error"].startswith("Input validation error: ")
+    assert answer.json["error_type"] == "validation"
+
+
+@pytest.mark.parametrize(
+    ("request_line", "content_type", "body", "status", "message"),
+    [
+        ("POST /generate", "application/json", b'{"inputs": ', 400, "Failed to parse the request body as JSON: "),
+        ("POST /generate", "application/json", b'{"inputs": "\xff"}', 400, ""),
+        ("POST /generate", "application/json", b"", 422, ""),
+        ("POST /generate", "application/json", b"[]", 422, ""),
+        ("POST /generate", "application/json", b"{}", 422, "inputs"),
+        ("POST /generate", "application/json", b'{"inputs": 5}', 422, "inputs"),
+        ("POST /generate", "application/json", b"[" * 100_000, 400, ""),
+        ("POST /generate", "text/plain", b"{}", 415, "Expected request with `Content-Type: application/json`"),
+        ("POST /nowhere", "application/json", b"{}", 404, ""),
+        ("GET /generate", "application/json", b"", 405, ""),
+        ("DELETE /health", "application/json", b"", 405, ""),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_errors_before_a_route_are_json_too(
+    request_line: str, content_type: str, body: bytes, status: int, message: str, server: Server
+) -> None:
+    method, path = request_line.split()
+    answer = server.send(method, path, body, {"content-type": content_type})
+    assert answer.status == status
+    assert set(answer.json) == {"error", "error_type"}
+    assert message in answer.json["error"]
+    assert "allow" in answer.headers or status != 405
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_comes(server: Server) -> None:
+    head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 2097153\r\n\r\n"
+    answer = raw(server, head)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b'{"error":"Failed to buffer the request body: at most 2097152 bytes are taken"' in answer
+
+
+def test_a_suffix_of_json_and_a_charset_are_json(server: Server) -> None:
+    body = json.dumps({"inputs": PROMPT, "parameters": LENGTH}).encode()
+    for kind in ("application/json; charset=utf-8", "application/vnd.x+json", "APPLICATION/JSON"):
+        assert server.send("POST", "/generate", body, {"content-type": kind}).status == 200
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_deadline_that_is_none(asked: str, server: Server) -> None:
+    for path in ROUTES:
+        answer = server.post(path, {"inputs": PROMPT}, x_request_timeout=asked)
+        assert answer.status == 422
+        assert "x-request-timeout" in answer.json["error"]
+
+
+def test_a_deadline_before_the_first_token_has_a_status(server: Server) -> None:
+    with server.paused():
+        answer = server.post("/generate", {"inputs": PROMPT}, x_request_timeout="0.2")
+    assert answer.status == 504
+    assert answer.json == {"error": "there was no answer within 0.2 s", "error_type": "timeout"}
+
+
+# --- Other routes -----------------------------------------------------------------------------------------------------
+
+
+def test_health_and_what_is_served(server: Server, folder: Path) -> None:
+    for path in ("/health", "/ping", "/", "/startup"):
+        answer = server.send("GET", path)
+        assert (answer.status, answer.body) == (200, b"")
+    assert server.send("HEAD", "/health").status == 200
+    info = server.send("GET", "/info").json
+    assert info["model_id"] == str(folder / "model")
+    assert (info["max_input_length"], info["max_total_tokens"], info["max_best_of"]) == (127, 128, 2)
+    assert (info["model_dtype"], info["model_device_type"]) == ("torch.float32", "cpu")
+
+
+def test_tokens_of_a_text_and_the_text_of_tokens(server: Server) -> None:
+    tokens = server.post("/tokenize", {"inputs": PROMPT, "add_special_tokens": None}).json
+    assert all(set(token) == {"id", "text", "start", "stop"} for token in tokens)
+    assert "".join([PROMPT[token["start"] : token["stop"]] for token in tokens]) == PROMPT
+    assert tokens[1]["text"].startswith("\u0120")  # as the vocabulary spells a space
+    ids = [token["id"] for token in tokens]
+    assert server.post("/detokenize", {"ids": ids}).json == {"text": PROMPT}
+    assert server.post("/detokenize", {"ids": [10**9]}).status == 422
+
+
+@pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch"])
+def test_what_is_not_there_yet(path: str, server: Server) -> None:
+    answer = server.post(path, {"inputs": "a", "parameters": None, "stream": False})
+    assert answer.status == 422
+    assert answer.json["error_type"] == "validation"
+    assert answer.json["error"].endswith("not supported yet")

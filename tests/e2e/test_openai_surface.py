@@ -1,0 +1,400 @@
+"""What the OpenAI routes, the adapters' routes and keys do on the wire: names, templates, files that change, limits."""
+
+import http.client
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests.e2e.http_server import (
+    Answer,
+    Server,
+    ids_of,
+    serving,
+    write_model,
+    write_other,
+)
+from tests.parity.oracle import oracle_greedy
+
+PROMPT = "The quick brown fox"
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+JSON = {"content-type": "application/json"}
+ADMIN = "Bearer admin-secret"
+WAIT_S = 60.0  # a folder is looked at every few seconds
+TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+LOOPING = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+BROKEN = "{% for message in %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters with templates of their own beside the plain ones."""
+    made = tmp_path_factory.mktemp("surface")
+    write_model(made)
+    for name, template in (("polite", TEMPLATE), ("looping", LOOPING), ("broken", BROKEN)):
+        shutil.copytree(made / "adapters" / "first", made / "adapters" / name)
+        (made / "adapters" / name / "chat_template.jinja").write_text(template)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    names = ("--served-model-name", "shown", "--served-model-name", "org/also")
+    with serving(folder, *names, "--admin-key", "admin-secret", keep_alive_s=0.5) as started:
+        yield started
+
+
+def complete(server: Server, model: str, prompt: str = PROMPT, **more: Any) -> Answer:
+    return server.post("/v1/completions", {"model": model, "prompt": prompt, **GREEDY, **more})
+
+
+def chat(server: Server, model: str, **more: Any) -> Answer:
+    return server.post("/v1/chat/completions", {"model": model, "messages": MESSAGES, **GREEDY, **more})
+
+
+def text(answer: Answer) -> str:
+    assert answer.status == 200, answer.body
+    choice = answer.json["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Ask again until it does."""
+    until = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+# --- On the wire ------------------------------------------------------------------------------------------------------
+
+
+def test_bodies_and_events(server: Server) -> None:
+    whole = complete(server, "first").json
+    assert set(whole) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    assert whole["id"].startswith("cmpl-")
+    streamed = complete(server, "first", stream=True)
+    assert streamed.body.endswith(b"\n\ndata: [DONE]\n\n")
+    *chunks, done = streamed.events
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert "usage" not in chunks[0]
+    assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    talked = chat(server, "first", stream=True)
+    assert talked.body.endswith(b"data: [DONE]\n\n")
+    assert talked.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert talked.events[-2]["choices"][0]["delta"] == {}
+
+
+def test_errors_are_openais_object(server: Server) -> None:
+    refused = complete(server, "first", best_of=1, n=2)
+    assert refused.status == 422
+    message = "`best_of` (1) must be at least `n` (2)"
+    assert refused.json == {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    assert server.send("GET", "/v1/nothing").json["error"]["type"] == "not_found_error"
+
+
+def test_a_stream_that_fails_ends_with_an_error_and_without_done(server: Server) -> None:
+    headers = {"content-type": "application/json", "x-request-timeout": "2"}
+    body = json.dumps({"model": "", "messages": MESSAGES, "stream": True, **GREEDY})
+    with server.paused(), closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        content = response.read()
+    assert b"[DONE]" not in content
+    *silence, last, rest = content.split(b"\n\n")
+    assert set(silence) == {b":"}
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "there was no answer within 2 s"
+    assert rest == b""
+
+
+def test_the_sdk_raises_what_ends_a_stream(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client, server.paused():
+        stream = client.chat.completions.create(
+            model="", messages=MESSAGES, stream=True, extra_headers={"x-request-timeout": "2"}
+        )
+        with pytest.raises(openai.APIError, match="there was no answer within 2 s"):
+            list(stream)
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def test_spellings_of_the_base_model_and_of_an_adapter(server: Server, folder: Path) -> None:
+    model_id = str(folder / "model")
+    base, first = text(complete(server, "")), text(complete(server, "first"))
+    assert base != first
+    for name in ("shown", "org/also", model_id):
+        answer = complete(server, name)
+        assert text(answer) == base
+        assert answer.json["model"] == name
+        assert "x-adapter-id" not in answer.headers
+        adapted = complete(server, f"{name}:first")
+        assert text(adapted) == first
+        assert adapted.headers["x-adapter-id"] == "first"
+    assert complete(server, "").json["model"] == "shown"
+    assert text(complete(server, "first", adapter_source="local")) == first
+    for model in ("nobody", "shown:nobody", "first:shown", "shown/first"):
+        assert complete(server, model).status == 404
+        assert complete(server, model).json["error"]["code"] == "model_not_found"
+    assert complete(server, "first", adapter_source="nowhere").status in (404, 424)
+    listed = [model["id"] for model in server.send("GET", "/v1/models").json["data"]]
+    assert listed[:2] == ["shown", "org/also"]
+    assert {"first", "second", "polite"} < set(listed)
+    assert server.send("GET", "/v1/models/org%2Falso").json["root"] == model_id
+
+
+def test_a_local_adapter_has_no_revisions(server: Server) -> None:
+    for model in ("first@main", "shown:first@main"):
+        answer = complete(server, model)
+        assert answer.status == 404
+        assert "first@main" in answer.json["error"]["message"]
+    native = server.post("/generate", {"inputs": PROMPT, "parameters": {"adapter_id": "first@main"}})
+    assert native.status == 424
+
+
+# --- Templates --------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_speaks_by_its_own_template(server: Server) -> None:
+    assert text(chat(server, "polite")) == text(complete(server, "polite", "<Hi>"))
+    assert text(chat(server, "first")) == text(complete(server, "first", "[user] Hi\n[assistant] "))
+    assert chat(server, "polite").headers["x-compute-characters"] == str(len("<Hi>"))
+
+
+def test_templates_that_cannot_be_used_harm_nobody(server: Server) -> None:
+    """One that never ends, and one that is none; others talk meanwhile."""
+    before = text(chat(server, "first"))
+    answers: list[Answer] = []
+    threads = [threading.Thread(target=lambda: answers.append(chat(server, "looping"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert text(chat(server, "first")) == before
+    for thread in threads:
+        thread.join()
+    answers.append(chat(server, "broken", stream=True))
+    for answer in answers:
+        assert answer.status == 422
+        assert answer.json["error"]["message"].startswith("Failed applying chat template to inputs: ")
+    assert text(complete(server, "looping")) == text(complete(server, "first"))
+    assert text(chat(server, "polite")) == text(complete(server, "polite", "<Hi>"))
+
+
+# --- Adapters that come and go ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_added_becomes_a_name_and_one_that_is_replaced_other_weights(
+    server: Server, folder: Path
+) -> None:
+    adapters = folder / "adapters"
+    write_other(adapters / "first", folder / "prepared")
+    os.replace(folder / "prepared", adapters / "late")
+    eventually(lambda: server.send("GET", "/v1/models/late").status == 200)
+    old, first = complete(server, "late"), complete(server, "first")
+    assert text(old) != text(first)
+    shutil.copy(adapters / "first" / "adapter_model.safetensors", folder / "replacement")
+    os.replace(folder / "replacement", adapters / "late" / "adapter_model.safetensors")
+    eventually(lambda: complete(server, "late").headers["x-adapter-hash"] != old.headers["x-adapter-hash"])
+    assert text(complete(server, "late")) == text(first)
+    shutil.rmtree(adapters / "late")
+    eventually(lambda: server.send("GET", "/v1/models/late").status == 404)
+
+
+def admin(server: Server, path: str, key: str = ADMIN, **body: Any) -> Answer:
+    return server.send("POST", path, body, {"authorization": key} if key else {})
+
+
+def listed(server: Server, name: str) -> dict[str, Any] | None:
+    data = server.send("GET", "/v1/adapters", headers={"authorization": ADMIN}).json["data"]
+    return next((each for each in data if each["id"] == name), None)
+
+
+def test_an_admin_loads_pins_and_unloads(server: Server) -> None:
+    wanted = {"adapter_id": "second", "adapter_source": "local", "name": "deux", "pin": True}
+    loaded = admin(server, "/v1/adapters/load", **wanted)
+    assert (loaded.json["pinned"], loaded.json["source"], loaded.json["object"]) == (True, "local", "adapter")
+    answer = complete(server, "deux")
+    assert answer.headers["x-adapter-hash"] == loaded.json["hash"]
+    assert text(answer) == text(complete(server, "second"))
+    found = listed(server, "deux")
+    assert found is not None
+    assert (found["state"], found["pinned"], found["uses"] >= 1) == (loaded.json["state"], True, True)
+    assert admin(server, "/v1/adapters/load", adapter_id="second", pin=False).json["pinned"] is False
+    assert admin(server, "/v1/adapters/unload", adapter_id="deux").status == 200
+    assert complete(server, "deux").status == 404
+    assert complete(server, "second").status == 200
+    for path in ("/v1/adapters/load", "/v1/adapters/unload"):
+        assert admin(server, path, adapter_id="nobody").status == 404
+
+
+def test_only_an_admin_changes_what_is_loaded(server: Server) -> None:
+    bodies = {
+        "/v1/adapters/load": {"adapter_id": "first"},
+        "/v1/adapters/unload": {"adapter_id": "first"},
+        "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "first"},
+        "/v1/unload_lora_adapter": {"lora_name": "a"},
+    }
+    for path, body in bodies.items():
+        for key in ("", "Bearer wrong", "admin-secret", "Basic admin-secret"):
+            assert admin(server, path, key, **body).status == 401
+    names = {each["id"] for each in server.send("GET", "/v1/adapters").json["data"]}
+    assert {"first", "second"} <= names
+
+
+def test_the_routes_of_vllm(server: Server, folder: Path) -> None:
+    for path in ("first", str(folder / "adapters" / "first")):
+        added = admin(server, "/v1/load_lora_adapter", lora_name="vllm-name", lora_path=path)
+        assert (added.status, added.body) == (200, b"Success: LoRA adapter 'vllm-name' added successfully.")
+        assert text(complete(server, "vllm-name")) == text(complete(server, "first"))
+        removed = admin(server, "/v1/unload_lora_adapter", lora_name="vllm-name")
+        assert (removed.status, removed.body) == (200, b"Success: LoRA adapter 'vllm-name' removed successfully.")
+        assert complete(server, "vllm-name").status == 404
+    assert admin(server, "/v1/load_lora_adapter", lora_name="a", lora_path="/etc").status in (403, 404, 424)
+    assert admin(server, "/v1/unload_lora_adapter", lora_name="vllm-name").status == 404
+
+
+# --- Keys, a hub, and the model's own settings ------------------------------------------------------------------------
+
+KEYS = """
+[keys.all]
+key = "all-secret"
+[keys.poet]
+key = "poet-secret"
+adapters = ["local:fir*", "second"]
+base_model = false
+[keys.seldom]
+key = "seldom-secret"
+requests_per_minute = 1
+"""
+
+
+@contextmanager
+def trap() -> Iterator[tuple[str, list[str]]]:
+    """A hub that has nothing, and what it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("x-error-code", "RepoNotFound")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{hub.server_port}", asked
+        hub.shutdown()
+        thread.join()
+
+
+class Locked(NamedTuple):
+    """A server with keys, a hub as its default source, and settings of its model."""
+
+    server: Server
+    asked: list[str]  # of the hub
+    expected: list[int]
+
+    def sdk(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=key, max_retries=0)
+
+    def complete(self, key: str = "all-secret", **more: Any) -> Any:
+        with self.sdk(key) as client:
+            return client.completions.create(**{"model": "", "prompt": PROMPT, "max_tokens": 8, **more})
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    folder = tmp_path_factory.mktemp("locked")
+    model = write_model(folder)
+    settings = {"top_k": 1, "repetition_penalty": 4.0, "temperature": 0.7, "eos_token_id": model.config.eos_token_id}
+    (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "keys.toml").write_text(KEYS)
+    (folder / "keys.toml").chmod(0o600)
+    flags = ("--keys-file", str(folder / "keys.toml"), "--default-adapter-source", "hub")
+    with trap() as (url, asked):
+        cache = ("--hub-endpoint", url, "--huggingface-hub-cache", str(folder / "cache"))
+        with serving(folder, *flags, *cache, has_hub=True, environ={"HF_HUB_OFFLINE": "0"}) as server:
+            yield Locked(server, asked, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
+
+
+def test_a_model_of_another_service_is_not_looked_for(locked: Locked) -> None:
+    for name in ("gpt-4o", "gpt-4o-mini", "text-davinci-003"):
+        with pytest.raises(openai.NotFoundError, match=f"the model '{name}' does not exist; there are") as caught:
+            locked.complete(model=name)
+        assert caught.value.code == "model_not_found"
+    assert locked.asked == []
+    with pytest.raises(openai.NotFoundError):
+        locked.complete(model="owner/name@v1")
+    assert any("owner/name" in path and "v1" in path for path in locked.asked)
+
+
+def test_keys_open_what_they_are_for(locked: Locked) -> None:
+    with pytest.raises(openai.AuthenticationError, match="this API key is not known") as caught:
+        locked.complete("wrong")
+    assert caught.value.code == "invalid_api_key"
+    assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(openai.PermissionDeniedError, match="may not use adapter 'second'"):
+        locked.complete("poet-secret", model="second", extra_body={"adapter_source": "local"})
+    with pytest.raises(openai.PermissionDeniedError, match="may not use the base model"):
+        locked.complete("poet-secret")
+    allowed = locked.complete("poet-secret", model="first", extra_body={"adapter_source": "local"})
+    assert allowed.model == "first"
+    assert locked.complete("poet-secret", model="second").model == "second"  # by the name that the operator gave it
+    with locked.sdk("poet-secret") as client:
+        assert [model.id for model in client.models.list()] == ["second"]
+    assert locked.server.send("GET", "/health").status == 200
+    for path in ("/generate", "/", "/v1/adapters/load"):
+        assert locked.server.post(path, {"inputs": PROMPT, "adapter_id": "a"}).status in (401, 403)
+    for path in ("/v1/models", "/v1/adapters", "/info"):
+        assert locked.server.send("GET", path).status == 401
+
+
+def test_json_that_is_broken(locked: Locked) -> None:
+    with locked.sdk("all-secret") as client, pytest.raises(openai.BadRequestError, match="Failed to parse"):
+        client.post("/completions", cast_to=object, content=b'{"model": ', options={"headers": JSON})
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_back(locked: Locked) -> None:
+    locked.complete("seldom-secret")
+    with pytest.raises(openai.RateLimitError, match="used up its 1 requests a minute") as caught:
+        locked.complete("seldom-secret")
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+    assert caught.value.code == "rate_limit_exceeded"
+    locked.complete("all-secret")
+
+
+def test_settings_of_the_model_hold_for_openais_routes_only(locked: Locked) -> None:
+    """Its top-k leaves nothing to draw, and its penalty leads away from what is likeliest."""
+    texts = {locked.complete().choices[0].text for _ in range(3)}
+    assert len(texts) == 1
+    plain = locked.complete(temperature=0, extra_body={"repetition_penalty": 1.0}).choices[0].text
+    assert texts != {plain}
+    assert len({locked.complete(extra_body={"top_k": -1}).choices[0].text for _ in range(3)}) > 1
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8, "details": True}}
+    headers = {"authorization": "Bearer all-secret"}
+    native = locked.server.send("POST", "/generate", body, headers).json
+    ids = [token["id"] for token in native["details"]["tokens"]]
+    count = min(len(ids), len(locked.expected))
+    assert ids[:count] == locked.expected[:count]
+    assert native["generated_text"] == plain
+    drawn = {"do_sample": True, "max_new_tokens": 8}
+    sampled = [locked.server.send("POST", "/generate", {**body, "parameters": drawn}, headers).json for _ in range(3)]
+    assert len({each["generated_text"] for each in sampled}) > 1

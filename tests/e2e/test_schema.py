@@ -1,0 +1,190 @@
+"""The OpenAPI document is true: a real server answers what schemathesis makes of it, good and bad, as it says."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from schemathesis import BaseSchema, Case, GenerationMode, HookContext, hooks
+from schemathesis.engine import events, from_schema
+
+from tests.e2e.http_server import Server, serving, write_model
+
+NATIVE = ("/", "/invocations", "/generate", "/generate_stream")
+OPENAI = ("/v1/completions", "/v1/chat/completions")
+TEXT = {f"POST {path}" for path in (*NATIVE, *OPENAI)}
+ADAPTERS = ("first", "second")
+RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+MAX_TOKENS = 3
+CONFIG: dict[str, Any] = {
+    "seed": 6,
+    "continue-on-failure": True,
+    "generation": {"mode": "all", "database": "none", "deterministic": True, "max-examples": 25, "no-shrink": True},
+    # No operation says which others come after it, so that there are no sequences of them to try.
+    "phases": {"stateful": {"enabled": False}},
+    # What is wrong with `/` is wrong with these, which take the same; so it is with chats and completions.
+    "operations": [
+        {"include-path": "/generate", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
+        {"include-path": "/v1/completions", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
+        {"include-path": "/generate_stream", "phases": {"coverage": {"enabled": False}}},
+        {"include-path": "/invocations", "phases": {"coverage": {"enabled": False}}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("schema")
+    write_model(folder)
+    with serving(folder) as running:
+        yield running
+
+
+def test_the_server_does_what_its_document_says(server: Server) -> None:
+    """All checks, over every operation. Most requests for text are answered by the model."""
+    config = schemathesis.Config.from_dict(CONFIG)
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", config=config)
+    with hooked(make_valid):
+        calls, failures = run(schema)
+    assert not failures, f"{len(failures)} failures, such as\n" + "\n\n".join(failures[:5])
+    asked = Counter({key: count for key, count in calls.items() if key[0] in TEXT})
+    answered = Counter({label: count for (label, status), count in asked.items() if status == 200})
+    assert set(answered) == TEXT
+    assert answered.total() >= asked.total() / 2
+    assert min(answered.values()) >= 20
+
+
+def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
+    """How often each operation was answered by each status, and what was wrong."""
+    calls: Counter[tuple[str, int]] = Counter()
+    failures: list[str] = []
+    for event in from_schema(schema).execute():
+        assert not isinstance(event, events.NonFatalError | events.FatalError), event
+        if isinstance(event, events.ScenarioFinished):
+            answers = {name: call.response for name, call in event.recorder.interactions.items()}
+            calls.update(
+                (event.recorder.label, answer.status_code) for answer in answers.values() if answer is not None
+            )
+            for name, checks in event.recorder.checks.items():
+                found = [(check.name, check.failure_info) for check in checks if check.failure_info is not None]
+                failures += [_describe(event.recorder.label, *each, answers.get(name)) for each in found]
+    return calls, failures
+
+
+def _describe(label: str, check: str, info: Any, answer: Any) -> str:
+    said = "no answer" if answer is None else f"{answer.status_code} {answer.content[:300]!r}"
+    return f"{label}, {check}: {info.failure.message}\n{said}\n{info.code_sample}"
+
+
+@contextmanager
+def hooked(hook: Callable[..., None]) -> Iterator[None]:
+    schemathesis.hook("before_call")(hook)
+    try:
+        yield
+    finally:
+        hooks.unregister(hook)
+
+
+# --- What no schema can say -------------------------------------------------------------------------------------------
+
+
+def make_valid(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+    """Requests that keep the schema keep the rest of the rules too: names that exist, fields that go together, answers
+    that are short. What schemathesis got wrong on purpose is left alone."""
+    body = _plain(case.body)
+    if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE or not isinstance(body, dict):
+        return
+    if case.operation.path in NATIVE:
+        is_streamed = bool(body.get("stream")) or case.operation.path == "/generate_stream"
+        case.body = {
+            **body,
+            "inputs": body["inputs"][:16],
+            "parameters": _parameters(body.get("parameters"), is_streamed),
+        }
+    elif case.operation.path in OPENAI:
+        case.body = _openai(body)
+    else:
+        case.body = body
+
+
+def _plain(value: Any) -> Any:
+    """A whole number is refused where it is written as another one, as by LoRAX; JSON's schemas know no difference."""
+    match value:
+        case float() if value.is_integer() and abs(value) < 2**63:
+            return int(value)
+        case list():
+            return [_plain(each) for each in value]
+        case dict():
+            return {name: _plain(each) for name, each in value.items()}
+    return value
+
+
+def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, Any]:
+    found = {**(given or {}), "max_new_tokens": MAX_TOKENS}
+    merged = found.get("merged_adapters")
+    if merged is not None:
+        ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies take those of one rank
+        found["merged_adapters"] = {**merged, "ids": ids, "weights": [0.5] * len(ids)}
+    found["seed"] = _at_most(found.get("seed"), 2**64 - 1)
+    found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
+    found.update(_source(found))
+    if (found.get("best_of") or 1) > 1:
+        found.update({"best_of": 1} if is_streamed else {"do_sample": True, "seed": None})
+    if is_streamed:
+        found["decoder_input_details"] = False
+    return found
+
+
+def _openai(found: dict[str, Any]) -> dict[str, Any]:
+    found["model"] = _known(found["model"]) or ""
+    found.update(_source(found))
+    found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
+    found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
+    found["seed"] = _at_most(found.get("seed"), 2**63 - 1)
+    found["n"] = min(found.get("n") or 1, 2)
+    if found.get("logit_bias"):
+        found["logit_bias"] = {str(place): bias for place, bias in enumerate(found["logit_bias"].values())}
+    if "prompt" in found:
+        found["prompt"] = _short(found["prompt"])
+        found["best_of"] = found["n"]
+    else:
+        found["messages"] = [_message(message) for message in found["messages"][:2]]
+        found["logprobs"] = found.get("logprobs") or found.get("top_logprobs") is not None
+        kept = {
+            name: value for name, value in (found.get("chat_template_kwargs") or {}).items() if name not in RESERVED
+        }
+        found["chat_template_kwargs"] = kept
+    return found
+
+
+def _source(found: dict[str, Any]) -> dict[str, str | None]:
+    return {
+        "adapter_source": "local" if found.get("adapter_source") else None,
+        "api_token": "token" if found.get("api_token") else None,
+    }
+
+
+def _at_most(seed: int | None, most: int) -> int | None:
+    """schemathesis computes limits as floats, and so goes a little beyond those that are large."""
+    return None if seed is None else max(-most, min(seed, most))
+
+
+def _known(name: str | None) -> str | None:
+    """The base model or an adapter, as chance has it."""
+    return ADAPTERS[len(name) % 2] if name else name
+
+
+def _short(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt[:16]
+    return [_short(each) for each in prompt[:2]] if isinstance(prompt[0], str | list) else prompt[:16]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [{"type": "text", "text": str(part.get("text"))[:8]} for part in content[:2]]
+    return {**message, "role": message["role"][:8], "content": content[:16] if content else content}

@@ -1,0 +1,147 @@
+"""Clients of a server, down to the socket, and a look at the server's processes."""
+
+import http.client
+import json
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.http_server import Server
+
+PATIENCE_S = 120  # for what must happen; a test that waits for so long has failed
+NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
+RST = struct.pack("ii", 1, 0)  # SO_LINGER: closed at once, which the other side sees as a reset
+
+
+class Client:
+    """One request on a connection of its own."""
+
+    def __init__(self, server: Server, path: str, body: Any, *, is_slow: bool = False, **headers: str) -> None:
+        self._socket = socket.socket()
+        self._socket.settimeout(PATIENCE_S)
+        if is_slow:  # little fits between the two
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+        try:
+            self._socket.connect(("127.0.0.1", server.port))
+        except OSError:
+            self._socket.close()
+            raise
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        self._connection.sock = self._socket
+        method = "GET" if body is None else "POST"
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._connection.request(method, path, json.dumps(body), {"content-type": "application/json", **headers})
+        self._response: http.client.HTTPResponse | None = None
+
+    @property
+    def response(self) -> http.client.HTTPResponse:
+        if self._response is None:
+            self._response = self._connection.getresponse()
+        return self._response
+
+    @property
+    def status(self) -> int:
+        return self.response.status
+
+    def text(self) -> str:
+        return self.response.read().decode()
+
+    def json(self) -> Any:
+        return json.loads(self.response.read())
+
+    def events(self) -> Iterator[Any]:
+        """Until the body has ended, as HTTP says that it has."""
+        assert self.status == 200, self.text()
+        for line in self.response:
+            if line.startswith(b"data: "):
+                data = line[6:].strip()
+                yield data.decode() if data == b"[DONE]" else json.loads(data)
+
+    def close(self, linger: bytes | None = None) -> None:
+        if self._socket.fileno() < 0:
+            return
+        if linger is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        os.close(self._socket.detach())  # whatever else holds it
+        self._connection.close()
+
+
+@contextmanager
+def all_of(*clients: Client) -> Iterator[tuple[Client, ...]]:
+    """Closed at the end, whatever happens."""
+    with ExitStack() as stack:
+        for client in clients:
+            stack.callback(client.close)
+        yield clients
+
+
+def native(count: int, prompt: str = "hello there", **parameters: Any) -> dict[str, Any]:
+    return {"inputs": prompt, "parameters": {"max_new_tokens": count, "ignore_eos_token": True, **parameters}}
+
+
+def openai(count: int, **more: Any) -> dict[str, Any]:
+    return {"model": "", "prompt": "hello", "max_tokens": count, "ignore_eos": True, "stream": True, **more}
+
+
+def tokens_of(events: Iterator[Any]) -> list[int]:
+    return [event["token"]["id"] for event in events]
+
+
+def get(server: Server, path: str) -> tuple[int, str]:
+    with closing(Client(server, path, None)) as client:
+        return client.status, client.text()
+
+
+def metrics(server: Server) -> dict[str, float]:
+    lines = [line for line in get(server, "/metrics")[1].splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def wait_for(holds: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def is_answered(server: Server, path: str, body: Any) -> bool:
+    with closing(Client(server, path, body)) as client:
+        return client.status == 200
+
+
+def is_idle(server: Server) -> bool:
+    now = metrics(server)
+    return now["lorax_batch_current_size"] == now["lorax_queue_length"] == 0
+
+
+def count_logged(server: Server, request_id: str) -> int:
+    return sum(f"request_id={request_id} " in line for line in server.log)
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def children(pid: int) -> dict[str, int]:
+    """Of a server: its engine, what renders templates, and Python's tracker of resources."""
+    found: dict[str, int] = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes()
+        kinds = {"engine": b"spawn_main", "renderer": b"template_worker", "tracker": b"resource_tracker"}
+        found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}
+    return found
+
+
+def usage(pid: int) -> tuple[int, int]:
+    """Files and threads."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,218 @@
+"""A server's inside without sockets and processes: an engine that is a script, and a service in front of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lorax_server import ipc
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.engine.client import EngineClient
+from lorax_server.errors import LoraxError
+from lorax_server.server.call import Call, Question
+from lorax_server.server.gate import Gate
+from lorax_server.server.jobs import finish_all
+from lorax_server.server.keys import KeyRing
+from lorax_server.server.metrics import Metrics
+from lorax_server.server.names import Names
+from lorax_server.server.parts import Parts
+from lorax_server.server.problems import json_response
+from lorax_server.server.service import Service
+from lorax_server.server.sse import EventStream, event
+from lorax_server.server.tokenizers import Tokenizers
+from lorax_server.server.tracing import Tracer
+from lorax_server.tokenizer import GenerationDefaults, TextTokenizer
+from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SamplingParams, Started
+from tests.tokenizers import byte_level
+
+Message = dict[str, Any]
+Work = Callable[[Call], Awaitable[Response]]
+INFO: ipc.Info = {"max_length": 128, "vocab_size": 300, "device": "cpu"}
+
+
+def _nowhere(config: None, address: str) -> None:
+    raise AssertionError("no process is started here")
+
+
+class ScriptedClient(EngineClient):
+    """The client as it is, but for the process: what it would send is kept, what comes back is what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(_nowhere, None)
+        self.is_healthy = True
+        self.info = INFO
+        self.sent: list[ipc.ToEngine] = []
+        self.answers: dict[str, Resolved | LoraxError] = {}  # to who asks for an adapter, by token or name
+        self.is_closed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self._lose("the engine is stopped", None)
+        self.is_closed = True
+
+    def _send(self, message: ipc.ToEngine) -> None:
+        if not self.is_healthy:
+            raise self._loss()
+        self.sent.append(message)
+        if isinstance(message, ipc.Resolve):
+            ref = message.refs[0]
+            answer = self.answers.get(ref.token or ref.name)
+            if answer is not None:
+                asyncio.get_running_loop().call_soon(self._settle, _reply(message.call_id, answer))
+
+    def give(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
+        for i, token_id in enumerate(token_ids):
+            is_last = i == len(token_ids) - 1
+            self._deliver(Output(request_id, token_id, -0.5, end if is_last else None, started=Started(0.25, 0.125, 3)))
+
+    def fail(self, request_id: int, error: LoraxError) -> None:
+        self._deliver(Output.failed(request_id, error))
+
+    @property
+    def added(self) -> list[Request]:
+        return [message.request for message in self.sent if isinstance(message, ipc.Add)]
+
+    @property
+    def aborted(self) -> list[int]:
+        return [each for message in self.sent if isinstance(message, ipc.Abort) for each in message.request_ids]
+
+
+def _reply(call_id: int, answer: Resolved | LoraxError) -> ipc.Reply:
+    if isinstance(answer, LoraxError):
+        return ipc.Refused(call_id, Failure.of(answer))
+    return ipc.ResolveReply(call_id, answer)
+
+
+@cache
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(byte_level(300).tokenizer, {"eos_token": "</s>"}, {})
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+async def settle() -> None:
+    """Let everything happen that can happen now."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+PLACES = 3
+
+
+class Peer:
+    """Who reads. `before_send` may wait, or raise, before a message is taken."""
+
+    def __init__(self, before_send: Callable[[Message], Awaitable[None]] | None = None) -> None:
+        self.sent: list[Message] = []
+        self.arrivals: asyncio.Queue[Message] = asyncio.Queue()
+        self._before_send = before_send
+
+    async def send(self, message: Any) -> None:
+        if self._before_send is not None:
+            await self._before_send(message)
+        self.sent.append(message)
+
+    async def receive(self) -> Message:
+        return await self.arrivals.get()
+
+    def leave(self) -> None:
+        self.arrivals.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+class Bench:
+    """A service without a socket, without a process, and all that a test looks at."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine = ScriptedClient()
+        settings = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", **{"drain_s": 1000.0} | config)
+        keys = KeyRing(settings.api_keys, None, None)
+        self.service = Service(settings, self.engine, keys)
+        self.gate = Gate(PLACES)
+        self.service._parts = self.parts = Parts(
+            config=settings,
+            engine=self.engine,
+            keys=keys,
+            names=Names("base"),
+            gate=self.gate,
+            tokenizers=Tokenizers(tokenizer(), Path("nowhere")),
+            defaults=GenerationDefaults(),
+            metrics=Metrics(max_input_length=127, max_total_tokens=128),
+            tracer=Tracer(None),
+            max_total_tokens=128,
+            max_input_length=127,
+        )
+        self.peer = Peer()
+
+    def ask(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
+        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": named,
+            "state": {"request_id": "it"},
+        }
+        scope |= {"query_string": b"", "server": ("host", 80), "scheme": "http"}
+        http = HttpRequest(scope, self.peer.receive)
+        return asyncio.create_task(self._answer(http, work))
+
+    async def _answer(self, http: HttpRequest, work: Work) -> Response:
+        return await self.service.answer(http, work)
+
+    async def read(self, response: Response) -> None:
+        await response({"type": "http"}, self.peer.receive, self.peer.send)
+
+    def check_all_is_given_back(self) -> None:
+        assert self.gate.num_running == 0
+        assert not self.service._calls
+        assert not self.engine._streams
+
+
+# --- What routes do ---------------------------------------------------------------------------------------------------
+
+
+def question(prompt: str = "ask", count: int = 1) -> Question:
+    return Question(prompt, SamplingParams(), list(range(count)))
+
+
+async def whole(call: Call) -> Response:
+    call.admit(1, False)
+    jobs = await call.ask(await call.find(call.parts.names.base), question())
+    await finish_all(jobs)
+    return json_response({"text": jobs[0].text}, 200, call.headers(1))
+
+
+async def streamed(call: Call) -> Response:
+    call.admit(1, True)
+    (job,) = await call.ask(await call.find(call.parts.names.base), question())
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(job.chunks()) as stream:
+            async for chunks in stream:
+                yield event("".join(chunk.text for chunk in chunks))
+
+    return EventStream(await call.open_stream(events()), 1000.0, call.stream_headers())
+
+
+async def for_adapter(call: Call) -> Response:
+    call.admit(1, False)
+    await call.find(call.parts.names.find("owner/it", None))
+    return json_response(call.record.adapter_hash)
+
+
+def body_of(response: Response) -> Any:
+    return json.loads(bytes(response.body))
