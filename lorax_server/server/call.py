@@ -171,13 +171,13 @@ class Call:
         total, most = self.parts.max_total_tokens, self.parts.max_input_length
         left = max(total - num_ids, 1)
         wanted = question.max_new_tokens or min(left, question.default_new_tokens or left)
-        if num_ids > most:
-            raise InputError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
-        if num_ids + wanted > total:
+        if question.max_new_tokens is not None and num_ids + wanted > total:
             raise InputError(
                 f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
                 f"Given: {num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
             )
+        if num_ids > most:
+            raise InputError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
         return StopParams(
             max_new_tokens=wanted,
             min_new_tokens=question.min_new_tokens,

@@ -4,6 +4,8 @@ import asyncio
 import re
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
+from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
@@ -11,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorax_server.server.problems import Problem, http_problem
 
+MAX_DISCARDED = 16 * 2**20
+DISCARD_S = 5.0
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
@@ -60,6 +64,8 @@ class Guard:
             if body is None:
                 return  # nobody is there any more
             if problem is not None:
+                if problem.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+                    await self._discard(receive)
                 await problem.response(scope["path"])(scope, receive, send_with_id)
                 return
             receive = _replay(body, receive)
@@ -86,6 +92,17 @@ class Guard:
         except TimeoutError:
             late = f"the body did not arrive within {self._body_timeout_s:g} s"
             return b"", http_problem(408, late, {"connection": "close"})
+
+    async def _discard(self, receive: Receive) -> None:
+        """Take what still comes, for a while: who is cut off in the middle of sending does not hear why."""
+        left = MAX_DISCARDED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
     def _find_problem(self, headers: Headers) -> Problem | None:
         if not JSON.fullmatch(headers.get("content-type", "")):

@@ -41,7 +41,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
-        self.on_end: Callable[[bool], None] = lambda has_left: None  # noqa: ARG005
+        self.on_end: Callable[[bool], None] = _do_nothing
         self._stuck_s = stuck_s
         self._num_sent = 0
         self._is_sending = False
@@ -62,7 +62,7 @@ class EventStream(Response):
                 await asyncio.wait((*helpers, writer))
                 await self._events.aclose()
             finally:
-                self.on_end(has_left)
+                self._end(has_left)
         if not has_left:
             writer.result()
 
@@ -73,7 +73,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             self._is_sending = False
             self._num_sent += 1
+        # Before the last word: who has heard it may ask again, and needs what this one holds.
+        self._end(has_left=False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _end(self, has_left: bool) -> None:
+        on_end, self.on_end = self.on_end, _do_nothing
+        on_end(has_left)
 
     async def _keep_alive(self, send: Send) -> None:
         """Say that it is still there after each silence, until nobody takes it. Whole events are written at once, so
@@ -101,6 +107,10 @@ class EventStream(Response):
         except Exception:
             logger.debug("a sign of life could not be written", exc_info=True)
         return True
+
+
+def _do_nothing(has_left: bool) -> None:
+    pass
 
 
 async def until_gone(receive: Receive) -> None:
