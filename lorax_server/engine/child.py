@@ -46,15 +46,9 @@ class Child:
 
     async def receive(self) -> ipc.FromEngine | None:
         """The next message; None when the process has ended."""
-        receiving = asyncio.ensure_future(self._channel.receive())
-        try:
-            await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                return None
-            self._has_spoken = True
-            return receiving.result()
-        finally:
-            receiving.cancel()
+        message = await self._channel.receive()
+        self._has_spoken = self._has_spoken or message is not None
+        return message
 
     async def end(self) -> int | None:
         """See the process gone and leave nothing of it behind; its exit code. May be called again if cancelled."""
@@ -76,6 +70,7 @@ class Child:
 
     def _note_end(self, sentinel: int) -> None:
         asyncio.get_running_loop().remove_reader(sentinel)
+        self._channel.end()
         if not self._ended.done():
             self._ended.set_result(None)
 

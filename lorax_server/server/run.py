@@ -98,6 +98,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         log_level=logging.WARNING,  # what else there is to say is said here
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.drain_s + GRACE_S),
         backlog=BACKLOG,
