@@ -199,8 +199,8 @@ def _plain(value: object) -> object:
 class ClientChannel:
     """The end in the API process, for one engine process; of one event loop.
 
-    The socket is read as the event loop finds it readable, not by `zmq.asyncio`: that takes a fifth of a millisecond for
-    each message, and there is one for each step.
+    The socket is read when the event loop finds it readable, not by `zmq.asyncio`: that takes a fifth of a millisecond
+    for each message, and there is one for each step.
     """
 
     def __init__(self) -> None:

@@ -30,4 +30,6 @@ def test_a_crowd(name: str, tmp_path: Path) -> None:
         assert server.send("GET", "/info").json["model_device_type"] == "cuda"
         assert server.send("GET", "/health").status == 200
     for (prompt, adapter), answer in zip(asked, answers, strict=True):
-        assert answer == oracle_greedy(models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})
+        wanted = oracle_greedy(models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})  # up to the first tie
+        assert len(wanted) > 1
+        assert answer[: len(wanted)] == wanted
