@@ -1,5 +1,6 @@
 """How much memory there is, and how it is shared out between the cache and the adapters."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ CPU_ADAPTER_BYTES = 2**30
 CPU_CACHE_SHARE = 4  # one part in so many of the free memory
 GPU_ADAPTER_SHARE = 10
 HOST_ADAPTER_SHARE = 8
+MOST_SAMPLED = 256  # rows of the head's output that are taken into account
 
 
 def machine_bytes() -> int:
@@ -59,13 +61,14 @@ def block_bytes(model: PagedCausalLM, block_size: int) -> int:
     return 2 * model.num_layers * num_kv_heads * head_dim * block_size * model.kv_dtype.itemsize
 
 
-def count_blocks(model: PagedCausalLM, config: EngineConfig, step_tokens: int, most_tokens: int) -> int:
-    """Blocks that fit, but not more than so many tokens can ever need."""
+def count_blocks(model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int) -> int:
+    """Blocks that fit, but not more than all sequences at once can ever need."""
     size = block_bytes(model, config.block_size)
     available = config.cache_bytes
     if available is None:
-        available = _free_on_gpu(model, config, step_tokens) if model.device.type == "cuda" else _free_on_cpu()
-    count = min(available // size, -(-most_tokens // config.block_size))
+        is_gpu = model.device.type == "cuda"
+        available = _free_on_gpu(model, config, step_tokens, max_length) if is_gpu else _free_on_cpu()
+    count = min(available // size, -(-config.max_rows * max_length // config.block_size))
     if count < 1:
         raise ConfigError(
             f"{available} bytes for keys and values do not hold a block of {size}: raise cache_bytes, or lower "
@@ -78,34 +81,41 @@ def _free_on_cpu() -> int:
     return free_bytes() // CPU_CACHE_SHARE
 
 
-def _free_on_gpu(model: PagedCausalLM, config: EngineConfig, step_tokens: int) -> int:
+def _free_on_gpu(model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int) -> int:
     """What is left beside the model, the adapters and the largest step."""
     torch.cuda.synchronize(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    _largest_step(model, step_tokens)
+    largest_step(model, step_tokens, max_length)
     needed = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(free - needed - total * (1 - config.gpu_memory_fraction))
 
 
-def _largest_step(model: PagedCausalLM, step_tokens: int) -> None:
-    """One prompt that fills a step, through the model and its head."""
-    block_size = 16
-    count = -(-step_tokens // block_size)
-    positions = torch.arange(step_tokens, device=model.device)
-    bounds = torch.tensor([0, step_tokens], dtype=torch.int32, device=model.device)
-    lengths = torch.tensor([step_tokens], device=model.device)
+def largest_step(model: PagedCausalLM, step_tokens: int, max_length: int) -> None:
+    """A step that is full of prompts, as few and as long as they can be, through the model and its head."""
+    block_size, device = 16, model.device
+    full, rest = divmod(step_tokens, max_length)
+    lengths = [max_length] * full + [rest] * (rest > 0)
+    blocks = [-(-length // block_size) for length in lengths]  # of each prompt, one after the other
+    firsts = list(itertools.accumulate(blocks, initial=0))
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
+    for row, (first, count) in enumerate(zip(firsts, blocks, strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    starts = torch.tensor(firsts[:-1], device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    sizes, longest = torch.tensor(lengths, device=device), max(lengths)
     model(
         torch.zeros_like(positions),
         positions.int(),
         bounds,
-        model.allocate_kv_cache(count, block_size),
-        torch.arange(count, dtype=torch.int32, device=model.device)[None],
-        positions,
-        Seqlen(lengths, torch.zeros_like(lengths), bounds, step_tokens, step_tokens, lengths),
-        step_tokens,
+        model.allocate_kv_cache(firsts[-1], block_size),
+        table,
+        starts * block_size + positions,
+        Seqlen(sizes, torch.zeros_like(sizes), bounds, longest, longest, sizes),
+        longest,
         None,
-        lm_head_indices=positions[:256],
+        lm_head_indices=torch.arange(min(step_tokens, MOST_SAMPLED), device=device),
     )

@@ -147,7 +147,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         beside = group.beside() if isinstance(group, TorchGroup) else group
         preparer = Preparer(targets, dtype, beside, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
-    num_blocks = _fewest(count_blocks(model, config, step_tokens, config.max_rows * max_length), group, device)
+    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length), group, device)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_rows=config.max_rows,

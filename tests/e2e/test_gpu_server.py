@@ -14,7 +14,7 @@ PROMPTS = ["The quick brown fox", "hello", "you are", "the lazy dog and the worl
 NEW_TOKENS = 16
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-head-norm", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3-head-norm", "gpt2", "opt-pre-norm"])
 def test_a_crowd(name: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, name)
     models = {None: model} | {each: with_adapter(model, tmp_path / "adapters" / each) for each in ("first", "second")}

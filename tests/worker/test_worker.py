@@ -15,7 +15,7 @@ from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError
 from lorax_server.layers.rotary import DynamicRotaryEmbedding
-from lorax_server.models.registry import MODELS
+from lorax_server.models.registry import MODELS, build_model
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
@@ -32,10 +32,11 @@ from lorax_server.plan import (
 )
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import memory
-from lorax_server.worker.memory import block_bytes, count_blocks
+from lorax_server.worker.memory import block_bytes, count_blocks, largest_step
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.served import make_model as make_paged
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, cache_bytes=2**16, adapter_bytes=2**16)
@@ -272,7 +273,10 @@ def test_blocks_that_fit(block_size: int) -> None:
     for extra in (0, 1, size - 1):
         config = config_of(block_size=block_size, cache_bytes=7 * size + extra)
         assert count_blocks(model, config, 512, 10**6) == 7
-    assert count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size), 512, block_size + 1) == 2
+    assert (
+        count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size, max_rows=1), 512, block_size + 1)
+        == 2
+    )
     for too_few in (1, size - 1):
         with pytest.raises(ConfigError, match=f"{too_few} bytes for keys and values do not hold a block of {size}"):
             count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 512, 10**6)
@@ -340,3 +344,14 @@ def test_what_a_padded_model_cannot_do_is_refused(gpt_j: Path) -> None:
     other = "cpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ConfigError, match=f"run on a GPU where there is one, not on {other}"):
         build_worker(EngineConfig(ModelConfig(gpt_j, device=other)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])
+@pytest.mark.parametrize("step_tokens", [5, 128, 300])
+def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: int) -> None:
+    """Also where a step has more tokens than the model has positions."""
+    model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
+    counted: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))
+    largest_step(model, step_tokens, 128)
+    assert counted == [step_tokens]
