@@ -1,18 +1,23 @@
 """Makes the tokenizer of a folder into one that `tokenizers` reads, in a process of its own: this needs transformers.
 
+Nobody vouches for an adapter's files, so that process has limits, and its parent gives it no secrets.
 `python -m lorax_server.convert_tokenizer FOLDER OUT [CONFIG]` writes `tokenizer.json` and `converted.json` into OUT.
 The class of the tokenizer depends on the model's config.json, which is CONFIG where it is not in FOLDER.
 """
 
 import json
+import resource
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer
 
+ALARM_S = 120  # its parent ends it sooner, if there still is one
+MAX_MEMORY = 2**33  # transformers alone needs 0.2 GiB of it, a vocabulary of 64 MiB MEASURED
+MAX_WRITTEN = 2**28  # bytes of a file
 # Whatever has rules of its own in some tokenizer: spaces, cases, digits, scripts, bytes, special tokens.
 SAMPLES = (
     "The quick brown fox, isn't it?  Two spaces\tand a tab.\n\n  Größe 日本語 👍🏽 1234567 don't",
@@ -24,6 +29,8 @@ SAMPLES = (
 
 def convert(folder: Path, out: Path, config_path: Path | None) -> None:
     """Raises if what is written would not do what transformers does."""
+    from transformers import AutoConfig  # noqa: PLC0415 - after the limits, and never in the server
+
     config = None if config_path is None else AutoConfig.from_pretrained(config_path)
     loaded: Any = _load(folder, config)
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -38,6 +45,8 @@ def convert(folder: Path, out: Path, config_path: Path | None) -> None:
 
 
 def _load(folder: Path, config: Any) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - as above
+
     try:
         return AutoTokenizer.from_pretrained(folder, config=config)
     except Exception as error:
@@ -56,7 +65,20 @@ def _check(loaded: Any, written: Tokenizer, split_special_tokens: bool) -> None:
                 raise ValueError(f"{type(loaded).__name__} does what its `tokenizers` backend does not: {text!r}")
 
 
+def limit() -> None:
+    """What the process may use. RLIMIT_DATA counts what it allocates, unlike RLIMIT_AS, which also counts libraries: a
+    torch with CUDA maps gigabytes of them."""
+    limits = {resource.RLIMIT_DATA: MAX_MEMORY, resource.RLIMIT_FSIZE: MAX_WRITTEN, resource.RLIMIT_CORE: 0}
+    for kind, most in limits.items():
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (ValueError, OSError):  # the system's own limit is lower, or it has no such limit
+            continue
+    signal.alarm(ALARM_S)
+
+
 def main() -> None:
+    limit()
     folder, out, *rest = map(Path, sys.argv[1:])
     convert(folder, out, rest[0] if rest else None)
 

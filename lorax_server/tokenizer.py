@@ -2,11 +2,12 @@
 
 What `tokenizer.json` and `tokenizer_config.json` say is done here where transformers takes the file as it is. Many of
 its classes do not: they build a tokenizer of their own from the file's vocabulary. For these, and for vocabularies in
-other formats, transformers itself is asked, once, in another process (`convert_tokenizer`), for what it makes of them.
+other formats, transformers itself is asked, in another process (`convert_tokenizer`), for what it makes of them.
 
 An adapter may bring any of the files. Nobody vouches for them, so each is read up to a limit and checked.
 """
 
+import copy
 import filecmp
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.adapters.source import MAX_FILE_BYTES
 from lorax_server.adapters.strict_json import parse_json
+from lorax_server.chat_template import ENVIRONMENT
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.text import Detokenizer, make_detokenizer
 
@@ -33,7 +36,8 @@ MODEL_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 DEFAULT_LIMIT = 2**26
 MAX_TEMPLATE_BYTES = 2**20
 MAX_TEMPLATES = 32
-CONVERT_S = 180.0
+CONVERT_S = 60.0
+MAX_SAID = 2**12  # bytes of what a converter says at last
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
@@ -43,12 +47,14 @@ ELABORATE = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file
 # transformers calls `from_pretrained` of whatever class it finds by this name.
 CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# What a model's config means where it does not name `eos_token_id` at all.
 # What of a tokenizer's config says nothing about its tokens.
 HARMLESS = {
     *("chat_template", "model_max_length", "name_or_path", "pad_token", "padding_side", "truncation_side"),
     *("max_length", "stride", "truncation_strategy", "pad_to_multiple_of", "local_files_only", "is_local"),
 }
+# What else says anything about them, besides "..._token", where transformers takes `tokenizer.json` as it is.
+TOKEN_SETTINGS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "split_special_tokens")
+# What a model's config means where it does not name `eos_token_id` at all.
 UNNAMED_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
@@ -71,9 +77,7 @@ class TextTokenizer:
         self.special_tokens = special_tokens  # by the names that templates know
         self.chat_templates = chat_templates  # by name; "default" is the usual one
         self.detokenizer: Detokenizer = make_detokenizer(backend)
-        eos = special_tokens.get("eos_token")
-        eos_id = None if eos is None else backend.token_to_id(eos)
-        self.eos_token_ids = frozenset[int]() if eos_id is None else frozenset([eos_id])
+        self.eos_token_ids = self._find_eos()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -91,8 +95,17 @@ class TextTokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def with_parts(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
-        """The same vocabulary."""
-        return TextTokenizer(self._backend, special_tokens, chat_templates)
+        """The same vocabulary, which is shared, as is all that was made of it."""
+        if special_tokens == self.special_tokens and chat_templates == self.chat_templates:
+            return self
+        other = copy.copy(self)
+        other.special_tokens, other.chat_templates = special_tokens, chat_templates
+        other.eos_token_ids = other._find_eos()
+        return other
+
+    def shares_vocabulary(self, other: "TextTokenizer") -> bool:
+        """Whether it is the very same, not only an equal one."""
+        return self._backend is other._backend
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -104,9 +117,67 @@ class TextTokenizer:
             _reraise_unless_ours(error)
             raise InputError(f"the text cannot be made into tokens: {error}") from error
 
+    def _find_eos(self) -> frozenset[int]:
+        eos = self.special_tokens.get("eos_token")
+        eos_id = None if eos is None else self._backend.token_to_id(eos)
+        return frozenset() if eos_id is None else frozenset([eos_id])
+
     def _knows(self, token_id: Any) -> bool:
         is_id = type(token_id) is int and 0 <= token_id < self.num_ids
         return is_id and self._backend.id_to_token(token_id) is not None
+
+
+class Converter:
+    """Asks other processes to convert, each for one tokenizer. Any thread may use it, and any may close it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End what runs: whoever waits for it gets an error, and so does who comes later."""
+        with self._lock:
+            self._is_closed = True
+            for process in self._running:
+                process.kill()
+
+    def convert(self, folder: Path, out: Path, model_config: Path | None) -> None:
+        """It waits until `out` has the files, for `CONVERT_S` at most."""
+        command = [sys.executable, "-m", "lorax_server.convert_tokenizer", str(folder.absolute()), str(out)]
+        command += [] if model_config is None else [str(model_config.absolute())]
+        try:
+            status = self._run(command, out)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{folder}: its tokenizer takes longer than {CONVERT_S:g} s to convert") from error
+        if self._is_closed:
+            raise ConfigError(f"{folder}: the server is stopping, no tokenizer is converted any more")
+        if status != 0:
+            why = _last_line(out / "said.txt") or f"exit status {status}"
+            raise ConfigError(f"{folder}: no tokenizer that can be read: {why[:500]}")
+
+    def _run(self, command: list[str], out: Path) -> int:
+        """The exit status. What it says goes to a file: a pipe could bring more than there is memory for."""
+        with (out / "said.txt").open("wb") as said, self._launch(command, out, said.fileno()) as process:
+            try:
+                return process.wait(CONVERT_S)
+            finally:
+                process.kill()
+                with self._lock:
+                    self._running.remove(process)
+
+    def _launch(self, command: list[str], out: Path, said: int) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment |= {"HOME": str(out), "TMPDIR": str(out), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment["TIKTOKEN_CACHE_DIR"] = ""  # it would keep a copy
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the server is stopping, no tokenizer is converted any more")
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+            )
+            self._running.add(process)
+        return process
 
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
@@ -121,36 +192,61 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
         if other is None:
             raise ConfigError(f"{template_config}: there is no such file")
         templates = _read_templates(template_config.parent, other)
-    return _load(folder, config, folder / MODEL_CONFIG, templates)
+    return TextTokenizer(*_load(folder, config, folder / MODEL_CONFIG, Converter()), templates)
 
 
-def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
+def load_adapter_tokenizer(
+    folder: Path, base: TextTokenizer, base_folder: Path, converter: Converter | None = None
+) -> TextTokenizer:
     """The tokenizer of an adapter's folder, which may hold any part of one: only a template, other names for the tokens
-    that there are, or, as PEFT's users save it, all of the base model's once more."""
+    that there are, or, as PEFT's users save it, all of the base model's once more. It is `base` where nothing differs.
+    """
+    shared = share_base_tokenizer(folder, base, base_folder)
+    return shared or load_own_tokenizer(folder, base_folder, converter or Converter())
+
+
+def share_base_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
+    """An adapter's tokenizer, if it has the base model's vocabulary. Files are read and compared, nothing is built."""
+    config = _read_json(folder / CONFIG) or {}
+    has_vocabulary = any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES))
+    if has_vocabulary and not _is_the_same(folder, config, base_folder):
+        return None
+    templates = _read_templates(folder, config)
+    return base.with_parts(_names_in(base, folder, config), templates or base.chat_templates)
+
+
+def load_own_tokenizer(folder: Path, base_folder: Path, converter: Converter) -> TextTokenizer:
+    """An adapter's tokenizer with a vocabulary of its own. Using it may take as long as its patterns make it."""
     config = _read_json(folder / CONFIG) or {}
     templates = _read_templates(folder, config)
-    has_vocabulary = any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES))
-    if not has_vocabulary or _is_the_same(folder, config, base_folder):
-        return base.with_parts(_names_in(base, folder, config), templates or base.chat_templates)
-    return _load(folder, config, base_folder / MODEL_CONFIG, templates)
+    backend, special_tokens = _load(folder, config, base_folder / MODEL_CONFIG, converter)
+    if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # answers are decoded on the event loop
+        raise ConfigError(f"{folder / VOCABULARY}: its decoder has a regular expression, which an adapter's may not")
+    return TextTokenizer(backend, special_tokens, templates)
 
 
-def _load(folder: Path, config: Mapping[str, Any], model_config: Path, templates: Mapping[str, str]) -> TextTokenizer:
+def _load(
+    folder: Path, config: Mapping[str, Any], model_config: Path, converter: Converter
+) -> tuple[Tokenizer, dict[str, str]]:
     model_type = (_read_json(model_config) or {}).get("model_type")
     if _is_plain(folder, config, model_type):
         backend, special_tokens = _load_plain(folder, config)
     else:
         _check_class(folder, config)
-        backend, special_tokens = _convert(folder, model_config)
+        backend, special_tokens = _convert(folder, model_config, converter)
     backend.no_truncation()
     backend.no_padding()
-    return TextTokenizer(backend, special_tokens, templates)
+    return backend, special_tokens
 
 
 def _is_the_same(folder: Path, config: Mapping[str, Any], other: Path) -> bool:
     """Whether two folders make the same tokens of every text."""
     other_config = _read_json(other / CONFIG) or {}
-    if any(config.get(key) != other_config.get(key) for key in {*config, *other_config} - HARMLESS):
+    model_type = (_read_json(other / MODEL_CONFIG) or {}).get("model_type")
+    keys = {*config, *other_config} - HARMLESS
+    if _is_plain(folder, config, model_type) and _is_plain(other, other_config, model_type):
+        keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
+    if any(config.get(key) != other_config.get(key) for key in keys):
         return False
     for name in (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED):
         mine, its = folder / name, other / name
@@ -278,20 +374,16 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
             _check_size(path)
 
 
-def _convert(folder: Path, model_config: Path) -> tuple[Tokenizer, dict[str, str]]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}  # it would keep a copy
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - MAX_SAID, 0))
+        lines = file.read(MAX_SAID).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _convert(folder: Path, model_config: Path, converter: Converter) -> tuple[Tokenizer, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as out:
-        command = [sys.executable, "-m", "lorax_server.convert_tokenizer", str(folder.absolute()), out]
-        command += [str(model_config.absolute())] if model_config.exists() else []
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CONVERT_S, env=environment, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{folder}: its tokenizer takes longer than {CONVERT_S:g} s to convert") from error
-        if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-            raise ConfigError(f"{folder}: no tokenizer that can be read: {said[-1][:500]}")
+        converter.convert(folder, Path(out), model_config if model_config.exists() else None)
         backend, facts = _read_backend(Path(out, VOCABULARY)), _read_json(Path(out, "converted.json"))
     assert facts is not None
     backend.encode_special_tokens = facts["split_special_tokens"]

@@ -3,27 +3,32 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from lorax_server import convert_tokenizer, tokenizer
 from lorax_server import tokenizer as tokenizer_module
+from lorax_server.chat_template import ENVIRONMENT
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.tokenizer import (
+    PLAIN_CLASSES,
+    Converter,
     GenerationDefaults,
     Piece,
     TextTokenizer,
     load_adapter_tokenizer,
     load_generation_defaults,
     load_tokenizer,
+    share_base_tokenizer,
 )
 from tests.test_imports import imported_by
 from tests.test_real_tokenizers import REAL
@@ -69,15 +74,16 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Converting without another process, which would import transformers again each time; what was asked for."""
     commands: list[list[str]] = []
 
-    def convert(command: list[str], **_: Any) -> Any:
+    def convert(_: Converter, command: list[str], out: Path) -> int:
         commands.append(command)
         try:
             convert_tokenizer.convert(*map(Path, command[3:5]), Path(command[5]) if command[5:] else None)
         except Exception as error:
-            return subprocess.CompletedProcess(command, 1, b"", f"Traceback\n{error}\n".encode())
-        return subprocess.CompletedProcess(command, 0, b"", b"")
+            (out / "said.txt").write_text(f"Traceback\n{error}\n")
+            return 1
+        return 0
 
-    monkeypatch.setattr("lorax_server.tokenizer.subprocess.run", convert)
+    monkeypatch.setattr("lorax_server.tokenizer.Converter._run", convert)
     return commands
 
 
@@ -249,6 +255,52 @@ def test_why_it_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_tokenizer(tmp_path)
 
 
+def test_the_converter_knows_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HOME", "/home/of/the/server")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    program = script(tmp_path, f"env > {tmp_path / 'env'}; exit 1")
+    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", program)
+    (out := tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exit status 1"):
+        Converter().convert(tmp_path, out, None)
+    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    assert seen["HF_HUB_OFFLINE"] == "1"
+    assert seen["LD_LIBRARY_PATH"] == "/opt/lib"
+    assert seen["HOME"] == seen["TMPDIR"] == str(out)
+    ours = {"HF_HUB_OFFLINE", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS", "HOME", "TMPDIR"}
+    shells = {"PWD", "SHLVL", "OLDPWD", "_"}
+    assert set(seen) <= {*ENVIRONMENT, *ours, *shells}
+
+
+def test_the_converter_has_limits() -> None:
+    said = run_limited("import signal; print(*(resource.getrlimit(kind)[1] for kind in KINDS), signal.alarm(0))")
+    *limits, alarm_s = map(int, said.stdout.split())
+    assert limits == [convert_tokenizer.MAX_MEMORY, convert_tokenizer.MAX_WRITTEN, 0]
+    assert tokenizer.CONVERT_S < alarm_s <= convert_tokenizer.ALARM_S
+    assert "MemoryError" in run_limited("bytearray(convert_tokenizer.MAX_MEMORY)").stderr
+
+
+def run_limited(then: str) -> subprocess.CompletedProcess[str]:
+    kinds = "KINDS = (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)"
+    code = f"import resource; from lorax_server import convert_tokenizer; convert_tokenizer.limit(); {kinds}; {then}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_what_the_converter_says_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = script(tmp_path, "head -c 100000 /dev/zero | tr '\\0' a >&2; exit 1")
+    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", program)
+    with pytest.raises(ConfigError, match=r"a{500}$") as raised:
+        Converter().convert(tmp_path, tmp_path, None)
+    assert len(str(raised.value)) < 500 + len(str(tmp_path)) + 100
+
+
+def test_a_converter_that_is_closed(tmp_path: Path) -> None:
+    (converter := Converter()).close()
+    with pytest.raises(ConfigError, match="the server is stopping"):
+        converter.convert(tmp_path, tmp_path, None)
+
+
 def script(folder: Path, body: str) -> str:
     path = folder / "program"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -392,6 +444,44 @@ def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
     ours = load_adapter_tokenizer(folder, plain, plain_folder)
     assert ours.chat_templates == {"default": "of the adapter"}
     assert ours.encode("Hello dog") == plain.encode("Hello dog")
+    assert ours.shares_vocabulary(plain)
+    assert ours.detokenizer is plain.detokenizer
+
+
+def test_an_adapters_tokenizer_that_differs_in_nothing_is_the_base_models(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, chat_template="of the base", padding_side="left")
+    assert load_adapter_tokenizer(folder, plain, plain_folder) is plain
+    save(tmp_path, byte_level().tokenizer, chat_template="of the base", pad_token=EOS)
+    ours = load_adapter_tokenizer(folder, plain, plain_folder)
+    assert ours.special_tokens == {**plain.special_tokens, "pad_token": EOS}
+    assert "pad_token" not in plain.special_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_shared"),
+    [
+        ({"add_prefix_space": False, "clean_up_tokenization_spaces": True, "tokenizer_class": PLAIN_CLASSES[0]}, True),
+        ({"pad_token": "<tool_call>"}, True),
+        ({"split_special_tokens": True}, False),
+        ({"extra_special_tokens": ["<new>"]}, False),
+        ({"additional_special_tokens": ["<new>"]}, False),
+        ({"image_token": "<new>"}, False),
+        ({"eos_token": "<tool_call>"}, False),
+        ({"added_tokens_decoder": {"90": added("<new>")}}, False),
+        ({"tokenizer_class": "GPT2Tokenizer"}, False),
+    ],
+)
+def test_what_of_a_config_makes_other_tokens(
+    changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, **changes)
+    shared = share_base_tokenizer(folder, plain, plain_folder)
+    assert (shared is not None) == is_shared
+    if shared is not None:
+        wanted = AutoTokenizer.from_pretrained(folder)
+        assert [shared.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
 
 
 def test_a_chat_template_from_another_file(tmp_path: Path) -> None:
@@ -448,6 +538,16 @@ def test_an_adapter_with_a_vocabulary_does_not_use_the_base(
     ours = load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
     assert ours.num_ids == plain.num_ids + 1
     assert ours.chat_templates == {}
+    assert not ours.shares_vocabulary(plain)
+
+
+def test_an_adapters_decoder_has_no_pattern(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+    backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace('"Regex":', "")])
+    load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("(a+)+b"), "")])
+    with pytest.raises(ConfigError, match="its decoder has a regular expression"):
+        load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
 
 
 # --- Files that nobody vouches for ------------------------------------------------------------------------------------

@@ -283,7 +283,8 @@ def _adapters(args: Namespace) -> int:
     if args.action == "unload":
         answer = api.post("/v1/adapters/unload", body)
     else:
-        answer = api.post("/v1/adapters/load", body | {"pin": args.action == "pin"})
+        pin = {"pin": True, "unpin": False}.get(args.action)  # to load one leaves that as it is
+        answer = api.post("/v1/adapters/load", body | {"pin": pin})
     print(json.dumps(answer, indent=2) if args.json else f"{args.name}: {ACTIONS[args.action]}")
     return 0
 

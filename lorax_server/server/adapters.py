@@ -91,7 +91,7 @@ async def _load(service: Service, choice: Choice, pin: bool | None) -> str:
     service.parts.seen.note(identity, place)
     await engine.load(identity, pin)
     for old in before:
-        if old != identity:
+        if old != identity and not service.parts.seen.is_meant_by_others(old, place):
             await engine.unload(old)
     return identity
 
@@ -99,11 +99,13 @@ async def _load(service: Service, choice: Choice, pin: bool | None) -> str:
 async def _unload(service: Service, name: str, source: str | None) -> None:
     parts = service.parts
     (ref,) = parts.names.find(name, source).refs
-    identities = parts.seen.identities(Named(ref.source, ref.name))
+    place = Named(ref.source, ref.name)
+    identities = parts.seen.identities(place)
     if not identities and parts.names.adapters.get(name) is None:
         raise AdapterNotFoundError(f"adapter {name[:64]!r} is not loaded; /v1/adapters lists those that are")
     for identity in identities:
-        await service.engine.unload(identity)
+        if not parts.seen.is_meant_by_others(identity, place):
+            await service.engine.unload(identity)
     if source is None:
         parts.names.remove(name)
 
@@ -123,14 +125,14 @@ async def _list(service: Service, http: Request) -> list[dict[str, Any]]:
         listed.append(_describe(name, place, states[found[-1]] if found else None))
     if key.is_admin:
         others = [state for identity, state in states.items() if identity not in shown]
-        listed += [_describe(state.name, parts.seen.place(state.identity), state) for state in others]
+        listed += [_describe(state.name, parts.seen.name(state.identity), state) for state in others]
     return listed
 
 
 async def _one(service: Service, identity: str, name: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters():
         if state.identity == identity:
-            return _describe(name, service.parts.seen.place(identity), state)
+            return _describe(name, service.parts.seen.name(identity), state)
     raise LoraxError("the adapter has gone again")
 
 

@@ -1,6 +1,5 @@
 """The routes put together: one ASGI application around a `Service`."""
 
-import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -19,8 +18,6 @@ from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.problems import describe, http_problem, json_response
 from lorax_server.server.service import Service
-
-logger = logging.getLogger(__name__)
 
 OPENAPI_PATH = "/api-doc/openapi.json"
 DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout"
 BEARER = "bearer "
+SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
 class Found(NamedTuple):
@@ -108,10 +109,10 @@ class Call:
             return Found(Resolved(""), self.parts.tokenizers.base)
         for source, name in choice.named:
             self.key.check_may_use(source, name, self.parts.names.default_source)
-        refs = [await self._readable(ref) for ref in choice.refs]
-        resolved = await self.parts.engine.resolve(refs, choice.merge)
+        resolved = await self._resolve(choice)
         record.adapter_hash = resolved.identity
-        self.parts.seen.note(resolved.identity, Named(choice.source, ",".join(ref.name for ref in refs)))
+        if choice.merge is None:
+            self.parts.seen.note(resolved.identity, Named(choice.source, choice.refs[0].name))
         return Found(resolved, await self.parts.tokenizers.find(resolved))
 
     async def ask(self, found: Found, question: Question) -> list[Job]:
@@ -124,7 +125,8 @@ class Call:
         self.record.prompt_tokens += len(prompt_ids)
         self.record.validation_s = time.monotonic() - self._began
         if self.parts.config.log_prompts:
-            self.record.prompt = question.prompt if isinstance(question.prompt, str) else str(list(question.prompt))
+            prompt = question.prompt if isinstance(question.prompt, str) else str(list(question.prompt))
+            self.record.prompt = prompt if self.record.prompt is None else f"{self.record.prompt}\n{prompt}"
         self._set_timer()
         return jobs
 
@@ -142,15 +144,21 @@ class Call:
         )
         return Job(self.parts.engine, request, found.tokenizer)
 
-    async def _readable(self, ref: AdapterRef) -> AdapterRef:
+    async def _resolve(self, choice: Choice) -> Resolved:
+        found = [await self._resolve_one(ref) for ref in choice.refs]
+        if choice.merge is None:
+            return found[0][1]
+        return await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
+
+    async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """The bearer is shown only to a source that refuses who comes without."""
-        if ref.token is not None or self._bearer is None:
-            return ref
         try:
-            await self.parts.engine.resolve([ref])
+            return ref, await self.parts.engine.resolve([ref])
         except AdapterAccessError:
-            return ref._replace(token=self._bearer)
-        return ref
+            if ref.token is not None or self._bearer is None:
+                raise
+            ref = ref._replace(token=self._bearer)
+            return ref, await self.parts.engine.resolve([ref])
 
     async def _to_ids(self, tokenizer: TextTokenizer, question: Question) -> list[int]:
         if isinstance(question.prompt, str):
@@ -187,6 +195,11 @@ class Call:
             stop_strings=question.stop_strings,
             include_stop=question.include_stop,
         )
+
+    async def write(self, make: Callable[[], Response]) -> Response:
+        """A whole answer, which may be large: others are not to wait while it is put together."""
+        size = sum(len(job.completion.token_ids) * (1 + job.request.sampling.num_alternatives) for job in self.jobs)
+        return make() if size <= SMALL else await asyncio.to_thread(make)
 
     # --- A stream -----------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,10 @@ from lorax_server.server.completions import ERRORS, TAG
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
     Heading,
-    check,
     check_count,
-    check_stops,
+    check_stopping,
     choose_adapter,
     finish_reason,
-    not_yet_if,
     refuse_unsupported,
     sampling,
     to_question,
@@ -29,6 +27,7 @@ from lorax_server.server.openai_parameters import (
 )
 from lorax_server.server.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.problems import json_response
+from lorax_server.server.rules import check, check_logprobs, not_yet
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
 from lorax_server.text import Detokenizer
@@ -56,10 +55,16 @@ async def _chat(call: Call, body: ChatCompletionRequest) -> Response:
     if body.stream:
         events = await call.open_stream(_events(call, body, Heading("chatcmpl", "chat.completion.chunk", model)))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
+    if body.logprobs:
+        check_logprobs(len(jobs), jobs[0].request.stop.max_new_tokens, body.top_logprobs or 0)
     await finish_all(jobs)
-    used = usage(jobs, call.record.prompt_tokens)
     heading = Heading("chatcmpl", "chat.completion", model)
-    choices = [_choice(body, index, job) for index, job in enumerate(jobs)]
+    return await call.write(lambda: _answer(call, body, heading))
+
+
+def _answer(call: Call, body: ChatCompletionRequest, heading: Heading) -> Response:
+    used = usage(call.jobs, call.record.prompt_tokens)
+    choices = [_choice(body, index, job) for index, job in enumerate(call.jobs)]
     return json_response(heading.of(choices) | {"usage": used}, 200, call.headers(used["completion_tokens"]))
 
 
@@ -67,13 +72,13 @@ def _question(call: Call, body: ChatCompletionRequest) -> Question:
     config, defaults = call.parts.config, call.parts.defaults
     refuse_unsupported(body)
     for name in ("tools", "functions", "function_call", "audio"):
-        not_yet_if(getattr(body, name), f"`{name}`")
-    not_yet_if(body.tool_choice not in (None, "none", "auto"), "`tool_choice`")
-    not_yet_if(body.modalities not in (None, ["text"]), "`modalities` other than text")
+        not_yet(getattr(body, name), f"`{name}`")
+    not_yet(body.tool_choice not in (None, "none", "auto"), "`tool_choice`")
+    not_yet(body.modalities not in (None, ["text"]), "`modalities` other than text")
     check(bool(body.messages), "`messages` must not be empty")
     check(body.top_logprobs is None or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
-    check_stops(body, config)
+    check_stopping(body, config)
     count = 1 if body.n is None else body.n
     check_count(count, config)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

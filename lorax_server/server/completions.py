@@ -14,12 +14,10 @@ from lorax_server.server.call import Call, Question
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
     Heading,
-    check,
     check_count,
-    check_stops,
+    check_stopping,
     choose_adapter,
     finish_reason,
-    not_yet_if,
     refuse_unsupported,
     sampling,
     to_question,
@@ -27,6 +25,7 @@ from lorax_server.server.openai_parameters import (
 )
 from lorax_server.server.openai_schemas import CompletionRequest, CompletionResponse, OpenAIErrorResponse
 from lorax_server.server.problems import json_response
+from lorax_server.server.rules import check, check_logprobs, not_yet
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
 
@@ -71,12 +70,22 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
+    if body.logprobs is not None:
+        longest = max(job.request.stop.max_new_tokens for job in call.jobs)
+        check_logprobs(num_choices * len(prompts), longest, body.logprobs)
     await finish_all(call.jobs)
-    choices = [choice for each in asked for choice in _choices(body, each, num_choices)]
-    for index, choice in enumerate(choices):
-        choice["index"] = index
-    used = usage(call.jobs, call.record.prompt_tokens, 0 if body.max_tokens == 0 else None)
-    return json_response(heading.of(choices) | {"usage": used}, 200, call.headers(used["completion_tokens"]))
+    return await call.write(lambda: _answer(call, body, asked, heading, num_choices))
+
+
+def _answer(
+    call: Call, body: CompletionRequest, prompts: list[_Prompt], heading: Heading, num_choices: int
+) -> Response:
+    chosen = [(prompt, job) for prompt in prompts for job in _choose(prompt, num_choices)]
+    choices = [_choice(body, index, prompt, job) for index, (prompt, job) in enumerate(chosen)]
+    is_scoring = body.max_tokens == 0  # then the token that was drawn is nobody's
+    used = usage(call.jobs, call.record.prompt_tokens, 0 if is_scoring else None)
+    num_shown = 0 if is_scoring else sum(len(job.completion.token_ids) for _, job in chosen)
+    return json_response(heading.of(choices) | {"usage": used}, 200, call.headers(num_shown))
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -93,8 +102,8 @@ def _is_ids(prompt: list[Any]) -> bool:
 def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_choices: int, num_drawn: int) -> Question:
     config, defaults = call.parts.config, call.parts.defaults
     refuse_unsupported(body)
-    not_yet_if(body.suffix, "`suffix`")
-    check_stops(body, config)
+    not_yet(body.suffix, "`suffix`")
+    check_stopping(body, config)
     check_count(num_choices, config)
     check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")
     check_count(num_drawn * len(prompts), config)
@@ -113,16 +122,16 @@ def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_ch
     )
 
 
-def _choices(body: CompletionRequest, prompt: _Prompt, count: int) -> list[dict[str, Any]]:
+def _choose(prompt: _Prompt, count: int) -> list[Job]:
     """The best answers to a prompt; all of them, in the order in which they were drawn, if none is left out."""
     jobs = prompt.jobs
-    if count < len(jobs):
-        jobs = [jobs[place] for place in rank_candidates([job.completion.logprobs for job in jobs])[:count]]
-    return [_choice(body, prompt, job) for job in jobs]
+    if count == len(jobs):
+        return jobs
+    return [jobs[place] for place in rank_candidates([job.completion.logprobs for job in jobs])[:count]]
 
 
-def _choice(body: CompletionRequest, prompt: _Prompt, job: Job) -> dict[str, Any]:
-    is_scoring = body.max_tokens == 0  # then the token that was drawn is nobody's
+def _choice(body: CompletionRequest, index: int, prompt: _Prompt, job: Job) -> dict[str, Any]:
+    is_scoring = body.max_tokens == 0
     chunks = [] if is_scoring else job.chunks_so_far
     logprobs = None
     if body.logprobs is not None:
@@ -131,7 +140,7 @@ def _choice(body: CompletionRequest, prompt: _Prompt, job: Job) -> dict[str, Any
             logprobs.add_prompt(prompt.text)
         logprobs.add(chunks)
     return {
-        "index": 0,
+        "index": index,
         "text": prompt.text + ("" if is_scoring else job.text),
         "logprobs": None if logprobs is None else logprobs.take(),
         "finish_reason": "length" if is_scoring else finish_reason(job.completion.finish_reason),

@@ -1,6 +1,7 @@
 """A folder whose subfolders are adapters: looked at every now and then, so that who puts one there need not tell."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ class FolderWatch:
         self._tell = tell
         self._every_s = every_s
         self._names: list[str] | None = None
+        self._is_lost = False
         self._is_closed = threading.Event()
 
     def start(self) -> None:
@@ -38,9 +40,14 @@ class FolderWatch:
         try:
             names = find_adapters(self._folder)
         except OSError as error:
-            if self._names != []:
+            if not self._is_lost:
                 logger.warning("the adapters' folder cannot be read: %s", error)
+            self._is_lost = True
+            if not isinstance(error, FileNotFoundError):
+                return  # perhaps only for a moment: it is served as it was
             names = []
+        else:
+            self._is_lost = False
         if names != self._names:
             logger.info("adapters in %s: %d", self._folder.name, len(names))
             self._names = names
@@ -53,5 +60,6 @@ class FolderWatch:
 
 def find_adapters(folder: Path) -> list[str]:
     """The names of the subfolders that hold an adapter."""
-    found = (entry.name for entry in folder.iterdir() if (entry / CONFIG_FILE).is_file() and entry.name.isprintable())
-    return sorted(found)[:MAX_ADAPTERS]
+    names = (name for name in os.listdir(folder) if name.isprintable())
+    # One that may not be entered is as if it were not there.
+    return sorted(name for name in names if os.path.isfile(folder / name / CONFIG_FILE))[:MAX_ADAPTERS]

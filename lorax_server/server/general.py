@@ -130,19 +130,24 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", response_model=list[SimpleToken], responses=ERRORS, tags=["Tokenization"])
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """A text's tokens."""
-        service.identify(http)
+        key = service.identify(http)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
-        pieces = await asyncio.to_thread(tokenizer.pieces, body.inputs, with_special)
-        return json_response([piece._asdict() for piece in pieces])
+
+        def write() -> Response:
+            return json_response([piece._asdict() for piece in tokenizer.pieces(body.inputs, with_special)])
+
+        with service.parts.gate.enter(key):
+            return await asyncio.to_thread(write)
 
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS, tags=["Tokenization"])
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """The text that tokens stand for."""
-        service.identify(http)
+        key = service.identify(http)
         tokenizer, skip_special = service.parts.tokenizers.base, body.skip_special_tokens is not False
-        return json_response({"text": await asyncio.to_thread(tokenizer.decode, body.ids, skip_special)})
+        with service.parts.gate.enter(key):
+            return json_response({"text": await asyncio.to_thread(tokenizer.decode, body.ids, skip_special)})
 
 
 def _info(service: Service) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class Key:
         names = {name, name.partition("@")[0]}
         climbs = ".." in name.split("/")
         if climbs or not any(_matches(pattern, source, names, default_source) for pattern in self.adapters):
-            raise ForbiddenError(f"this API key may not use adapter {name[:SHOWN_CHARACTERS]!r} of source {source!r}")
+            raise ForbiddenError(
+                f"this API key may not use adapter {name[:SHOWN_CHARACTERS]!r} of source {source[:32]!r}"
+            )
 
     def check_may_use_base(self) -> None:
         if not self.base_model:

@@ -53,7 +53,7 @@ def log_request(record: Record) -> None:
         "status": record.status,
         "error_type": record.error_type,
         "key": record.key,
-        "source": record.source,
+        "source": _short(record.source),
         "adapter": _short(record.adapter),
         "adapter_hash": record.adapter_hash[:HASH_CHARACTERS],
         "is_streamed": record.is_streamed,

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lorax_server.errors import AdapterNotFoundError
+from lorax_server.adapters.source import MAX_NAME_LENGTH
+from lorax_server.errors import AdapterNotFoundError, InputError
 from lorax_server.types import AdapterRef, Merge
 
 BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
 MAX_ALIASES = 100_000
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
-SHOWN = 8  # names in an error
 
 
 class Named(NamedTuple):
@@ -62,9 +62,13 @@ class Names:
             return {**self._folder, **self._aliases}
 
     def add(self, alias: str, source: str, name: str) -> None:
+        if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
+            raise InputError(f"an adapter's name is 1 to {MAX_NAME_LENGTH} printable characters, not {alias[:64]!r}")
+        if alias in self.base_names or alias == BASE_MODEL:
+            raise InputError(f"{alias!r} is the base model; choose another name")
         with self._lock:
             if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
-                raise AdapterNotFoundError(f"there are {MAX_ALIASES} names already; unload some")
+                raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
             self._aliases[alias] = Named(source, name)
 
     def remove(self, alias: str) -> bool:
@@ -93,7 +97,10 @@ class Names:
         if name == "":
             return self.base
         if source is None and self._known(name) is None and not self._may_be_somewhere(name):
-            raise AdapterNotFoundError(self._describe_unknown(model))
+            raise AdapterNotFoundError(
+                f"the model {model[:64]!r} does not exist; /v1/models lists those that have a name, and adapters of "
+                "the hub are named owner/name"
+            )
         return self._adapter(name, source, token)
 
     def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
@@ -126,11 +133,11 @@ class Names:
         return Choice((AdapterRef(place.source, name, token),), None, name, (place,))
 
     def _known(self, name: str) -> Named | None:
-        adapters = self.adapters
-        if name in adapters:
-            return adapters[name]
+        found = self._aliases.get(name) or self._folder.get(name)
+        if found is not None:
+            return found
         alias, at, revision = name.partition("@")
-        found = adapters.get(alias) if at else None
+        found = self._aliases.get(alias) or self._folder.get(alias) if at else None
         return None if found is None else Named(found.source, f"{found.name}@{revision}")
 
     def _without_base(self, model: str) -> str:
@@ -146,8 +153,3 @@ class Names:
     def _may_be_somewhere(self, name: str) -> bool:
         """Whether the default source could have it. Only a hub has a rule that tells without asking."""
         return self.default_source != "hub" or HUB_NAME.fullmatch(name) is not None
-
-    def _describe_unknown(self, model: str) -> str:
-        known = [self.primary, *sorted(self.adapters)]
-        some = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
-        return f"the model {model[:64]!r} does not exist; there are {some}, and adapters named owner/name"

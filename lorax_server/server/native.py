@@ -66,6 +66,10 @@ async def _ask(call: Call, body: GenerateRequest, is_streamed: bool) -> list[Job
 async def _whole(call: Call, body: GenerateRequest, as_list: bool) -> Response:
     jobs = await _ask(call, body, is_streamed=False)
     await finish_all(jobs)
+    return await call.write(lambda: _answer(call, body, jobs, as_list))
+
+
+def _answer(call: Call, body: GenerateRequest, jobs: list[Job], as_list: bool) -> Response:
     best, *others = [jobs[place] for place in rank_candidates([job.completion.logprobs for job in jobs])]
     parameters = body.parameters or GenerateParameters()
     before = body.inputs if parameters.return_full_text else ""

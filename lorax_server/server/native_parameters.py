@@ -5,26 +5,24 @@ from collections.abc import Callable
 
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
-from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.call import Question
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.native_schemas import GenerateParameters, MergedAdapters, ResponseFormat
+from lorax_server.server.rules import check, check_stops, not_yet
 from lorax_server.types import Merge, SamplingParams
-
-UNTIL_THEN = "is not supported yet; without it the answer would not be what you ask for"
 
 
 def choose_adapter(parameters: GenerateParameters, names: Names) -> Choice:
     merged, token = parameters.merged_adapters, parameters.api_token or None
-    _check(
+    check(
         parameters.adapter_id is None or merged is None,
         "at most one of `adapter_id` or `adapters` may be provided",
     )
     if merged is None:
         return names.by_adapter(parameters.adapter_id, parameters.adapter_source, token)
-    _check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
+    check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
     weights = merged.weights or [1.0] * len(merged.ids)
-    _check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
+    check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # nothing to merge it with
         return names.by_adapter(merged.ids[0], parameters.adapter_source, token)
     return names.merged(merged.ids, _merge(merged, weights), parameters.adapter_source, token)
@@ -34,15 +32,15 @@ def to_question(
     inputs: str, parameters: GenerateParameters, config: ServerConfig, max_input_length: int, is_streamed: bool
 ) -> Question:
     _check_parameters(parameters, config)
-    _check(bool(inputs), "`inputs` cannot be empty")
+    check(bool(inputs), "`inputs` cannot be empty")
     truncate = parameters.truncate
-    _check(
+    check(
         truncate is None or 1 <= truncate <= max_input_length,
         f"`truncate` must be strictly positive and less than {max_input_length}. Given: {truncate}",
     )
     best_of = parameters.best_of or 1
-    _check(not is_streamed or best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
-    _check(
+    check(not is_streamed or best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
+    check(
         not (is_streamed and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
@@ -63,7 +61,7 @@ def to_question(
 def refuse_format(asked: ResponseFormat | None) -> None:
     """`text` asks for nothing; LoRAX took it for JSON all the same."""
     if asked is not None and (asked.type.lower() != "text" or asked.schema_ is not None):
-        raise NotSupportedError(f"`response_format` {asked.type!r} {UNTIL_THEN}")
+        not_yet(True, f"`response_format` {asked.type[:32]!r}")
 
 
 def _merge(merged: MergedAdapters, weights: list[float]) -> Merge:
@@ -76,32 +74,30 @@ def _merge(merged: MergedAdapters, weights: list[float]) -> Merge:
 def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> None:
     best_of, most = parameters.best_of, config.max_best_of
     if best_of is not None and not 0 <= best_of <= most:
-        _check(most > 1, "`best_of` != 1 is not allowed for this endpoint")
-        _check(False, f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
+        check(most > 1, "`best_of` != 1 is not allowed for this endpoint")
+        check(False, f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
     is_several = (best_of or 1) > 1
-    _check(not is_several or _samples(parameters, any_temperature=True), "you must use sampling when `best_of` is > 1")
+    check(not is_several or _samples(parameters, any_temperature=True), "you must use sampling when `best_of` is > 1")
     _check_ranges(parameters, config)
-    stops = parameters.stop or []
-    most = config.max_stop_sequences
-    _check(len(stops) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}")
-    _check(not is_several or parameters.seed is None, "`seed` must not be set when `best_of` > 1")
+    check_stops(parameters.stop or [], config)
+    check(not is_several or parameters.seed is None, "`seed` must not be set when `best_of` > 1")
 
 
 def _check_ranges(given: GenerateParameters, config: ServerConfig) -> None:
-    _check(_holds(given.temperature, lambda value: value >= 0), "`temperature` must be non-negative")
-    _check(_holds(given.repetition_penalty, lambda value: value > 0), "`repetition_penalty` must be strictly positive")
+    check(_holds(given.temperature, lambda value: value >= 0), "`temperature` must be non-negative")
+    check(_holds(given.repetition_penalty, lambda value: value > 0), "`repetition_penalty` must be strictly positive")
     for name in ("frequency_penalty", "presence_penalty"):
-        _check(_holds(getattr(given, name), lambda value: -2 <= value <= 2), f"`{name}` must be >= -2.0 and <= 2.0")
-    _check(_holds(given.top_p, lambda value: 0 < value <= 1), "`top_p` must be > 0.0 and < 1.0")
-    _check(_holds(given.typical_p, lambda value: 0 < value < 1), "`typical_p` must be > 0.0 and < 1.0")
-    _check(_holds(given.top_k, lambda value: 1 <= value < 2**31), "`top_k` must be strictly positive")
+        check(_holds(getattr(given, name), lambda value: -2 <= value <= 2), f"`{name}` must be >= -2.0 and <= 2.0")
+    check(_holds(given.top_p, lambda value: 0 < value <= 1), "`top_p` must be > 0.0 and < 1.0")
+    check(_holds(given.typical_p, lambda value: 0 < value < 1), "`typical_p` must be > 0.0 and < 1.0")
+    check(_holds(given.top_k, lambda value: 1 <= value < 2**31), "`top_k` must be strictly positive")
     alternatives = given.return_k_alternatives
-    _check(_holds(alternatives, lambda value: value >= 1), "`return_k_alternatives` must be strictly positive")
-    _check(
+    check(_holds(alternatives, lambda value: value >= 1), "`return_k_alternatives` must be strictly positive")
+    check(
         _holds(alternatives, lambda value: value <= config.max_logprobs),
         f"`return_k_alternatives` must be <= {config.max_logprobs}. Given: {alternatives}",
     )
-    _check(_holds(given.max_new_tokens, lambda value: value >= 1), "`max_new_tokens` must be strictly positive")
+    check(_holds(given.max_new_tokens, lambda value: value >= 1), "`max_new_tokens` must be strictly positive")
 
 
 def _sampling(given: GenerateParameters) -> SamplingParams:
@@ -136,8 +132,3 @@ def _samples(given: GenerateParameters, any_temperature: bool = False) -> bool:
 def _holds(value: float | None, rule: Callable[[float], bool]) -> bool:
     """NaN keeps no rule."""
     return value is None or rule(value)
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise InputError(message)

@@ -10,17 +10,22 @@ from typing import Any
 from lorax_server import __version__
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
-from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.call import Question
 from lorax_server.server.jobs import Job
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.openai_schemas import CommonRequest
+from lorax_server.server.rules import check, check_stops, not_yet
 from lorax_server.tokenizer import GenerationDefaults
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
 
 FINGERPRINT = f"lorax-{__version__}"
 MAX_BIASES = 1024
-CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+# What vLLM takes and would change the answer.
+NOT_YET = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "allowed_token_ids"),
+    *("bad_words", "use_beam_search", "chat_template", "continue_final_message", "truncate_prompt_tokens"),
+    "include_stop_str_in_output",
+)
 
 
 @dataclass(frozen=True)
@@ -49,25 +54,19 @@ def choose_adapter(body: CommonRequest, names: Names) -> Choice:
 
 
 def refuse_unsupported(body: CommonRequest) -> None:
-    """Nothing is ignored that would make the answer another one."""
     asked = body.response_format
-    if asked is not None and asked.get("type") != "text":
-        raise _not_yet(f"`response_format` {str(asked.get('type'))[:32]!r}")
-    for name in CONSTRAINTS:
-        if getattr(body, name) is not None:
-            raise _not_yet(f"`{name}`")
-
-
-def not_yet_if(is_asked: object, what: str) -> None:
-    if is_asked:
-        raise _not_yet(what)
+    if asked is not None:
+        not_yet(asked.get("type") != "text", f"`response_format` {str(asked.get('type'))[:32]!r}")
+    for name in NOT_YET:
+        not_yet(getattr(body, name) not in (None, False, []), f"`{name}`")
 
 
 def sampling(
     body: CommonRequest, defaults: GenerationDefaults, config: ServerConfig, num_alternatives: int = 0
 ) -> SamplingParams:
     """Log probabilities are the model's own, whatever the answer was drawn with."""
-    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    usual = 0.0 if defaults.do_sample is False else defaults.temperature
+    temperature = _first(body.temperature, usual, 1.0)
     check(0 <= temperature <= 2, "`temperature` must be >= 0 and <= 2")
     check(num_alternatives <= config.max_logprobs, f"at most {config.max_logprobs} log probabilities are reported")
     top_k = _first(body.top_k, defaults.top_k, 0)
@@ -90,7 +89,6 @@ def sampling(
 
 def to_question(body: CommonRequest, prompt: str | Sequence[int], how: SamplingParams, count: int) -> Question:
     """What both routes say in the same words; each adds its own."""
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     return Question(
         prompt,
@@ -98,17 +96,17 @@ def to_question(body: CommonRequest, prompt: str | Sequence[int], how: SamplingP
         [candidate_seed(seed, place) for place in range(count)],
         min_new_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos_token or body.ignore_eos),
-        stop_strings=tuple(stops),
+        stop_strings=tuple(_stops(body)),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         include_stop=False,
         salt=body.cache_salt or "",
     )
 
 
-def check_stops(body: CommonRequest, config: ServerConfig) -> None:
-    most = config.max_stop_sequences
-    count = len(body.stop) if isinstance(body.stop, list) else 1
-    check(count <= most, f"`stop` supports up to {most} stop sequences. Given: {count}")
+def check_stopping(body: CommonRequest, config: ServerConfig) -> None:
+    check_stops(_stops(body), config)
+    count = len(body.stop_token_ids or ())
+    check(count <= MAX_BIASES, f"`stop_token_ids` has at most {MAX_BIASES} tokens. Given: {count}")
 
 
 def check_count(count: int, config: ServerConfig) -> None:
@@ -119,12 +117,15 @@ def check_count(count: int, config: ServerConfig) -> None:
 def usage(jobs: Sequence[Job], num_prompt_tokens: int, generated: int | None = None) -> dict[str, Any]:
     """Of all answers, also of those that were drawn and not chosen."""
     num_generated = sum(len(job.completion.token_ids) for job in jobs) if generated is None else generated
-    cached = max((job.started.cached_tokens for job in jobs if job.started is not None), default=0)
+    by_prompt: dict[int, int] = {}  # all answers to a prompt share its list of tokens
+    for job in jobs:
+        cached = 0 if job.started is None else job.started.cached_tokens
+        by_prompt[id(job.request.prompt_ids)] = max(cached, by_prompt.get(id(job.request.prompt_ids), 0))
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(by_prompt.values())},
     }
 
 
@@ -132,11 +133,6 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     if reason is None:
         return None
     return "length" if reason is FinishReason.LENGTH else "stop"
-
-
-def check(holds: bool, message: str) -> None:
-    if not holds:
-        raise InputError(message)
 
 
 def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
@@ -153,5 +149,5 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _not_yet(what: str) -> NotSupportedError:
-    return NotSupportedError(f"{what} is not supported yet; without it the answer would not be what you ask for")
+def _stops(body: CommonRequest) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else body.stop or []

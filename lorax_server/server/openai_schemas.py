@@ -13,6 +13,7 @@ OpenAISeed = Annotated[
 ]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 # Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
 Bias = Annotated[
@@ -70,6 +71,13 @@ class CommonRequest(Schema):
     guided_choice: Nothing = None
     guided_grammar: Nothing = None
     structured_outputs: Nothing = None
+    allowed_token_ids: Nothing = None
+    bad_words: Nothing = None
+    use_beam_search: Nothing = None
+    chat_template: Nothing = None
+    continue_final_message: Nothing = None
+    truncate_prompt_tokens: Nothing = None
+    include_stop_str_in_output: Nothing = None
 
 
 class CompletionRequest(CommonRequest):
@@ -106,14 +114,14 @@ class Message(Schema):
     """`tool_calls` and the like are handed to the chat template as they are."""
 
     role: str
-    content: str | Many[TextPart | dict[str, Any]] | None = None
+    content: str | Annotated[Many[TextPart | dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class ChatCompletionRequest(CommonRequest):
-    messages: Many[Message] = Field(json_schema_extra={"minItems": 1})
+    messages: Many[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None

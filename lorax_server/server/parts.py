@@ -17,23 +17,43 @@ MAX_SEEN = 10_000
 
 
 class Seen:
-    """Where adapters came from whom the engine knows by their hash only; those that were found last."""
+    """Which names adapters were found by, whom the engine knows by their hash only; those that were found last.
+
+    One name may have meant several, one after the other, and several names may mean the same.
+    """
 
     def __init__(self) -> None:
-        self._places: OrderedDict[str, Named] = OrderedDict()
+        self._names: OrderedDict[str, dict[Named, None]] = OrderedDict()  # by hash
+        self._hashes: dict[Named, dict[str, None]] = {}  # by name, the latest last
 
-    def note(self, identity: str, place: Named) -> None:
-        self._places[identity] = place
-        self._places.move_to_end(identity)
-        if len(self._places) > MAX_SEEN:
-            self._places.popitem(last=False)
+    def note(self, identity: str, name: Named) -> None:
+        self._names.setdefault(identity, {})[name] = None
+        self._names.move_to_end(identity)
+        hashes = self._hashes.setdefault(name, {})
+        hashes.pop(identity, None)
+        hashes[identity] = None
+        if len(self._names) > MAX_SEEN:
+            self._forget()
 
-    def place(self, identity: str) -> Named | None:
-        return self._places.get(identity)
+    def name(self, identity: str) -> Named | None:
+        """The one that it was first found by."""
+        return next(iter(self._names.get(identity, ())), None)
 
-    def identities(self, place: Named) -> list[str]:
-        """All that a name has meant."""
-        return [identity for identity, seen in self._places.items() if seen == place]
+    def identities(self, name: Named) -> list[str]:
+        """All that a name has meant, the latest last."""
+        return list(self._hashes.get(name, ()))
+
+    def is_meant_by_others(self, identity: str, name: Named) -> bool:
+        """Whether another name means it now."""
+        others = (other for other in self._names.get(identity, ()) if other != name)
+        return any(self.identities(other)[-1] == identity for other in others)
+
+    def _forget(self) -> None:
+        identity, names = self._names.popitem(last=False)
+        for name in names:
+            del self._hashes[name][identity]
+            if not self._hashes[name]:
+                del self._hashes[name]
 
 
 @dataclass(frozen=True)

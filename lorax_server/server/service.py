@@ -4,29 +4,32 @@ who asks, for how long, and what is noted of it."""
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
-from lorax_server.errors import DeadlineError, EngineError, LoraxError
+from lorax_server.errors import ConfigError, DeadlineError, EngineError, InputError, LoraxError, SourceError
 from lorax_server.server.call import Call
 from lorax_server.server.folder import FolderWatch
 from lorax_server.server.gate import Gate
 from lorax_server.server.keys import Key, KeyRing
 from lorax_server.server.metrics import Metrics
-from lorax_server.server.names import Names
-from lorax_server.server.parts import Parts
+from lorax_server.server.names import Named, Names
+from lorax_server.server.parts import Parts, Seen
 from lorax_server.server.sse import EventStream, until_gone
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import load_generation_defaults, load_tokenizer
+from lorax_server.tokenizer import GenerationDefaults, load_generation_defaults, load_tokenizer
+from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499  # nobody reads it; it is for the log
 RETRY_S = 1.0
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 Work = Callable[[Call], Awaitable[Response]]
 
@@ -80,6 +83,8 @@ class Service:
         if self._folder is not None:
             await asyncio.to_thread(self._folder.start)
         await starting
+        seen = await self._find_preloaded()
+        _check_defaults(defaults)
         total = int(self.engine.info["max_length"] or 0)
         most = min(config.max_input_length or total, total - 1)
         return Parts(
@@ -94,7 +99,17 @@ class Service:
             tracer=self._tracer,
             max_total_tokens=total,
             max_input_length=most,
+            seen=seen,
         )
+
+    async def _find_preloaded(self) -> Seen:
+        """Who they are, which the engine knows by now."""
+        seen = Seen()
+        for source, name in self.config.engine.preload:
+            with suppress(SourceError):  # of which the engine has told already
+                resolved = await self.engine.resolve([AdapterRef(source, name)])
+                seen.note(resolved.identity, Named(source, name))
+        return seen
 
     def drain(self) -> None:
         """Take nothing new. What is under way has until the deadline, and is then told why it ends."""
@@ -105,7 +120,7 @@ class Service:
 
     def _end_all(self) -> None:
         for call in list(self._calls):
-            call.stop(EngineError("the server is shutting down"))
+            call.stop(_shutting_down())
 
     async def close(self) -> None:
         if self._folder is not None:
@@ -157,9 +172,22 @@ class Service:
 
     def _check_is_open(self) -> None:
         if self.is_draining:
-            error = EngineError("the server is shutting down")
-            error.retry_after_s = RETRY_S
-            raise error
+            raise _shutting_down()
+
+
+def _shutting_down() -> EngineError:
+    error = EngineError("the server is shutting down")
+    error.retry_after_s = RETRY_S  # another one may take its place
+    return error
+
+
+def _check_defaults(defaults: GenerationDefaults) -> None:
+    """What the model's own settings ask for is asked for by every request that does not say otherwise."""
+    named = {name: value for name, value in defaults._asdict().items() if name in SAMPLING and value is not None}
+    try:
+        SamplingParams(**named)
+    except InputError as error:
+        raise ConfigError(f"generation_config.json: {error}; mend the model's file") from error
 
 
 async def _while_connected(http: Request, call: Call, work: Work) -> Response | None:

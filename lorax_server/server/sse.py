@@ -28,8 +28,6 @@ class EventStream(Response):
     away, or takes nothing for longer than `stuck_s`, ends it. `on_end`, set by whoever has to know, is told whether it
     did."""
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
@@ -37,7 +35,9 @@ class EventStream(Response):
         headers: dict[str, str] | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
-        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        # The type by itself: starlette would add a charset, which events do not have.
+        kind = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, {**kind, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s

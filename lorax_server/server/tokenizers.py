@@ -1,32 +1,56 @@
-"""The base model's tokenizer and those that adapters bring, and the threads on which long texts become tokens."""
+"""The base model's tokenizer and those that adapters bring, and the threads on which texts become tokens."""
 
 import asyncio
+import logging
+import re
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.errors import AdapterError, ConfigError, TemplateError
-from lorax_server.tokenizer import TextTokenizer, load_adapter_tokenizer
+from lorax_server.tokenizer import Converter, TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
-MAX_TOKENIZERS = 32  # of adapters; each may take tens of megabytes
+MAX_LIGHT = 1024  # tokenizers of adapters that share the base model's vocabulary and have no more than
+LIGHT_TEMPLATES = 2**16  # characters of templates
+MAX_HEAVY = 32  # others, each of which may take tens of megabytes
+MAX_FAILURES = 1024
+FAILURE_S = 10.0  # how long it is not tried again
+MAX_REASON = 500  # characters: files may make an error quote anything
 SHORT = 1000  # characters that are tokens sooner than another thread has begun
 NUM_THREADS = 2
+FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # those of an absolute path
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Key = tuple[str, tuple[Stamp, ...]]  # an adapter's folder, and the files in it
 
 
 class Tokenizers:
-    """Of one event loop."""
+    """Of one event loop.
 
-    def __init__(self, base: TextTokenizer, folder: Path) -> None:
+    An adapter's vocabulary comes with patterns that nobody vouches for, and a pattern can take very long for a short
+    text. Nothing can end it, so such tokenizers work on threads of their own, never on the event loop. The limit: as
+    many slow ones as these have threads hold up all other adapters with a vocabulary of their own, but nobody else.
+    """
+
+    def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.base = base
         self._folder = folder
-        self._of_adapters: OrderedDict[tuple[str, tuple[Stamp, ...]], TextTokenizer] = OrderedDict()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+        self._clock = clock
+        self._light, self._heavy = _Recent[TextTokenizer](MAX_LIGHT), _Recent[TextTokenizer](MAX_HEAVY)
+        self._failures = _Recent[tuple[float, str]](MAX_FAILURES)  # until when, and why
+        self._loading: dict[_Key, asyncio.Task[TextTokenizer]] = {}
+        self._converter = Converter()
+        self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+        self._reading, self._of_others = _Lane("tokenizer-files"), _Lane("tokenizer-of-adapters")
         # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. If the
         # base model's does, it is because of the messages.
         self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
@@ -35,7 +59,11 @@ class Tokenizers:
         await self._renderer.start()
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """It waits for no tokenizer, neither being made nor at work."""
+        self._converter.close()
+        for task in self._loading.values():
+            task.cancel()
+        self._of_base.shutdown(wait=False, cancel_futures=True)
         await self._renderer.close()
         await self._adapter_renderer.close()
 
@@ -47,21 +75,18 @@ class Tokenizers:
         try:
             # Not by the identity, which is that of the weights.
             key = adapter.folder, tuple(stamp_of(folder / file) for file in adapter.tokenizer_files)
-            known = self._of_adapters.get(key)
-            if known is None:
-                known = await self._on_a_thread(lambda: load_adapter_tokenizer(folder, self.base, self._folder))
-        except (ConfigError, OSError) as error:
-            raise AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {error}") from error
-        self._of_adapters[key] = known
-        self._of_adapters.move_to_end(key)
-        if len(self._of_adapters) > MAX_TOKENIZERS:
-            self._of_adapters.popitem(last=False)
-        return known
+        except OSError as error:
+            raise self._failure(folder, error) from error
+        known = self._light.get(key) or self._heavy.get(key)
+        return known or await self._load_once(key, folder)
 
     async def encode(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        work = partial(tokenizer.encode, text, add_special_tokens)
+        if not tokenizer.shares_vocabulary(self.base):
+            return await self._of_others.run(work)
         if len(text) <= SHORT:
-            return tokenizer.encode(text, add_special_tokens)
-        return await self._on_a_thread(lambda: tokenizer.encode(text, add_special_tokens))
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._of_base, work)
 
     def template_of(self, tokenizer: TextTokenizer) -> str | None:
         """The adapter's own, else that of the base model."""
@@ -79,8 +104,114 @@ class Tokenizers:
         renderer = self._renderer if is_own else self._adapter_renderer
         return await renderer.render(ChatTemplate(source, tokenizer.special_tokens), messages, **variables)
 
-    async def _on_a_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    # --- Those of adapters --------------------------------------------------------------------------------------------
+
+    async def _load_once(self, key: _Key, folder: Path) -> TextTokenizer:
+        """For all who ask meanwhile; who goes away does not end it."""
+        self._check_failures(key)
+        task = self._loading.get(key)
+        if task is None:
+            task = self._loading[key] = asyncio.create_task(self._load(key, folder))
+            task.add_done_callback(partial(self._forget, key))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise AdapterError("the server is stopping, no tokenizer is loaded any more") from None
+            raise
+
+    def _forget(self, key: _Key, task: asyncio.Task[TextTokenizer]) -> None:
+        del self._loading[key]
+        if not task.cancelled():
+            task.exception()  # nobody may be left to ask for it
+
+    async def _load(self, key: _Key, folder: Path) -> TextTokenizer:
+        try:
+            found = await self._share_or_build(folder)
+        except (ConfigError, OSError) as error:
+            failure = self._failure(folder, error)
+            self._failures.put(key, (self._clock() + FAILURE_S, str(failure)))
+            raise failure from error
+        (self._light if self._is_light(found) else self._heavy).put(key, found)
+        return found
+
+    async def _share_or_build(self, folder: Path) -> TextTokenizer:
+        """Whether an adapter shares the base model's vocabulary is found out where no adapter's own is in the way."""
+        shared = await self._reading.run(partial(share_base_tokenizer, folder, self.base, self._folder))
+        if shared is not None:
+            return shared
+        return await self._of_others.run(partial(load_own_tokenizer, folder, self._folder, self._converter))
+
+    def _is_light(self, found: TextTokenizer) -> bool:
+        size = sum(len(template) for template in found.chat_templates.values())
+        return found is self.base or (found.shares_vocabulary(self.base) and size <= LIGHT_TEMPLATES)
+
+    def _check_failures(self, key: _Key) -> None:
+        until, why = self._failures.get(key) or (0.0, "")
+        if why and self._clock() < until:
+            raise AdapterError(why)
+
+    def _failure(self, folder: Path, error: ConfigError | OSError) -> AdapterError:
+        """Where the server keeps its files is for its log only."""
+        logger.warning("the tokenizer in %s cannot be used: %s", folder, error)
+        reason = str(error) if isinstance(error, ConfigError) else f"a file cannot be read: {error.strerror}"
+        for known in (folder, folder.absolute(), self._folder, self._folder.absolute()):
+            reason = reason.replace(f"{known}/", "").replace(f"{known}: ", "")
+            reason = reason.replace(str(known), known.name) if known.is_absolute() else reason
+        reason = FOLDERS.sub("", reason)[:MAX_REASON]
+        return AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {reason}")
+
+
+class _Recent(Generic[_T]):
+    """What was used last, up to a number."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[_Key, _T] = OrderedDict()
+
+    def get(self, key: _Key) -> _T | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: _Key, value: _T) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._limit:
+            self._values.popitem(last=False)
+
+
+class _Lane:
+    """Threads for what may take any time, a few at once. A process ends without them, while it would wait for those of
+    a ThreadPoolExecutor. Who stops waiting does not make room for more: the thread is still at it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turns = asyncio.Semaphore(NUM_THREADS)
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        await self._turns.acquire()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_T] = loop.create_future()
+        try:
+            threading.Thread(target=self._work, args=(loop, result, work), name=self._name, daemon=True).start()
+        except BaseException:
+            self._turns.release()
+            raise
+        return await result
+
+    def _work(self, loop: asyncio.AbstractEventLoop, result: asyncio.Future[_T], work: Callable[[], _T]) -> None:
+        try:
+            settle = partial(result.set_result, work())
+        except BaseException as error:  # whoever waits is to know
+            settle = partial(result.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed, nobody waits
+            loop.call_soon_threadsafe(self._finish, result, settle)
+
+    def _finish(self, result: asyncio.Future[_T], settle: Callable[[], None]) -> None:
+        self._turns.release()
+        if not result.cancelled():
+            settle()
 
 
 def _default_template(templates: Mapping[str, str]) -> str | None:

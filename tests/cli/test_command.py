@@ -545,7 +545,7 @@ def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("action", "route", "body", "said"),
     [
-        ("load", "load", {"pin": False}, "loaded"),
+        ("load", "load", {"pin": None}, "loaded"),
         ("pin", "load", {"pin": True}, "loaded and pinned"),
         ("unpin", "load", {"pin": False}, "no longer pinned"),
         ("unload", "unload", {}, "unloaded"),

@@ -258,11 +258,14 @@ def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
 
 
 def check_takes_nothing_new(server: Server) -> None:
-    try:
-        with closing(Client(server, "/generate", native(1))) as client:
-            assert client.status == 503
-    except ConnectionError:
-        return
+    """The port is closed; who got in just before is refused."""
+    is_open = True
+    while is_open:
+        try:
+            with closing(Client(server, "/generate", native(1))) as client:
+                assert client.status == 503
+        except ConnectionError:
+            is_open = False
 
 
 def check_end(events: list[Iterator[Any]], *, with_error: bool) -> None:
@@ -296,7 +299,7 @@ def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> 
             tell_to_stop(server, signal.SIGINT)
             check_end(events, with_error=True)
             for client in waiting:
-                assert client.status == 500
+                assert client.status == 503
                 assert "the server is shutting down" in client.json()["error"]
         assert server.process.wait(PATIENCE_S) == 0
 

@@ -289,8 +289,10 @@ def test_errors_are_the_clients_own(
 
 def test_a_prompt_that_is_too_long(client: Both) -> None:
     for ask in (client.generate, client.stream):
-        with pytest.raises(ValidationError, match=r"`inputs` must have less than 127 tokens\. Given: "):
+        with pytest.raises(ValidationError, match=r"`inputs` tokens \+ `max_new_tokens` must be <= 128\. Given: "):
             ask("very " * 200)
+        with pytest.raises(ValidationError, match=r"`inputs` must have less than 127 tokens\. Given: "):
+            ask("very " * 200, max_new_tokens=None)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

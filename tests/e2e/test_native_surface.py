@@ -238,11 +238,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
     ({"inputs": ""}, "`inputs` cannot be empty"),
     ({"truncate": 0}, "`truncate` must be strictly positive and less than 127. Given: 0"),
-    ({"inputs": LONG}, "`inputs` must have less than 127 tokens. Given: 600"),
     (
         {"max_new_tokens": 122},
         "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 15 `inputs` tokens and 122 `max_new_tokens`",
     ),
+    ({"inputs": LONG, "max_new_tokens": None}, "`inputs` must have less than 127 tokens. Given: 600"),
 ]
 
 

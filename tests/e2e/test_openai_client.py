@@ -361,7 +361,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
         ({"stop": list("abcde")}, "`stop` supports up to 4"),
         ({"max_tokens": 0}, "at least 1"),
         ({"max_tokens": 1000}, "must be <= 128"),
-        ({"messages": [{"role": "user", "content": "very " * 200}]}, "less than 127 tokens"),
+        ({"messages": [{"role": "user", "content": "very " * 200}]}, "must be <= 128"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -52,6 +52,27 @@ def test_only_changes_are_told(tmp_path: Path) -> None:
     assert told == [[], ["one"], []]
 
 
+def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[list[str]] = []
+    put(tmp_path, "one")
+    watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
+    watch.look()
+
+    def fail(folder: Path) -> list[str]:
+        raise OSError(5, "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "find_adapters", fail)
+        watch.look()
+        watch.look()
+    put(tmp_path, "two")
+    watch.look()
+    assert told == [["one"], ["one", "two"]]
+    assert sum("cannot be read" in each.getMessage() for each in caplog.records) == 1
+
+
 def test_a_folder_that_is_not_there_has_no_adapters_for_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[str]] = []
     watch = FolderWatch(tmp_path / "later", lambda names: told.append(list(names)))

@@ -1,0 +1,389 @@
+"""Tokenizers that adapters bring: who waits for whom, what is kept, and what nobody is told."""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from lorax_server.errors import AdapterError, ConfigError
+from lorax_server.server import tokenizers as module
+from lorax_server.server.tokenizers import SHORT, Tokenizers
+from lorax_server.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.types import Resolved
+from tests.server.test_gate import Clock
+from tests.tokenizers import byte_level
+
+CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
+WAIT_S = 30.0  # for what is to happen soon
+
+
+def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
+    folder.mkdir(parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG | config))
+    return resolved(folder)
+
+
+def resolved(folder: Path) -> Resolved:
+    return Resolved(folder.name, str(folder), tuple(sorted(os.listdir(folder))))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    save(folder, byte_level().tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(model: Path) -> TextTokenizer:
+    return load_tokenizer(model)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tokenizers(base: TextTokenizer, model: Path, clock: Clock) -> Tokenizers:
+    return Tokenizers(base, model, clock=clock)
+
+
+@pytest.fixture
+def run(tokenizers: Tokenizers) -> Callable[[Awaitable[Any]], Any]:
+    def run(work: Awaitable[Any]) -> Any:
+        async def whole() -> Any:
+            try:
+                return await asyncio.wait_for(work, WAIT_S)
+            finally:
+                await tokenizers.close()
+
+        return asyncio.run(whole())
+
+    return run
+
+
+def same(tmp_path: Path, name: str = "same", **config: Any) -> Resolved:
+    return save(tmp_path / name, byte_level().tokenizer, **config)
+
+
+def own(tmp_path: Path, name: str = "own", **config: Any) -> Resolved:
+    backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    backend.add_tokens([AddedToken("<New>", normalized=False)])
+    return save(tmp_path / name, backend, **config)
+
+
+# --- Which tokenizer --------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_brings_nothing_else_has_the_base_models(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        assert await tokenizers.find(Resolved("none")) is base
+        assert await tokenizers.find(Resolved("none", str(tmp_path))) is base
+        assert await tokenizers.find(same(tmp_path)) is base
+        other = await tokenizers.find(same(tmp_path, "other", chat_template="its own"))
+        assert other.shares_vocabulary(base)
+        assert tokenizers.template_of(other) == "its own"
+        assert not (await tokenizers.find(own(tmp_path))).shares_vocabulary(base)
+
+    run(work())
+
+
+def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp_path: Path) -> None:
+    async def work() -> None:
+        adapter = same(tmp_path, chat_template="first")
+        assert await tokenizers.find(adapter) is await tokenizers.find(adapter)
+        config = CONFIG | {"chat_template": "and then another"}
+        (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(config))
+        assert tokenizers.template_of(await tokenizers.find(adapter)) == "and then another"
+
+    run(work())
+
+
+@pytest.fixture
+def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that are looked at; what is in them is in their names."""
+    asked: list[str] = []
+
+    def share(folder: Path, *_: Any) -> TextTokenizer | None:
+        asked.append(folder.name)
+        if folder.name == "damaged":
+            raise ConfigError("it is damaged")
+        size = {"small": 10, "large": 2**16 + 1}.get(folder.name.split("-")[0])
+        return None if size is None else base.with_parts({}, {"default": "x" * size})
+
+    monkeypatch.setattr(module, "share_base_tokenizer", share)
+    monkeypatch.setattr(module, "load_own_tokenizer", lambda *_: TextTokenizer(byte_level().tokenizer, {}, {}))
+    return asked
+
+
+def empty(tmp_path: Path, name: str) -> Resolved:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "tokenizer_config.json").touch()
+    return resolved(tmp_path / name)
+
+
+@pytest.mark.parametrize(("kind", "num_kept"), [("small", 4), ("large", 2), ("own", 2)])
+def test_how_many_are_kept(
+    kind: str, num_kept: int, tokenizers: Tokenizers, run: Any, loads: list[str], tmp_path: Path
+) -> None:
+    tokenizers._light._limit, tokenizers._heavy._limit = 4, 2
+    adapters = [empty(tmp_path, f"{kind}-{i}") for i in range(num_kept + 1)]
+
+    async def work() -> None:
+        for adapter in adapters[:num_kept]:
+            await tokenizers.find(adapter)
+        await tokenizers.find(adapters[0])  # so the second was used longest ago
+        await tokenizers.find(adapters[num_kept])
+        await tokenizers.find(adapters[0])
+        assert len(loads) == num_kept + 1
+        await tokenizers.find(adapters[1])
+        assert loads[-1] == f"{kind}-1"
+
+    run(work())
+    assert len(loads) == num_kept + 2
+
+
+def test_a_failure_is_remembered_for_a_while(
+    tokenizers: Tokenizers, run: Any, loads: list[str], clock: Clock, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        adapter = empty(tmp_path, "damaged")
+        for _ in range(3):
+            with pytest.raises(AdapterError, match="adapter 'damaged': its tokenizer cannot be used: it is damaged"):
+                await tokenizers.find(adapter)
+        assert loads == ["damaged"]
+        clock.now += 9.9
+        with pytest.raises(AdapterError):
+            await tokenizers.find(adapter)
+        assert loads == ["damaged"]
+        clock.now += 0.2
+        with pytest.raises(AdapterError):
+            await tokenizers.find(adapter)
+        assert loads == ["damaged"] * 2
+
+    run(work())
+
+
+# --- Who waits for whom -----------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """Work that goes on until it is let go."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+        self.num_begun = threading.Semaphore(0)
+        self.count = 0
+        self.threads: set[str] = set()
+        self.go = threading.Event()
+
+    def __call__(self, *_: Any) -> Any:
+        self.count += 1
+        self.threads.add(threading.current_thread().name)
+        self.num_begun.release()
+        assert self.go.wait(WAIT_S)
+        return self.result
+
+    async def begun(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self.num_begun.acquire, timeout=WAIT_S)
+
+
+def test_who_asks_for_the_same_waits_for_the_same(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(base)
+    monkeypatch.setattr(module, "share_base_tokenizer", stuck)
+
+    async def work() -> None:
+        adapter = empty(tmp_path, "slow")
+        first, *others = [asyncio.create_task(tokenizers.find(adapter)) for _ in range(5)]
+        await stuck.begun()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        stuck.go.set()
+        assert await asyncio.gather(*others) == [base] * 4
+        assert stuck.count == 1
+
+    run(work())
+
+
+def test_a_vocabulary_of_an_adapter_holds_up_only_others(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, long = "Hello dog", "Hello dog " * SHORT
+
+    async def work() -> None:
+        slow = await tokenizers.find(own(tmp_path))
+        other = await tokenizers.find(own(tmp_path, "other", chat_template="its own"))
+        stuck = Stuck([7])
+        monkeypatch.setattr(slow, "encode", stuck)
+        asking = [asyncio.create_task(tokenizers.encode(slow, text, True)) for _ in range(3)]
+        await stuck.begun(2)
+        asking[0].cancel()  # its thread is still at it
+        waiting = asyncio.create_task(tokenizers.encode(other, text, True))
+        assert await tokenizers.encode(base, text, True) == base.encode(text)
+        assert await tokenizers.encode(base, long, False) == base.encode(long, False)
+        assert await tokenizers.find(same(tmp_path)) is base
+        template_only = await tokenizers.find(same(tmp_path, "template", chat_template="its own"))
+        assert await tokenizers.encode(template_only, long, True) == base.encode(long)
+        assert stuck.count == 2
+        assert not waiting.done()
+        stuck.go.set()
+        assert await waiting == base.encode(text)
+        assert await asyncio.gather(*asking[1:]) == [[7], [7]]
+        assert stuck.threads == {"tokenizer-of-adapters"}
+
+    run(work())
+
+
+def test_loading_a_vocabulary_holds_up_only_others(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(base)
+    monkeypatch.setattr(module, "load_own_tokenizer", stuck)
+
+    async def work() -> None:
+        slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
+        await stuck.begun(2)
+        assert await tokenizers.encode(base, "a " * SHORT, False) == base.encode("a " * SHORT, False)
+        assert await tokenizers.find(same(tmp_path)) is base
+        assert stuck.count == 2
+        stuck.go.set()
+        await asyncio.gather(*slow)
+
+    run(work())
+
+
+def test_only_a_short_text_of_the_base_models_is_done_at_once(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def thread_of(tokenizer: TextTokenizer, text: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "encode", lambda *_: [threading.current_thread().name])
+            return str((await tokenizers.encode(tokenizer, text, True))[0])
+
+    async def work() -> None:
+        here = threading.current_thread().name
+        template_only = await tokenizers.find(same(tmp_path, chat_template="its own"))
+        for sharing in (base, template_only):
+            assert await thread_of(sharing, "a" * SHORT) == here
+            assert (await thread_of(sharing, "a" * (SHORT + 1))).startswith("tokenizer_")
+        assert await thread_of(await tokenizers.find(own(tmp_path)), "a") == "tokenizer-of-adapters"
+
+    run(work())
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_a_conversion_that_hangs(
+    tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(pid_pipe := tmp_path / "pid")
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid_pipe}\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", str(program))
+
+    async def work() -> None:
+        slow = asyncio.create_task(tokenizers.find(own(tmp_path, tokenizer_class="LlamaTokenizer")))
+        pid = int(await asyncio.to_thread(pid_pipe.read_text))
+        os.kill(pid, 0)
+        (converting,) = [each for each in threading.enumerate() if each.name == "tokenizer-of-adapters"]
+        await tokenizers.close()
+        with pytest.raises(AdapterError, match="the server is stopping"):
+            await slow
+        await asyncio.to_thread(converting.join, WAIT_S)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    run(work())
+
+
+def test_closing_does_not_wait_for_what_cannot_be_ended(
+    base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(base)
+    monkeypatch.setattr(module, "load_own_tokenizer", stuck)
+
+    async def work() -> list[threading.Thread]:
+        slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
+        await stuck.begun(2)
+        await tokenizers.close()
+        for each in slow:
+            with pytest.raises(AdapterError, match="the server is stopping"):
+                await each
+        return [each for each in threading.enumerate() if each.name == "tokenizer-of-adapters"]
+
+    threads = run(work())
+    assert [each.daemon for each in threads] == [True, True]  # the process would wait for others
+    stuck.go.set()
+    for each in threads:
+        each.join(WAIT_S)
+    assert stuck.count == 2
+
+
+# --- What nobody is told ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("tokenizer.json", b"{", "cannot be used: tokenizer.json: is not a tokenizer"),
+        ("tokenizer_config.json", b"[]", "cannot be used: tokenizer_config.json: is refused"),
+        ("chat_template.jinja", b"\xff", "cannot be used: chat_template.jinja: is not UTF-8"),
+        ("added_tokens.json", b'{"<x>": 900}', "no tokenizer that can be read: OSError: no 'config.json' of model </s> in"),
+    ],
+)
+def test_where_the_files_are_is_told_to_the_log_only(
+    file: str,
+    content: bytes,
+    told: str,
+    tokenizers: Tokenizers,
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "a folder" / "adapter"
+    own(folder.parent, "adapter")
+    (folder / file).write_bytes(content)
+    program = tmp_path / "program"
+    words = f"OSError: no '{tmp_path}/x/config.json' of {tokenizers._folder} </s> in {folder}/tokenizer.model of {folder}"
+    program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", str(program))
+    with caplog.at_level(logging.WARNING), pytest.raises(AdapterError) as raised:
+        run(tokenizers.find(resolved(folder)))
+    message = str(raised.value)
+    assert message.startswith("adapter 'adapter': its tokenizer cannot be used: ")
+    assert told in message
+    assert "/" not in message.replace("</s>", "")
+    assert str(folder) in caplog.text
+
+
+def test_a_file_that_has_gone(tokenizers: Tokenizers, run: Any, tmp_path: Path) -> None:
+    adapter = own(tmp_path)
+    (tmp_path / "own" / "tokenizer.json").unlink()
+    with pytest.raises(AdapterError) as raised:
+        run(tokenizers.find(adapter))
+    assert str(raised.value).endswith(
+        "adapter 'own': its tokenizer cannot be used: a file cannot be read: No such file or directory"
+    )
+
+
+def test_a_reason_is_short(tokenizers: Tokenizers, tmp_path: Path) -> None:
+    assert len(str(tokenizers._failure(tmp_path / "adapter", ConfigError("x" * 10**6)))) < 600
