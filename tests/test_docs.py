@@ -10,8 +10,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.config import REFUSED_FIELDS
+from lorax_server.cli.flag_table import FLAGS
 from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
+from lorax_server.server.metrics import Metrics
+from lorax_server.server.native_schemas import GenerateParameters
+from lorax_server.server.openai_schemas import ChatCompletionRequest, CompletionRequest, LoadRequest, VllmLoadRequest
 from tests.models.tiny import LLAMA, SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.cases import CASES
 
@@ -76,3 +80,28 @@ def test_links_lead_somewhere() -> None:
     for document in DOCS.glob("*.md"):
         for link in re.findall(r"\]\((?!https)(.*?)\)", document.read_text()):
             assert (DOCS / link).is_file(), f"{document.name}: {link}"
+
+
+def test_every_field_of_a_request_is_described() -> None:
+    described = (DOCS / "http-api.md").read_text()
+    for schema in (GenerateParameters, CompletionRequest, ChatCompletionRequest, LoadRequest, VllmLoadRequest):
+        for name in schema.model_fields:
+            assert re.search(rf"[`\"]{name}[`\".]", described), f"{schema.__name__}.{name}"
+
+
+def test_flags_are_those_that_there_are() -> None:
+    names = {flag.name for flag in FLAGS}
+    migration, operations = (DOCS / "migration.md").read_text(), (DOCS / "operations.md").read_text()
+    ours, _, _ = migration.partition("## From vLLM")
+    assert set(re.findall(r"`(--[a-z0-9-]+)", ours + operations)) <= names | {"--help", "--equal"}
+    assert [flag.name for flag in FLAGS if not flag.is_ours and f"`{flag.name}`" not in ours] == []
+
+
+def test_metrics_are_those_that_there_are() -> None:
+    _, _, after = (DOCS / "operations.md").read_text().partition("## Metrics")
+    table, _, _ = after.partition("\n## ")
+    metrics = Metrics(max_input_length=10, max_total_tokens=20)
+    metrics.engine(None, True, 0)
+    exported = set(re.findall(r"^# TYPE (\S+)", metrics.prometheus().decode(), flags=re.MULTILINE))
+    rows = re.findall(r"^\| (`lorax_\w+`.*?) \|", table, flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(lorax_\w+)`", row)} == exported
