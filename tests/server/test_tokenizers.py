@@ -345,7 +345,11 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
         ("tokenizer.json", b"{", "cannot be used: tokenizer.json: is not a tokenizer"),
         ("tokenizer_config.json", b"[]", "cannot be used: tokenizer_config.json: is refused"),
         ("chat_template.jinja", b"\xff", "cannot be used: chat_template.jinja: is not UTF-8"),
-        ("added_tokens.json", b'{"<x>": 900}', "no tokenizer that can be read: OSError: no 'config.json' of model </s> in"),
+        (
+            "added_tokens.json",
+            b'{"<x>": 900}',
+            "no tokenizer that can be read: OSError: no 'config.json' of model </s> in",
+        ),
     ],
 )
 def test_where_the_files_are_is_told_to_the_log_only(
@@ -362,7 +366,9 @@ def test_where_the_files_are_is_told_to_the_log_only(
     own(folder.parent, "adapter")
     (folder / file).write_bytes(content)
     program = tmp_path / "program"
-    words = f"OSError: no '{tmp_path}/x/config.json' of {tokenizers._folder} </s> in {folder}/tokenizer.model of {folder}"
+    words = (
+        f"OSError: no '{tmp_path}/x/config.json' of {tokenizers._folder} </s> in {folder}/tokenizer.model of {folder}"
+    )
     program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     program.chmod(0o755)
     monkeypatch.setattr("lorax_server.tokenizer.sys.executable", str(program))

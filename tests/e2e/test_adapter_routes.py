@@ -1,0 +1,74 @@
+"""What a server says of its adapters is what its engine has."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.http_server import Server, serving, write_model
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("routes")
+    write_model(folder)
+    shutil.copytree(folder / "adapters" / "second", folder / "adapters" / "twin")
+    flags = ("--preloaded-adapter-ids", "first", "--preloaded-adapter-source", "local", "--admin-key", "admin")
+    with serving(folder, *flags) as server:
+        yield server
+
+
+def listed(server: Server, headers: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    found = server.send("GET", "/v1/adapters", headers=headers).json["data"]
+    assert len({each["id"] for each in found}) == len(found)
+    return {each["id"]: each for each in found}
+
+
+def change(server: Server, action: str, name: str, **more: Any) -> Any:
+    answer = server.send("POST", f"/v1/adapters/{action}", {"adapter_id": name, **more}, ADMIN)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def ask(server: Server, name: str) -> None:
+    body = {"inputs": "hello", "parameters": {"adapter_id": name, "max_new_tokens": 2}}
+    assert server.post("/generate", body).status == 200
+
+
+def test_what_is_preloaded_is_listed_and_can_be_unloaded(server: Server) -> None:
+    first = listed(server)["first"]
+    assert (first["state"], first["pinned"], first["source"]) == ("on the device", True, "local")
+    assert first["hash"]
+    assert listed(server, ADMIN)["first"] == first
+    change(server, "unload", "first")
+    assert listed(server)["first"]["state"] == "on disk"
+    ask(server, "first")
+    first = listed(server)["first"]
+    assert (first["state"], first["pinned"], first["uses"]) == ("on the device", False, 1)
+
+
+def test_two_names_of_the_same_content(server: Server) -> None:
+    ask(server, "second")
+    ask(server, "twin")
+    both = listed(server)
+    assert both["second"]["hash"] == both["twin"]["hash"]
+    assert both["second"]["state"] == both["twin"]["state"] == "on the device"
+    change(server, "load", "twin", pin=True)
+    change(server, "unload", "second")  # which the other one still means
+    twin = listed(server)["twin"]
+    assert (twin["state"], twin["pinned"]) == ("on the device", True)
+
+
+def test_loading_leaves_a_pin_as_it_is(server: Server) -> None:
+    for pin, is_pinned in ((True, True), (None, True), (False, False), (None, False)):
+        assert change(server, "load", "first", pin=pin)["pinned"] is is_pinned
+        assert listed(server)["first"]["pinned"] is is_pinned
+
+
+@pytest.mark.parametrize("name", ["", "x\ny", "__base_model__"])
+def test_names_that_nobody_could_use(name: str, server: Server) -> None:
+    body = {"lora_name": name, "lora_path": "first"}
+    assert server.send("POST", "/v1/load_lora_adapter", body, ADMIN).status == 422

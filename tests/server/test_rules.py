@@ -1,0 +1,58 @@
+"""What both surfaces refuse."""
+
+from pathlib import Path
+
+import pytest
+
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.server import native_parameters, openai_parameters
+from lorax_server.server.native_schemas import GenerateParameters
+from lorax_server.server.openai_schemas import CompletionRequest
+from lorax_server.server.rules import MAX_LOGPROBS, MAX_STOP_LENGTH, check_logprobs, check_stops, not_yet
+
+CONFIG = ServerConfig(EngineConfig(ModelConfig(Path("model"))), "model")
+
+
+def test_stops_are_few_and_short() -> None:
+    check_stops(["a" * MAX_STOP_LENGTH] * 4, CONFIG)
+    with pytest.raises(InputError, match=r"up to 4 stop sequences\. Given: 5"):
+        check_stops(["a"] * 5, CONFIG)
+    with pytest.raises(InputError, match=r"at most 1024 characters\. Given: 1025"):
+        check_stops(["a", "a" * (MAX_STOP_LENGTH + 1)], CONFIG)
+
+
+def test_both_surfaces_look_at_stops() -> None:
+    long = ["a" * (MAX_STOP_LENGTH + 1)]
+    with pytest.raises(InputError, match="1025"):
+        native_parameters.to_question("hello", GenerateParameters(stop=long), CONFIG, 10, False)
+    with pytest.raises(InputError, match="1025"):
+        openai_parameters.check_stopping(CompletionRequest(model="", prompt="a", stop=long), CONFIG)
+    many = CompletionRequest(model="", prompt="a", stop_token_ids=list(range(1025)))
+    with pytest.raises(InputError, match="`stop_token_ids` has at most 1024 tokens"):
+        openai_parameters.check_stopping(many, CONFIG)
+
+
+def test_log_probabilities_fit_into_memory() -> None:
+    check_logprobs(1, MAX_LOGPROBS, 0)
+    check_logprobs(2, MAX_LOGPROBS // 42, 20)
+    with pytest.raises(InputError, match="or stream them"):
+        check_logprobs(2, MAX_LOGPROBS // 42 + 1, 20)
+
+
+def test_what_is_not_there_yet() -> None:
+    not_yet(None, "nothing")
+    with pytest.raises(NotSupportedError, match="`tools` is not supported yet"):
+        not_yet([{}], "`tools`")
+
+
+@pytest.mark.parametrize("name", openai_parameters.NOT_YET)
+def test_what_would_change_the_answer_is_never_ignored(name: str) -> None:
+    for nothing in (None, False, []):
+        openai_parameters.refuse_unsupported(
+            CompletionRequest.model_validate({"model": "", "prompt": "a", name: nothing})
+        )
+    for something in ({}, "x", [1], True, 3):
+        body = CompletionRequest.model_validate({"model": "", "prompt": "a", name: something})
+        with pytest.raises(NotSupportedError, match=f"`{name}` is not supported yet"):
+            openai_parameters.refuse_unsupported(body)
