@@ -9,35 +9,25 @@ An adapter may bring any of the files. Nobody vouches for them, so each is read 
 
 import copy
 import filecmp
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
-from lorax_server.adapters.source import MAX_FILE_BYTES
-from lorax_server.adapters.strict_json import parse_json
-from lorax_server.chat_template import ENVIRONMENT
+from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
+from lorax_server.model_files import MODEL_CONFIG, check_size, read_bytes, read_json
 from lorax_server.text import Detokenizer, make_detokenizer
 
 VOCABULARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
-MODEL_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-DEFAULT_LIMIT = 2**26
 MAX_TEMPLATE_BYTES = 2**20
 MAX_TEMPLATES = 32
-CONVERT_S = 60.0
-MAX_SAID = 2**12  # bytes of what a converter says at last
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
@@ -54,8 +44,6 @@ HARMLESS = {
 }
 # What else says anything about them, besides "..._token", where transformers takes `tokenizer.json` as it is.
 TOKEN_SETTINGS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "split_special_tokens")
-# What a model's config means where it does not name `eos_token_id` at all.
-UNNAMED_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
 class Piece(NamedTuple):
@@ -127,68 +115,15 @@ class TextTokenizer:
         return is_id and self._backend.id_to_token(token_id) is not None
 
 
-class Converter:
-    """Asks other processes to convert, each for one tokenizer. Any thread may use it, and any may close it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._is_closed = False
-
-    def close(self) -> None:
-        """End what runs: whoever waits for it gets an error, and so does who comes later."""
-        with self._lock:
-            self._is_closed = True
-            for process in self._running:
-                process.kill()
-
-    def convert(self, folder: Path, out: Path, model_config: Path | None) -> None:
-        """It waits until `out` has the files, for `CONVERT_S` at most."""
-        command = [sys.executable, "-m", "lorax_server.convert_tokenizer", str(folder.absolute()), str(out)]
-        command += [] if model_config is None else [str(model_config.absolute())]
-        try:
-            status = self._run(command, out)
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{folder}: its tokenizer takes longer than {CONVERT_S:g} s to convert") from error
-        if self._is_closed:
-            raise ConfigError(f"{folder}: the server is stopping, no tokenizer is converted any more")
-        if status != 0:
-            why = _last_line(out / "said.txt") or f"exit status {status}"
-            raise ConfigError(f"{folder}: no tokenizer that can be read: {why[:500]}")
-
-    def _run(self, command: list[str], out: Path) -> int:
-        """The exit status. What it says goes to a file: a pipe could bring more than there is memory for."""
-        with (out / "said.txt").open("wb") as said, self._launch(command, out, said.fileno()) as process:
-            try:
-                return process.wait(CONVERT_S)
-            finally:
-                process.kill()
-                with self._lock:
-                    self._running.remove(process)
-
-    def _launch(self, command: list[str], out: Path, said: int) -> subprocess.Popen[bytes]:
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        environment |= {"HOME": str(out), "TMPDIR": str(out), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment["TIKTOKEN_CACHE_DIR"] = ""  # it would keep a copy
-        with self._lock:
-            if self._is_closed:
-                raise ConfigError("the server is stopping, no tokenizer is converted any more")
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
-            )
-            self._running.add(process)
-        return process
-
-
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
     """The tokenizer of a model's folder. It may take seconds, and starts a process where transformers is needed.
 
     `template_config` is a tokenizer_config.json whose chat template stands in for the folder's own.
     """
-    config = _read_json(folder / CONFIG) or {}
+    config = read_json(folder / CONFIG) or {}
     templates = _read_templates(folder, config)
     if template_config is not None:
-        other = _read_json(template_config)
+        other = read_json(template_config)
         if other is None:
             raise ConfigError(f"{template_config}: there is no such file")
         templates = _read_templates(template_config.parent, other)
@@ -207,7 +142,7 @@ def load_adapter_tokenizer(
 
 def share_base_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
     """An adapter's tokenizer, if it has the base model's vocabulary. Files are read and compared, nothing is built."""
-    config = _read_json(folder / CONFIG) or {}
+    config = read_json(folder / CONFIG) or {}
     has_vocabulary = any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES))
     if has_vocabulary and not _is_the_same(folder, config, base_folder):
         return None
@@ -217,7 +152,7 @@ def share_base_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -
 
 def load_own_tokenizer(folder: Path, base_folder: Path, converter: Converter) -> TextTokenizer:
     """An adapter's tokenizer with a vocabulary of its own. Using it may take as long as its patterns make it."""
-    config = _read_json(folder / CONFIG) or {}
+    config = read_json(folder / CONFIG) or {}
     templates = _read_templates(folder, config)
     backend, special_tokens = _load(folder, config, base_folder / MODEL_CONFIG, converter)
     if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # answers are decoded on the event loop
@@ -228,7 +163,7 @@ def load_own_tokenizer(folder: Path, base_folder: Path, converter: Converter) ->
 def _load(
     folder: Path, config: Mapping[str, Any], model_config: Path, converter: Converter
 ) -> tuple[Tokenizer, dict[str, str]]:
-    model_type = (_read_json(model_config) or {}).get("model_type")
+    model_type = (read_json(model_config) or {}).get("model_type")
     if _is_plain(folder, config, model_type):
         backend, special_tokens = _load_plain(folder, config)
     else:
@@ -241,8 +176,8 @@ def _load(
 
 def _is_the_same(folder: Path, config: Mapping[str, Any], other: Path) -> bool:
     """Whether two folders make the same tokens of every text."""
-    other_config = _read_json(other / CONFIG) or {}
-    model_type = (_read_json(other / MODEL_CONFIG) or {}).get("model_type")
+    other_config = read_json(other / CONFIG) or {}
+    model_type = (read_json(other / MODEL_CONFIG) or {}).get("model_type")
     keys = {*config, *other_config} - HARMLESS
     if _is_plain(folder, config, model_type) and _is_plain(other, other_config, model_type):
         keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
@@ -349,8 +284,8 @@ def _content(token: str | AddedToken) -> str:
 def _names_in(base: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """What the adapter calls the base model's tokens. Tokens that the base does not have need a vocabulary."""
     try:
-        given = config if "added_tokens_decoder" in config else {**config, **(_read_json(folder / SPECIAL_MAP) or {})}
-        ids = _read_json(folder / ADDED) or {}
+        given = config if "added_tokens_decoder" in config else {**config, **(read_json(folder / SPECIAL_MAP) or {})}
+        ids = read_json(folder / ADDED) or {}
         ids |= {token.content: token_id for token_id, token in _added_tokens(config).items()}
         named = {name: _content(token) for name, token in _named_tokens(given).items()}
     except (TypeError, ValueError) as error:
@@ -371,20 +306,13 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"{folder / CONFIG}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class")
     for path in map(folder.joinpath, (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED)):
         if path.exists():
-            _check_size(path)
-
-
-def _last_line(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - MAX_SAID, 0))
-        lines = file.read(MAX_SAID).decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+            check_size(path)
 
 
 def _convert(folder: Path, model_config: Path, converter: Converter) -> tuple[Tokenizer, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as out:
         converter.convert(folder, Path(out), model_config if model_config.exists() else None)
-        backend, facts = _read_backend(Path(out, VOCABULARY)), _read_json(Path(out, "converted.json"))
+        backend, facts = _read_backend(Path(out, VOCABULARY)), read_json(Path(out, "converted.json"))
     assert facts is not None
     backend.encode_special_tokens = facts["split_special_tokens"]
     return backend, facts["special_tokens"]
@@ -393,39 +321,8 @@ def _convert(folder: Path, model_config: Path, converter: Converter) -> tuple[To
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def _check_size(path: Path, limit: int | None = None) -> None:
-    limit = limit or MAX_FILE_BYTES.get(path.name, DEFAULT_LIMIT)
-    if not path.is_file():
-        raise ConfigError(f"{path}: is not a file")
-    size = path.stat().st_size
-    if size > limit:
-        raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
-
-
-def _read(path: Path, limit: int | None = None) -> bytes:
-    try:
-        _check_size(path, limit)
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file. A model's config may hold numbers that JSON does not know."""
-    if not path.exists():
-        return None
-    content = _read(path)
-    try:
-        parsed = json.loads(content) if path.name == MODEL_CONFIG else parse_json(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is refused: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: is not a JSON object")
-    return parsed
-
-
 def _read_backend(path: Path) -> Tokenizer:
-    content = _read(path)
+    content = read_bytes(path)
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:  # a panic in Rust is no Exception
@@ -450,7 +347,7 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return _read(path, MAX_TEMPLATE_BYTES).decode()
+        return read_bytes(path, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8") from error
 
@@ -466,48 +363,3 @@ def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if len(template) > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"{folder / CONFIG}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")
     return dict(named)
-
-
-# --- How a model likes to generate ------------------------------------------------------------------------------------
-
-
-class GenerationDefaults(NamedTuple):
-    """What `generation_config.json` says; None where it does not."""
-
-    eos_token_ids: frozenset[int] = frozenset()  # also those of config.json
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-
-
-WHOLE, REAL = ("top_k", "max_new_tokens"), ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty")
-
-
-def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Of a model's folder. A file that is damaged is an error: nobody would notice."""
-    path = folder / GENERATION_CONFIG
-    given = _read_json(path) or {}
-    settings = {name: given[name] for name in ("do_sample", *WHOLE, *REAL) if given.get(name) is not None}
-    for name, value in settings.items():
-        kinds = (bool,) if name == "do_sample" else (int,) if name in WHOLE else (int, float)
-        if type(value) not in kinds:
-            raise ConfigError(f"{path}: {name} is {str(value)[:64]!r}")
-    model = _read_json(folder / MODEL_CONFIG) or {}
-    unnamed = UNNAMED_EOS.get(str(model.get("model_type")))
-    of_model = model.get("eos_token_id", unnamed) if model else None
-    eos = (*_ids(path, given.get("eos_token_id")), *_ids(folder / MODEL_CONFIG, of_model))
-    return GenerationDefaults(frozenset(eos), **settings)
-
-
-def _ids(path: Path, named: Any) -> list[int]:
-    """One or several; -1 means none."""
-    several = named if isinstance(named, list) else [] if named is None else [named]
-    for token_id in several:
-        if type(token_id) is not int:
-            raise ConfigError(f"{path}: eos_token_id is {str(token_id)[:64]!r}, not a token's id")
-    return [token_id for token_id in several if token_id >= 0]

@@ -17,16 +17,15 @@ from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB
 from lorax_server import convert_tokenizer, tokenizer
 from lorax_server import tokenizer as tokenizer_module
 from lorax_server.chat_template import ENVIRONMENT
+from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
+from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.tokenizer import (
     PLAIN_CLASSES,
-    Converter,
-    GenerationDefaults,
     Piece,
     TextTokenizer,
     load_adapter_tokenizer,
-    load_generation_defaults,
     load_tokenizer,
     share_base_tokenizer,
 )
@@ -83,7 +82,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             return 1
         return 0
 
-    monkeypatch.setattr("lorax_server.tokenizer.Converter._run", convert)
+    monkeypatch.setattr("lorax_server.converter.Converter._run", convert)
     return commands
 
 
@@ -242,15 +241,15 @@ def test_a_folder_without_tokenizer_json_is_converted_in_another_process(tmp_pat
 def test_why_it_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     monkeypatch.setattr(
-        "lorax_server.tokenizer.sys.executable", script(tmp_path, "echo first >&2; echo the last >&2; exit 3")
+        "lorax_server.converter.sys.executable", script(tmp_path, "echo first >&2; echo the last >&2; exit 3")
     )
     with pytest.raises(ConfigError, match=r"no tokenizer that can be read: the last$"):
         load_tokenizer(tmp_path)
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", script(tmp_path, "exit 3"))
+    monkeypatch.setattr("lorax_server.converter.sys.executable", script(tmp_path, "exit 3"))
     with pytest.raises(ConfigError, match="exit status 3"):
         load_tokenizer(tmp_path)
-    monkeypatch.setattr("lorax_server.tokenizer.CONVERT_S", 0.05)
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", script(tmp_path, "exec sleep 100"))
+    monkeypatch.setattr("lorax_server.converter.CONVERT_S", 0.05)
+    monkeypatch.setattr("lorax_server.converter.sys.executable", script(tmp_path, "exec sleep 100"))
     with pytest.raises(ConfigError, match="longer than"):
         load_tokenizer(tmp_path)
 
@@ -260,7 +259,7 @@ def test_the_converter_knows_no_secrets(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", "/home/of/the/server")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
     program = script(tmp_path, f"env > {tmp_path / 'env'}; exit 1")
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", program)
+    monkeypatch.setattr("lorax_server.converter.sys.executable", program)
     (out := tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exit status 1"):
         Converter().convert(tmp_path, out, None)
@@ -288,14 +287,17 @@ def run_limited(then: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_the_converter_says_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = script(tmp_path, "head -c 100000 /dev/zero | tr '\\0' a >&2; exit 1")
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", program)
-    with pytest.raises(ConfigError, match=r"a{500}$") as raised:
+    program = script(
+        tmp_path, "head -c 100000 /dev/zero | tr '\\0' b >&2; head -c 5000 /dev/zero | tr '\\0' a >&2; exit 1"
+    )
+    monkeypatch.setattr("lorax_server.converter.sys.executable", program)
+    with pytest.raises(ConfigError, match=r": a{500}$") as raised:
         Converter().convert(tmp_path, tmp_path, None)
     assert len(str(raised.value)) < 500 + len(str(tmp_path)) + 100
 
 
-def test_a_converter_that_is_closed(tmp_path: Path) -> None:
+def test_a_converter_that_is_closed_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorax_server.converter.sys.executable", str(tmp_path / "no program"))
     (converter := Converter()).close()
     with pytest.raises(ConfigError, match="the server is stopping"):
         converter.convert(tmp_path, tmp_path, None)

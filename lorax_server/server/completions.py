@@ -64,8 +64,9 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     found = await call.find(choose_adapter(body, call.parts.names))
     asked = []
     for prompt in prompts:
+        jobs = await call.ask(found, replace(question, prompt=prompt))
         text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt) if body.echo else ""
-        asked.append(_Prompt(text if body.echo else "", await call.ask(found, replace(question, prompt=prompt))))
+        asked.append(_Prompt(text if body.echo else "", jobs))
     heading = Heading("cmpl", "text_completion", body.model or call.parts.names.primary)
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))

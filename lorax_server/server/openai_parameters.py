@@ -10,12 +10,12 @@ from typing import Any
 from lorax_server import __version__
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
+from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Question
 from lorax_server.server.jobs import Job
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.openai_schemas import CommonRequest
 from lorax_server.server.rules import check, check_stops, not_yet
-from lorax_server.tokenizer import GenerationDefaults
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
 
 FINGERPRINT = f"lorax-{__version__}"

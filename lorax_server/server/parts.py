@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
+from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.gate import Gate
 from lorax_server.server.keys import KeyRing
 from lorax_server.server.metrics import Metrics
 from lorax_server.server.names import Named, Names
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import GenerationDefaults
 
 MAX_SEEN = 10_000
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import ConfigError, DeadlineError, EngineError, InputError, LoraxError, SourceError
+from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.server.call import Call
 from lorax_server.server.folder import FolderWatch
 from lorax_server.server.gate import Gate
@@ -22,7 +23,7 @@ from lorax_server.server.parts import Parts, Seen
 from lorax_server.server.sse import EventStream, until_gone
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import GenerationDefaults, load_generation_defaults, load_tokenizer
+from lorax_server.tokenizer import load_tokenizer
 from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)

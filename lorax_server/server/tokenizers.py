@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
+from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError, TemplateError
-from lorax_server.tokenizer import Converter, TextTokenizer, load_own_tokenizer, share_base_tokenizer
+from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
 MAX_LIGHT = 1024  # tokenizers of adapters that share the base model's vocabulary and have no more than

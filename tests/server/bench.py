@@ -15,6 +15,7 @@ from lorax_server import ipc
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import LoraxError
+from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Call, Question
 from lorax_server.server.gate import Gate
 from lorax_server.server.jobs import finish_all
@@ -27,7 +28,7 @@ from lorax_server.server.service import Service
 from lorax_server.server.sse import EventStream, event
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import GenerationDefaults, TextTokenizer
+from lorax_server.tokenizer import TextTokenizer
 from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SamplingParams, Started
 from tests.tokenizers import byte_level
 

@@ -296,7 +296,7 @@ def test_closing_ends_a_conversion_that_hangs(
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho $$ > {pid_pipe}\nexec sleep 1000\n")
     program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", str(program))
+    monkeypatch.setattr("lorax_server.converter.sys.executable", str(program))
 
     async def work() -> None:
         slow = asyncio.create_task(tokenizers.find(own(tmp_path, tokenizer_class="LlamaTokenizer")))
@@ -371,7 +371,7 @@ def test_where_the_files_are_is_told_to_the_log_only(
     )
     program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.tokenizer.sys.executable", str(program))
+    monkeypatch.setattr("lorax_server.converter.sys.executable", str(program))
     with caplog.at_level(logging.WARNING), pytest.raises(AdapterError) as raised:
         run(tokenizers.find(resolved(folder)))
     message = str(raised.value)
