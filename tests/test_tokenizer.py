@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
-from lorax_server import convert_tokenizer, tokenizer
-from lorax_server import tokenizer as tokenizer_module
+from lorax_server import convert_tokenizer, converter, tokenizer
 from lorax_server.chat_template import ENVIRONMENT
 from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
@@ -276,7 +275,7 @@ def test_the_converter_has_limits() -> None:
     said = run_limited("import signal; print(*(resource.getrlimit(kind)[1] for kind in KINDS), signal.alarm(0))")
     *limits, alarm_s = map(int, said.stdout.split())
     assert limits == [convert_tokenizer.MAX_MEMORY, convert_tokenizer.MAX_WRITTEN, 0]
-    assert tokenizer.CONVERT_S < alarm_s <= convert_tokenizer.ALARM_S
+    assert converter.CONVERT_S < alarm_s <= convert_tokenizer.ALARM_S
     assert "MemoryError" in run_limited("bytearray(convert_tokenizer.MAX_MEMORY)").stderr
 
 
@@ -442,7 +441,7 @@ def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
-    monkeypatch.setattr(tokenizer_module, "_load", None)  # nothing is read again
+    monkeypatch.setattr(tokenizer, "_load", None)  # nothing is read again
     ours = load_adapter_tokenizer(folder, plain, plain_folder)
     assert ours.chat_templates == {"default": "of the adapter"}
     assert ours.encode("Hello dog") == plain.encode("Hello dog")
