@@ -13,11 +13,6 @@ def candidate_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def best_candidate(logprobs: Sequence[Sequence[float]]) -> int:
-    """The index of the candidate whose tokens are the likeliest on average; the first of equals."""
-    return rank_candidates(logprobs)[0]
-
-
 def rank_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
     """The candidates' indices, by how likely their tokens are on average; of equals the first comes first.
 

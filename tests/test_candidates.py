@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lorax_server.candidates import best_candidate, candidate_seed
+from lorax_server.candidates import candidate_seed, rank_candidates
 from lorax_server.types import MAX_SEED, SamplingParams
 
 SEEDS = (0, 1, 2, 2**32, 2**63 - 1, 2**63, MAX_SEED)
@@ -50,4 +50,10 @@ def test_seeds_stay_the_same_for_ever() -> None:
     ],
 )
 def test_the_best_is_the_likeliest_token_by_token(logprobs: list[list[float]], best: int) -> None:
-    assert best_candidate(logprobs) == best
+    ranked = rank_candidates(logprobs)
+    assert ranked[0] == best
+    assert sorted(ranked) == list(range(len(logprobs)))
+
+
+def test_all_are_ranked_equals_as_they_came() -> None:
+    assert rank_candidates([[-3.0], [-1.0], [], [-1.0, -1.0], [-2.0]]) == [1, 3, 4, 0, 2]
