@@ -18,7 +18,7 @@ Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
 Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
-Stop = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
 TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
 

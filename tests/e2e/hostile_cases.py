@@ -115,9 +115,11 @@ VALUES: list[tuple[str, str, Any, int]] = [
     *[(path, "n", count, 422) for path in (COMPLETIONS, CHAT) for count in (0, -1, 129, 2**63)],
     (COMPLETIONS, "best_of", 10**9, 422),
     *[(NATIVE, "stop", stop, 422) for stop in (["a"] * 10_000, [""], ["\ud800"])],
-    (NATIVE, "stop", ["a" * 2**20], 200),
+    (NATIVE, "stop", ["a" * 2**20], 422),
+    (NATIVE, "stop", ["a" * 1024], 200),
     *[(COMPLETIONS, "stop", stop, 422) for stop in (["a"] * 10_000, "", [""])],
-    (COMPLETIONS, "stop", "a" * 2**20, 200),
+    (COMPLETIONS, "stop", "a" * 2**20, 422),
+    (COMPLETIONS, "stop", "a" * 1024, 200),
     *[(COMPLETIONS, "logit_bias", bias, 422) for bias in (
         {str(token): 1 for token in range(100_000)}, {"a": 1}, {"-1": 1}, {"9" * 50: 1}, {"1": 101}, {"\u0661": 1},
         {"1.0": 1}, {"": 1}, {"999999": 1}, {"\ud800": 1},

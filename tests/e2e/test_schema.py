@@ -54,7 +54,7 @@ def test_the_server_does_what_its_document_says(server: Server) -> None:
     answered = Counter({label: count for (label, status), count in asked.items() if status == 200})
     assert set(answered) == TEXT
     assert answered.total() >= asked.total() / 2
-    assert min(answered.values()) >= 20
+    assert min(answered.values()) >= 10
 
 
 def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
