@@ -51,6 +51,9 @@ def connected(address: str) -> Iterator[ipc.EngineChannel]:
     channel.open()
     try:
         yield channel
+    except LoraxError as error:
+        channel.fail(error)
+        raise SystemExit(1) from error  # it has been told, and where we are says nothing to who made the mistake
     except Exception as error:
         channel.fail(error)
         raise
