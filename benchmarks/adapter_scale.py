@@ -11,6 +11,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,25 +93,31 @@ def make_files(folder: Path, count: int = MANY) -> None:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    chance = np.random.default_rng(0)
+    for i in range(count):
+        write_adapter(folder / f"adapter-{i}", chance, RANK, HIDDEN, LAYERS, MODULES)
+
+
+def write_adapter(
+    folder: Path, chance: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
+) -> None:
+    """As PEFT saves it, with random numbers, for square matrices of a Llama's attention."""
+    folder.mkdir(parents=True)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": RANK,
+        "r": rank,
         "lora_alpha": 16,
-        "target_modules": list(MODULES),
+        "target_modules": list(modules),
     }
-    chance = np.random.default_rng(0)
-    for i in range(count):
-        adapter = folder / f"adapter-{i}"
-        adapter.mkdir()
-        (adapter / "adapter_config.json").write_text(json.dumps(settings))
-        tensors = {}
-        for layer in range(LAYERS):
-            for module in MODULES:
-                name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (RANK, HIDDEN)).astype(np.float32)
-                tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (HIDDEN, RANK)).astype(np.float32)
-        save_file(tensors, adapter / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {}
+    for layer in range(layers):
+        for module in modules:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (rank, hidden)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (hidden, rank)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def make_engine(folder: Path) -> Engine:

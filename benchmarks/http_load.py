@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from adapter_scale import write_adapter
 from report import Record, report
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -202,7 +202,7 @@ def make_files(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     chance = np.random.default_rng(0)
     for number in range(ADAPTERS):
-        write_adapter(folder / "adapters" / name_of(number), chance)
+        write_adapter(folder / "adapters" / name_of(number), chance, RANK, HIDDEN, LAYERS, MODULES)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -212,25 +212,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
-
-
-def write_adapter(folder: Path, chance: np.random.Generator) -> None:
-    folder.mkdir(parents=True)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": 16,
-        "target_modules": list(MODULES),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    tensors = {}
-    for layer in range(LAYERS):
-        for module in MODULES:
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (RANK, HIDDEN)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (HIDDEN, RANK)).astype(np.float32)
-    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def name_of(adapter: int) -> str:
