@@ -46,8 +46,6 @@ def describe(capabilities: Capabilities, config: EngineConfig) -> ipc.Info:
         "vocab_size": capabilities.vocab_size,
         "num_blocks": capabilities.num_blocks,
         "block_size": capabilities.block_size,
-        "max_step_tokens": capabilities.max_step_tokens,
         "dtype": capabilities.dtype,
         "device": config.model.device.partition(":")[0],
-        "has_adapters": capabilities.num_adapter_units > 0,
     }

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorax_server.errors import AdapterNotFoundError, ForbiddenError, LoraxError
+from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.server.completions import ERRORS
 from lorax_server.server.names import HUB_NAME, Choice, Named
 from lorax_server.server.openai_schemas import (
@@ -116,9 +116,7 @@ async def _list(service: Service, http: Request) -> list[dict[str, Any]]:
     states = {state.identity: state for state in await service.engine.list_adapters()}
     listed, shown = [], set()
     for name, place in sorted(parts.names.adapters.items()):
-        try:
-            key.check_may_use(parts.names.default_source, name, parts.names.default_source)
-        except ForbiddenError:
+        if not key.may_use(parts.names.default_source, name, parts.names.default_source):
             continue
         found = [identity for identity in parts.seen.identities(place) if identity in states]
         shown.update(found)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import AdapterAccessError, DeadlineError, InputError, LoraxError
 from lorax_server.server.gate import Permit
-from lorax_server.server.jobs import Job
+from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
@@ -284,7 +284,7 @@ class Call:
         if not begun:
             return
         job, started = begun[0]
-        record.cached_tokens = sum(started.cached_tokens for _, started in begun)
+        record.cached_tokens = count_cached(jobs)
         record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
         assert job.sent_at is not None
         assert job.first_at is not None

@@ -156,19 +156,18 @@ def _logprob(detokenizer: Detokenizer, token_id: int, logprob: float) -> dict[st
 
 async def _events(call: Call, body: ChatCompletionRequest, heading: Heading) -> AsyncGenerator[bytes, None]:
     jobs, has_begun = call.jobs, [False] * len(call.jobs)
-    wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     num_left = len(jobs)
     async with aclosing(interleave(jobs)) as stream:
         async for place, chunks in stream:
             deltas = _deltas(body, jobs[place], place, chunks, is_first=not has_begun[place])
             has_begun[place] = True
             num_left -= chunks[-1].finish_reason is not None
-            answers = [heading.of([delta]) | ({"usage": None} if wants_usage else {}) for delta in deltas]
-            if not num_left and not wants_usage:
+            answers = [heading.of([delta]) | ({"usage": None} if body.wants_usage else {}) for delta in deltas]
+            if not num_left and not body.wants_usage:
                 answers[-1]["usage"] = usage(jobs, call.record.prompt_tokens)
             if answers:
                 yield b"".join(map(event, answers))
-    if wants_usage:
+    if body.wants_usage:
         yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})
     yield DONE
 

@@ -65,8 +65,10 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     asked = []
     for prompt in prompts:
         jobs = await call.ask(found, replace(question, prompt=prompt))
-        text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt) if body.echo else ""
-        asked.append(_Prompt(text if body.echo else "", jobs))
+        text = ""
+        if body.echo:
+            text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt)
+        asked.append(_Prompt(text, jobs))
     heading = Heading("cmpl", "text_completion", body.model or call.parts.names.primary)
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))
@@ -197,7 +199,7 @@ async def _events(
     texts = [prompt.text for prompt in prompts for _ in prompt.jobs]
     logprobs = [None if body.logprobs is None else _Logprobs(job, body.logprobs) for job in jobs]
     has_begun = [False] * len(jobs)
-    num_left, wants_usage = len(jobs), body.stream_options is not None and bool(body.stream_options.include_usage)
+    num_left = len(jobs)
     async with aclosing(interleave(jobs)) as stream:
         async for place, chunks in stream:
             text, logs = "".join([chunk.text for chunk in chunks]), logprobs[place]
@@ -220,11 +222,11 @@ async def _events(
                     }
                 ]
             )
-            if wants_usage:
+            if body.wants_usage:
                 answer["usage"] = None
             elif not num_left:
                 answer["usage"] = usage(jobs, call.record.prompt_tokens)
             yield event(answer)
-    if wants_usage:
+    if body.wants_usage:
         yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})
     yield DONE

@@ -1,7 +1,6 @@
 """Routes that do not ask the model for text: health, what is served, metrics, and the tokenizer."""
 
 import asyncio
-import os
 import time
 from contextlib import suppress
 from typing import Any
@@ -10,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import AdapterNotFoundError, ForbiddenError, InputError, LoraxError, NotSupportedError
+from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
 from lorax_server.server.keys import Key
 from lorax_server.server.native import ERRORS
@@ -169,8 +168,8 @@ def _info(service: Service) -> dict[str, Any]:
         "validation_workers": 0,
         "eager_prefill": True,
         "version": __version__,
-        "sha": os.environ.get("LORAX_GIT_SHA"),
-        "docker_label": os.environ.get("LORAX_DOCKER_LABEL"),
+        "sha": None,
+        "docker_label": None,
         "request_logger_url": None,
     }
 
@@ -181,18 +180,10 @@ def _models(service: Service, key: Key, created: int) -> list[dict[str, Any]]:
     primary, length = parts.names.primary, parts.max_total_tokens
     base = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
     found = []
-    if _may(key.check_may_use_base):
+    if key.base_model:
         others = [name for name in config.served_names if name != primary]
         found = [{"id": name, **base, "root": config.model_id, "parent": None} for name in (primary, *others)]
     for name, (_, root) in sorted(parts.names.adapters.items()):
-        if _may(lambda name=name: key.check_may_use(parts.names.default_source, name, parts.names.default_source)):
+        if key.may_use(parts.names.default_source, name, parts.names.default_source):
             found.append({"id": name, **base, "root": root, "parent": primary})
     return found
-
-
-def _may(check: Any) -> bool:
-    try:
-        check()
-    except ForbiddenError:
-        return False
-    return True

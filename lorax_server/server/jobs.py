@@ -68,6 +68,15 @@ class Job:
         self._engine.abort(self.request.request_id, error)
 
 
+def count_cached(jobs: Sequence[Job]) -> int:
+    """Tokens of prompts that did not have to be computed; of a prompt with several answers only once."""
+    by_prompt: dict[int, int] = {}  # all answers to a prompt share its list of tokens
+    for job in jobs:
+        cached = 0 if job.started is None else job.started.cached_tokens
+        by_prompt[id(job.request.prompt_ids)] = max(cached, by_prompt.get(id(job.request.prompt_ids), 0))
+    return sum(by_prompt.values())
+
+
 async def finish_all(jobs: Sequence[Job]) -> list[Completion]:
     """All together; the first that fails ends the others."""
     tasks = [asyncio.create_task(job.finish()) for job in jobs]

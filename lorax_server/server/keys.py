@@ -56,20 +56,22 @@ class Key:
     """What it gets, compared to others, of an engine that has too much to do."""
     is_admin: bool = False
 
-    def check_may_use(self, source: str, name: str, default_source: str) -> None:
+    def may_use(self, source: str, name: str, default_source: str) -> bool:
         """A pattern speaks of the default source unless it begins with another one, as in `s3:team-*`.
 
         A pattern without a revision is of every revision. A name that climbs out of its folder matches none: what
         `team/*` allows must be in `team`.
         """
         if self.adapters is None:
-            return
+            return True
         names = {name, name.partition("@")[0]}
         climbs = ".." in name.split("/")
-        if climbs or not any(_matches(pattern, source, names, default_source) for pattern in self.adapters):
-            raise ForbiddenError(
-                f"this API key may not use adapter {name[:SHOWN_CHARACTERS]!r} of source {source[:32]!r}"
-            )
+        return not climbs and any(_matches(pattern, source, names, default_source) for pattern in self.adapters)
+
+    def check_may_use(self, source: str, name: str, default_source: str) -> None:
+        if not self.may_use(source, name, default_source):
+            shown = f"adapter {name[:SHOWN_CHARACTERS]!r} of source {source[:32]!r}"
+            raise ForbiddenError(f"this API key may not use {shown}")
 
     def check_may_use_base(self) -> None:
         if not self.base_model:

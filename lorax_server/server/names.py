@@ -101,17 +101,17 @@ class Names:
                 f"the model {model[:64]!r} does not exist; /v1/models lists those that have a name, and adapters of "
                 "the hub are named owner/name"
             )
-        return self._adapter(name, source, token)
+        return self.find(name, source, token)
 
     def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
         """LoRAX's `adapter_id`."""
         if adapter_id in (None, "", BASE_MODEL) or adapter_id in self.base_names:
             return self.base
         assert adapter_id is not None
-        return self._adapter(adapter_id, source, token)
+        return self.find(adapter_id, source, token)
 
     def merged(self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None) -> Choice:
-        parts = [self._adapter(name, source, token) for name in ids]
+        parts = [self.find(name, source, token) for name in ids]
         return Choice(
             tuple(ref for part in parts for ref in part.refs),
             merge,
@@ -119,11 +119,8 @@ class Names:
             tuple(named for part in parts for named in part.named),
         )
 
-    def find(self, adapter_id: str, source: str | None, token: str | None = None) -> Choice:
+    def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
         """An adapter, where nothing else can be meant."""
-        return self._adapter(adapter_id, source, token)
-
-    def _adapter(self, name: str, source: str | None, token: str | None) -> Choice:
         known = self._known(name) if source is None else None
         if known is not None:
             # A key is allowed a name, wherever the operator has put what it stands for.

@@ -12,7 +12,7 @@ from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
 from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Question
-from lorax_server.server.jobs import Job
+from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.openai_schemas import CommonRequest
 from lorax_server.server.rules import check, check_stops, not_yet
@@ -117,15 +117,11 @@ def check_count(count: int, config: ServerConfig) -> None:
 def usage(jobs: Sequence[Job], num_prompt_tokens: int, generated: int | None = None) -> dict[str, Any]:
     """Of all answers, also of those that were drawn and not chosen."""
     num_generated = sum(len(job.completion.token_ids) for job in jobs) if generated is None else generated
-    by_prompt: dict[int, int] = {}  # all answers to a prompt share its list of tokens
-    for job in jobs:
-        cached = 0 if job.started is None else job.started.cached_tokens
-        by_prompt[id(job.request.prompt_ids)] = max(cached, by_prompt.get(id(job.request.prompt_ids), 0))
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(by_prompt.values())},
+        "prompt_tokens_details": {"cached_tokens": count_cached(jobs)},
     }
 
 

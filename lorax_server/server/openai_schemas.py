@@ -79,6 +79,11 @@ class CommonRequest(Schema):
     truncate_prompt_tokens: Nothing = None
     include_stop_str_in_output: Nothing = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """In an event of its own, after all others."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
 
 class CompletionRequest(CommonRequest):
     prompt: str | Annotated[Many[str], Prompts] | TokenIds | Annotated[Many[TokenIds], Prompts] = Field(

@@ -79,13 +79,13 @@ class Service:
         config, folder = self.config, self.config.engine.model.path
         base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
         defaults = await asyncio.to_thread(load_generation_defaults, folder)
+        _check_defaults(defaults)
         self._tokenizers = Tokenizers(base, folder)
         await self._tokenizers.start()
         if self._folder is not None:
             await asyncio.to_thread(self._folder.start)
         await starting
         seen = await self._find_preloaded()
-        _check_defaults(defaults)
         total = int(self.engine.info["max_length"] or 0)
         most = min(config.max_input_length or total, total - 1)
         return Parts(

@@ -9,7 +9,7 @@ import pytest
 
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import AdapterError, DeadlineError, EngineError
-from lorax_server.server.jobs import Job, finish_all, interleave
+from lorax_server.server.jobs import Job, count_cached, finish_all, interleave
 from lorax_server.types import (
     FinishReason,
     Request,
@@ -256,3 +256,15 @@ def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
         assert not engine._streams
 
     asyncio.run(check())
+
+
+def test_a_prompt_with_several_answers_is_found_in_the_cache_once() -> None:
+    engine = ScriptedClient()
+    prompts = [ids("ask"), ids("ask")]
+    jobs = []
+    for prompt, cached in ((prompts[0], None), (prompts[0], 2), (prompts[0], 3), (prompts[1], 1)):
+        request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
+        jobs.append(Job(engine, request, tokenizer()))
+        jobs[-1].started = None if cached is None else Started(0.0, 0.0, cached)
+    assert count_cached(jobs) == 3 + 1
+    assert count_cached([]) == 0
