@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format format-check types imports check proto bench clean
+.PHONY: help venv browser test lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -27,8 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --no-deps lorax-client # its pins clash with transformers 5; the tests run it as it is
 	@touch $(STAMP)
 
+browser: venv ## Install Chromium for the tests in a browser, where there is none and it can be done
+	@$(BIN)/python tests/browser/install.py
+
 # Two processes with a thread each are nearly twice as fast as one with two: models in tests are tiny.
-test: venv ## Run the tests, e.g. make test ARGS="-k llama -n 8"
+test: browser ## Run the tests, e.g. make test ARGS="-k llama -n 8"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: venv ## Lint with ruff

@@ -166,6 +166,8 @@ class ServerConfig:
     """Source and name of an adapter for requests that name none."""
     adapters_dir: Path | None = None
     """A folder each of whose subfolders is an adapter that can be named, also those that come later."""
+    examples: Path | None = None
+    """Prompts that the playground offers: a JSON list of `title`, `prompt` and `models`."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Callers need one of these. None: everybody may ask."""

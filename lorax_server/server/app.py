@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server import adapters, chat, completions, general, native
+from lorax_server.server import adapters, chat, completions, general, native, playground
 from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.problems import describe, http_problem, json_response
@@ -35,7 +35,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     methods = Methods()
-    for module in (native, completions, chat, general, adapters):
+    for module in (native, completions, chat, general, adapters, playground):
         router = module.make_router(service)
         app.include_router(router)
         methods.add(router.routes)

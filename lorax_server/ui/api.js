@@ -1,0 +1,91 @@
+// Calls to the server that this page came from, wherever that is mounted.
+
+const ROOT = new URL("..", import.meta.url);
+const KEY = "lorax-key";
+const PATIENCE_MS = 10_000; // for what is not an answer of a model
+
+export const UNREACHABLE = 0;
+export const UNAUTHORIZED = 401;
+
+/** What the server said is wrong, or that it said nothing. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Tells of "unauthorized". */
+export const news = new EventTarget();
+
+export const urlOf = (path) => new URL(path, ROOT).href;
+
+// A tab's own, so that it is gone with the tab.
+export const getKey = () => sessionStorage.getItem(KEY) ?? "";
+export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+
+export async function getJson(path) {
+  const response = await send(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+  return response.json();
+}
+
+export async function postJson(path, body, signal) {
+  const response = await post(path, body, signal);
+  return response.json();
+}
+
+/** What a stream's events say, until it is done. */
+export async function* stream(path, body, signal) {
+  const response = await post(path, body, signal);
+  for await (const line of linesOf(response)) {
+    if (!line.startsWith("data: ")) continue; // a sign of life
+    const content = line.slice("data: ".length);
+    if (content === "[DONE]") return;
+    const event = JSON.parse(content);
+    if (event.error) throw new ApiError(response.status, messageOf(event));
+    yield event;
+  }
+  throw new ApiError(UNREACHABLE, "The connection was lost before the answer was complete.");
+}
+
+function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+async function send(path, options) {
+  const key = getKey();
+  const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
+  const response = await reach(() => fetch(urlOf(path), { ...options, headers, cache: "no-store" }));
+  if (response.ok) return response;
+  if (response.status === UNAUTHORIZED) news.dispatchEvent(new Event("unauthorized"));
+  throw new ApiError(response.status, messageOf(await response.json().catch(() => null)) ?? response.statusText);
+}
+
+async function* linesOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reach(() => reader.read());
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines;
+  }
+}
+
+/** Browsers have many words for a server that is not there; who stops a request did so on purpose. */
+async function reach(act) {
+  try {
+    return await act();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(UNREACHABLE, "The server cannot be reached.");
+  }
+}
+
+/** Routes of LoRAX have a string where those of OpenAI have an object. */
+function messageOf(body) {
+  const error = body?.error;
+  return typeof error === "string" ? error : error?.message;
+}

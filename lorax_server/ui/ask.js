@@ -1,0 +1,85 @@
+// A question to one model, and its answer as tokens. The routes are OpenAI's; both are read alike from here on.
+
+import { ApiError, getKey, postJson, stream, urlOf } from "./api.js";
+
+const ALTERNATIVES = 5;
+const NO_TEMPLATE = /has no chat template/; // there is no code for it
+const withoutTemplate = new Set();
+
+/** Whether the model is asked by messages: not if it has shown that it cannot. */
+export const isChat = (model, parameters) => parameters.mode === "chat" && !withoutTemplate.has(model);
+
+export function requestOf(model, prompt, parameters) {
+  const common = { model, ...parameters.sampling, stream: true, stream_options: { include_usage: true } };
+  if (!isChat(model, parameters)) {
+    return { path: "v1/completions", body: { ...common, prompt, logprobs: ALTERNATIVES } };
+  }
+  const system = parameters.system ? [{ role: "system", content: parameters.system }] : [];
+  const messages = [...system, { role: "user", content: prompt }];
+  return {
+    path: "v1/chat/completions",
+    body: { ...common, messages, logprobs: true, top_logprobs: ALTERNATIVES },
+  };
+}
+
+/** Yields `{tokens, reason, usage}`, of which each may be missing. */
+export async function* ask(model, prompt, parameters, signal) {
+  const request = requestOf(model, prompt, parameters);
+  try {
+    for await (const event of stream(request.path, request.body, signal)) yield read(event);
+  } catch (error) {
+    const isPlain = error instanceof ApiError && NO_TEMPLATE.test(error.message) && isChat(model, parameters);
+    if (!isPlain) throw error;
+    withoutTemplate.add(model);
+    yield* ask(model, prompt, parameters, signal);
+  }
+}
+
+/** Naming an adapter loads it: one token is asked for, by the route that needs no chat template. */
+export const load = (model, signal) => postJson("v1/completions", { model, prompt: "Hello", max_tokens: 1 }, signal);
+
+/** The same for a shell. The key stays out of it. */
+export function curlOf({ path, body }) {
+  const key = getKey() ? [`-H "authorization: Bearer $LORAX_API_KEY"`] : [];
+  const data = `'${JSON.stringify(body).replaceAll("'", `'\\''`)}'`;
+  return ["curl -N", urlOf(path), "-H 'content-type: application/json'", ...key, "-d", data].join(" ");
+}
+
+function read(event) {
+  const [choice] = event.choices;
+  if (!choice) return { tokens: [], usage: event.usage };
+  const text = choice.delta ? choice.delta.content ?? "" : choice.text;
+  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason };
+}
+
+function tokensOf(logprobs) {
+  if (logprobs?.content) {
+    return logprobs.content.map(({ token, logprob, top_logprobs: top }) => ({ token, logprob, top }));
+  }
+  return (logprobs?.tokens ?? []).map((token, i) => ({
+    token,
+    logprob: logprobs.token_logprobs[i],
+    top: Object.entries(logprobs.top_logprobs?.[i] ?? {})
+      .map(([other, logprob]) => ({ token: other, logprob }))
+      .sort((a, b) => b.logprob - a.logprob),
+  }));
+}
+
+/**
+ * Which part of an event's text each of its tokens stands for. All parts together are the text, also where a token is
+ * half a character or says nothing: who comes before the next one that is found gets what lies between.
+ */
+function divide(text, tokens) {
+  if (!tokens.length) return text ? [{ token: text, text, logprob: null, top: [] }] : [];
+  const parts = tokens.map((token) => ({ ...token, text: "" }));
+  let rest = text;
+  parts.forEach((part, i) => {
+    const place = part.token ? rest.indexOf(part.token) : -1;
+    if (place < 0 || (place > 0 && i === 0)) return;
+    if (place > 0) parts[i - 1].text += rest.slice(0, place);
+    part.text = part.token;
+    rest = rest.slice(place + part.token.length);
+  });
+  parts.at(-1).text += rest;
+  return parts;
+}

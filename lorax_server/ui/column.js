@@ -1,0 +1,126 @@
+// One model's answer: its tokens as they come, how fast, and how it ended.
+
+import { ask, curlOf, isChat, requestOf } from "./ask.js";
+import { button, make, oncePerFrame } from "./dom.js";
+import { milliseconds, rate } from "./numbers.js";
+
+const LEVELS = 5; // of the tint
+const NOTHING = "–";
+
+export class Column {
+  constructor({ model, label, kind, tooltip }) {
+    this.model = model;
+    this.label = label;
+    this.tooltip = tooltip;
+    this.waiting = []; // tokens that have not been drawn yet
+    this.count = 0;
+    this.draw = oncePerFrame(() => this.#draw());
+    this.#build(kind);
+  }
+
+  /** Resolves to what is to be told of it when it has ended; never rejects. */
+  async run(prompt, parameters, signal) {
+    this.sentAt = performance.now();
+    this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
+    this.#say("waiting", "waiting");
+    try {
+      for await (const { tokens, reason, usage } of ask(this.model, prompt, parameters, signal)) {
+        this.#take(tokens);
+        if (reason) this.#say(reason, "done");
+        if (usage) this.count = usage.completion_tokens;
+      }
+    } catch (error) {
+      this.#fail(error);
+    }
+    // A model without a chat template has been asked otherwise than it was at first.
+    this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
+    this.plain.hidden = parameters.mode !== "chat" || isChat(this.model, parameters);
+    this.#draw();
+    return `${this.label}: ${this.state.textContent}`;
+  }
+
+  #take(tokens) {
+    if (!tokens.length) return;
+    const now = performance.now();
+    this.firstAt ??= now;
+    this.lastAt = now;
+    this.count += tokens.length;
+    this.waiting.push(...tokens);
+    if (this.element.dataset.state === "waiting") this.#say("answering", "running");
+    this.draw();
+  }
+
+  #draw() {
+    const isFirst = !this.answer.firstChild;
+    this.answer.append(...this.waiting.map((token) => this.#span(token)));
+    this.waiting = [];
+    if (isFirst && this.answer.firstChild) this.answer.firstChild.tabIndex = 0;
+    this.numbers.count.textContent = String(this.count);
+    if (this.firstAt === undefined) return;
+    this.numbers.first.textContent = milliseconds(this.firstAt - this.sentAt);
+    const seconds = (this.lastAt - this.firstAt) / 1000; // for all tokens but the first
+    if (seconds > 0) this.numbers.rate.textContent = rate((this.count - 1) / seconds);
+  }
+
+  #span(token) {
+    const level = token.logprob === null ? 0 : Math.floor((1 - Math.exp(token.logprob)) * LEVELS);
+    const span = make("span", { class: "token", tabindex: -1, "data-level": Math.min(Math.max(level, 0), LEVELS - 1) });
+    span.textContent = token.text;
+    this.tooltip.tokens.set(span, token);
+    return span;
+  }
+
+  #fail(error) {
+    if (error.name === "AbortError") return this.#say("stopped", "done");
+    this.#say("failed", "failed");
+    this.error.textContent = error.message;
+  }
+
+  #say(word, state) {
+    this.state.textContent = word;
+    this.element.dataset.state = state;
+  }
+
+  async #copy(control) {
+    const text = this.answer.textContent;
+    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    if (!isCopied) getSelection().selectAllChildren(this.answer); // without leave, or without https
+    control.textContent = isCopied ? "Copied" : "Selected";
+    setTimeout(() => (control.textContent = "Copy"), 1500);
+  }
+
+  #build(kind) {
+    this.state = make("span", { class: "state" });
+    this.plain = make("p", { class: "note", hidden: true }, "There is no chat template: answered as plain text.");
+    this.answer = make("div", { class: "answer", role: "group", "aria-label": `Answer of ${this.label}` });
+    this.error = make("p", { class: "error", role: "alert" });
+    this.curl = make("code", {});
+    this.numbers = Object.fromEntries(
+      ["rate", "first", "count"].map((name) => [name, make("dd", { "data-number": name }, NOTHING)]),
+    );
+    this.element = make(
+      "article",
+      { class: "card column", "aria-label": this.label, "data-model": this.model },
+      make("header", {}, make("h3", {}, this.label), this.state, make("p", { class: "note" }, kind)),
+      make(
+        "dl",
+        {},
+        number("tokens per second", this.numbers.rate),
+        number("to first token", this.numbers.first),
+        number("tokens", this.numbers.count),
+      ),
+      this.plain,
+      this.answer,
+      this.error,
+      make(
+        "footer",
+        {},
+        button("Copy", (event) => this.#copy(event.currentTarget), { class: "quiet" }),
+        make("details", { class: "curl" }, make("summary", {}, "as curl"), make("pre", { tabindex: 0 }, this.curl)),
+      ),
+    );
+    this.tooltip.attach(this.answer);
+  }
+}
+
+const number = (label, value) => make("div", {}, make("dt", {}, label), value);

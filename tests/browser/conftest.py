@@ -1,0 +1,68 @@
+"""A browser, a server with a tiny model and adapters that all answer differently, and a page."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+from safetensors.torch import load_file, save_file
+
+from tests.browser.install import MISSING, find_chromium
+from tests.browser.playground import Playground, launch, visiting
+from tests.e2e.http_server import Server, serving, write_model
+
+HOSTILE = '<img src=x onerror="window.hacked=1">'
+NAMES = ("third", "moved", HOSTILE, "team/deep")  # beside first and second; the last one is not listed
+LENGTH = 2048  # long enough to do something meanwhile
+
+
+def write_models(folder: Path) -> None:
+    write_model(folder)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": LENGTH}))
+    for place, name in enumerate(NAMES, 2):
+        shutil.copytree(folder / "adapters" / "first", folder / "adapters" / name)
+        weights = folder / "adapters" / name / "adapter_model.safetensors"
+        save_file({key: tensor * place for key, tensor in load_file(weights).items()}, weights)
+
+
+@pytest.fixture(scope="module")  # while it is there, no other test can run an event loop
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    if path is None:
+        pytest.skip(MISSING)
+    with sync_playwright() as playwright, launch(playwright, path) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Path:
+    folder = tmp_path_factory.mktemp("playground")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture
+def visit(browser: Browser, server: Server) -> Iterator[Callable[..., Playground]]:
+    """A page that is not open yet; options are those of a browser's context."""
+    with ExitStack() as stack:
+
+        def begin(url: str = server.url, **options: Any) -> Playground:
+            return stack.enter_context(visiting(browser, url, **options))
+
+        yield begin
+
+
+@pytest.fixture
+def playground(visit: Callable[..., Playground]) -> Playground:
+    return visit(viewport={"width": 1280, "height": 900}).open()

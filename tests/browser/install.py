@@ -1,0 +1,61 @@
+"""A Chromium for the tests in a browser: `make browser` installs Debian's where there is none and it can.
+
+It never fails: where there is no browser, those tests are skipped and say why.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+MISSING = (
+    "there is no Chromium: `apt-get install chromium` as root, or set CHROMIUM to the path of one "
+    f"(looked for {', '.join(NAMES)})"
+)
+IMPATIENT = ("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20")  # a machine without a network says so soon
+APT = (
+    ("apt-get", "update", "--quiet", *IMPATIENT),
+    ("apt-get", "install", "--quiet", "--yes", "--no-install-recommends", *IMPATIENT, "chromium"),
+)
+LIMIT_S = 600
+
+
+def find_chromium() -> str | None:
+    """The path of one that runs. Some systems have a program of that name that only says where to get it."""
+    given = os.environ.get("CHROMIUM")
+    paths = [given] if given else [path for name in NAMES if (path := shutil.which(name))]
+    return next((path for path in paths if _runs(path)), None)
+
+
+def _runs(path: str) -> bool:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _install() -> None:
+    for command in APT:
+        print("browser:", *command, flush=True)
+        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+        if done.returncode != 0:
+            return
+
+
+def main() -> None:
+    if find_chromium():
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        try:
+            _install()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            print(f"browser: {error}", file=sys.stderr)
+    if not find_chromium():
+        print(f"browser: {MISSING}; tests in a browser will be skipped", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The playground as who uses it sees it: a page in a browser, and words for what is done there."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright, expect
+
+# Nothing but the page may be fetched, and a container has neither a sandbox nor much shared memory.
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+)
+PATIENCE_MS = 60_000  # so long does nothing take, also where two cores have much to do
+DEVICE, HOST, DISK = "on the device", "in host memory", "on disk"
+FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
+
+
+def launch(playwright: Playwright, path: str) -> Browser:
+    expect.set_options(timeout=PATIENCE_MS)
+    return playwright.chromium.launch(executable_path=path, headless=True, args=[*ARGUMENTS])
+
+
+class Playground:
+    """A tab of its own. Notes what the page asks for and complains of."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.asked: list[str] = []  # addresses
+        self.complaints: list[str] = []
+        self.refusals: list[int] = []  # statuses of what was refused, of which browsers complain by themselves
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", self._hear)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        refused = FAILED_LOAD.match(message.text)
+        if refused:
+            self.refusals.append(int(refused[1]))
+        elif message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, state: str = "ready") -> "Playground":
+        self.page.goto(f"{self.url}/ui")
+        expect(self.health).to_have_attribute("data-state", state)
+        return self
+
+    # --- What is there ------------------------------------------------------------------------------------------------
+
+    def at(self, selector: str) -> Locator:
+        return self.page.locator(selector)
+
+    @property
+    def health(self) -> Locator:
+        return self.at("#health")
+
+    def chip(self, model: str) -> Locator:
+        return self.page.locator("#models .chip").and_(self.page.locator(f"[data-model={quoted(model)}]"))
+
+    def column(self, model: str) -> Locator:
+        return self.at(f".column[data-model={quoted(model)}]")
+
+    def answer(self, model: str) -> str:
+        return self.column(model).locator(".answer").text_content() or ""
+
+    def number(self, model: str, name: str) -> float:
+        text = self.column(model).locator(f"[data-number={name}]").text_content() or ""
+        return float(re.match(r"[\d.]+", text)[0])  # type: ignore[index]
+
+    def lane(self, place: str) -> Locator:
+        return self.at(f".lane[data-place='{place}']")
+
+    def resident(self, place: str, adapter: str) -> Locator:
+        return self.lane(place).locator(f".resident[data-adapter={quoted(adapter)}]")
+
+    # --- What is done -------------------------------------------------------------------------------------------------
+
+    def choose(self, *models: str) -> None:
+        """These and no others."""
+        names = "chips => chips.map((chip) => chip.dataset.model)"
+        chosen = set(self.at("#models .chip[aria-pressed=true]").evaluate_all(names))
+        for model in sorted(chosen.symmetric_difference(models)):
+            self.chip(model).click()
+
+    def set(self, **parameters: str) -> None:
+        if self.at("#parameters").get_attribute("open") is None:
+            self.at("#parameters summary").click()
+        for name, value in parameters.items():
+            field = self.at(f"#{name}")
+            field.select_option(value) if name == "mode" else field.fill(value)
+
+    def send(self, prompt: str, *models: str) -> None:
+        self.choose(*models)
+        self.at("#prompt").fill(prompt)
+        self.at("#send").click()
+
+    def ask(self, prompt: str, *models: str) -> None:
+        """And wait for the answers."""
+        self.send(prompt, *models)
+        self.wait()
+
+    def wait(self) -> None:
+        expect(self.at("body")).to_have_attribute("data-running", "false")
+
+
+def quoted(text: str) -> str:
+    """For a selector."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@contextmanager
+def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Playground]:
+    """A page of which nothing may leave the server and that has nothing to complain of."""
+    with browser.new_context(**options) as context:
+        playground = Playground(context.new_page(), url)
+        yield playground
+        outside = [each for each in playground.asked if not each.startswith(f"{url}/")]
+        assert outside == []
+        assert playground.complaints == []

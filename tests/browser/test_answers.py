@@ -1,0 +1,230 @@
+"""What is asked is answered: side by side, as it comes, with all that is to be known of it."""
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Route, expect
+
+from tests.browser.conftest import HOSTILE
+from tests.browser.playground import DEVICE, DISK, Playground
+from tests.e2e.http_server import Server
+
+MODELS = ("tiny", "first", "second", "third")
+UNKNOWN = "nobody"
+
+# Notes how many tokens each column had whenever the page changed.
+WATCH_GROWTH = """() => {
+    window.growth = {};
+    new MutationObserver(() => {
+        for (const column of document.querySelectorAll(".column")) {
+            const seen = (window.growth[column.dataset.model] ??= []);
+            const count = column.querySelectorAll(".token").length;
+            if (count && seen.at(-1) !== count) seen.push(count);
+        }
+    }).observe(document.getElementById("columns"), {childList: true, subtree: true});
+}"""
+
+# What the server says: that clients left so many requests, and that none is under way.
+DROPPED = """async (count) => {
+    const text = await (await fetch("../metrics")).text();
+    return text.includes(`lorax_request_failure{err="dropped"} ${count}.0\\n`);
+}"""
+IDLE = """async () => {
+    const { data } = await (await fetch("../v1/adapters")).json();
+    return data.every((adapter) => adapter.requests === 0);
+}"""
+
+
+def chat(server: Server, model: str, prompt: str, **more: Any) -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0, **more}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status == 200, answer.body
+    return answer.json["choices"][0]
+
+
+def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server: Server) -> None:
+    playground.set(max_tokens="200")
+    playground.page.evaluate(WATCH_GROWTH)
+    playground.ask("Hello there", *MODELS)
+    answers = {model: playground.answer(model) for model in MODELS}
+    assert len(set(answers.values())) == 4
+    for model, answer in answers.items():
+        choice = chat(server, model, "Hello there", max_tokens=200)
+        assert answer == choice["message"]["content"]
+        expect(playground.column(model).locator(".state")).to_have_text(choice["finish_reason"])
+    growth = playground.page.evaluate("window.growth")
+    assert all(len(growth[model]) > 1 for model in MODELS)  # they were seen coming
+    assert all(seen == sorted(seen) for seen in growth.values())
+
+
+def test_numbers(playground: Playground, server: Server) -> None:
+    playground.set(max_tokens="40")
+    playground.ask("How fast?", "tiny", "first")
+    for model in ("tiny", "first"):
+        expected = chat(server, model, "How fast?", max_tokens=40, logprobs=True)
+        assert playground.number(model, "count") == len(expected["logprobs"]["content"])
+        assert playground.number(model, "rate") > 0
+        assert playground.number(model, "first") >= 0
+
+
+def test_the_probability_of_each_token(playground: Playground, server: Server) -> None:
+    playground.set(max_tokens="12")
+    playground.ask("Why?", "first")
+    expected = chat(server, "first", "Why?", max_tokens=12, logprobs=True, top_logprobs=5)["logprobs"]["content"]
+    tokens, tooltip = playground.column("first").locator(".token"), playground.at("#tooltip")
+    expect(tooltip).to_be_hidden()
+    expect(tokens).to_have_count(len(expected))
+    for place, token in enumerate(expected[:3]):
+        tokens.nth(place).hover()
+        expect(tooltip).to_be_visible()
+        assert share(tooltip.locator("strong").text_content()) == pytest.approx(probability(token), abs=0.01)
+        rows = tooltip.locator("tr td:last-child").all_text_contents()
+        assert [share(row) for row in rows] == pytest.approx(
+            [probability(other) for other in token["top_logprobs"]], abs=0.01
+        )
+        expect(tokens.nth(place)).to_have_attribute("aria-describedby", "tooltip")
+    playground.at("h1").hover()
+    expect(tooltip).to_be_hidden()
+
+
+def share(text: str | None) -> float:
+    return float((text or "").removesuffix(" %"))
+
+
+def probability(token: dict[str, Any]) -> float:
+    return 100 * math.exp(token["logprob"])
+
+
+def test_plain_text(playground: Playground, server: Server) -> None:
+    playground.set(mode="text", max_tokens="30")
+    playground.ask("Once upon", "second")
+    body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
+    choice = server.post("/v1/completions", body).json["choices"][0]
+    assert playground.answer("second") == choice["text"]
+    tokens = playground.column("second").locator(".token")
+    expect(tokens).to_have_count(len(choice["logprobs"]["tokens"]))
+    tokens.first.hover()
+    likeliest = math.exp(max(choice["logprobs"]["top_logprobs"][0].values()))
+    assert share(playground.at("#tooltip strong").text_content()) == pytest.approx(100 * likeliest, abs=0.01)
+
+
+def test_the_tint_can_be_switched_off(playground: Playground) -> None:
+    playground.set(max_tokens="60")
+    playground.ask("Surprise me", "tiny")
+    colours = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
+    assert len(set(playground.page.evaluate(colours))) > 1
+    playground.at("#tint").uncheck()
+    assert len(set(playground.page.evaluate(colours))) == 1
+    playground.page.reload()
+    expect(playground.at("#tint")).not_to_be_checked()
+
+
+def test_adapters_are_seen_moving(playground: Playground) -> None:
+    playground.set(max_tokens="8")
+    expect(playground.resident(DISK, "moved")).to_be_visible()
+    playground.ask("Where are you?", "moved")
+    expect(playground.resident(DEVICE, "moved")).to_contain_text("1 use")
+    expect(playground.resident(DISK, "moved")).to_have_count(0)
+    expect(playground.column("moved").locator("header")).to_contain_text("was on disk")
+    playground.ask("And now?", "moved")
+    expect(playground.resident(DEVICE, "moved")).to_contain_text("2 uses")
+    expect(playground.column("moved").locator("header")).to_contain_text("was on the device")
+
+
+def test_an_adapter_is_loaded_by_its_name(playground: Playground) -> None:
+    playground.at("#name").fill("team/deep")
+    playground.at("#load button").click()
+    expect(playground.chip("team/deep")).to_have_attribute("aria-pressed", "true")
+    expect(playground.at("#name")).to_have_value("")
+    expect(playground.at(".lane[data-place='not shown']")).to_contain_text("team/deep")
+    playground.set(max_tokens="8")
+    playground.ask("Who are you?", "team/deep")
+    assert playground.answer("team/deep")
+
+
+def test_an_unknown_adapter_is_told_where_it_was_typed(playground: Playground, server: Server) -> None:
+    reason = server.post("/v1/completions", {"model": UNKNOWN, "prompt": "?"}).json["error"]["message"]
+    playground.at("#name").fill(UNKNOWN)
+    playground.at("#name").press("Enter")
+    expect(playground.at("#load-error")).to_have_text(reason)
+    expect(playground.at("#name")).to_have_attribute("aria-invalid", "true")
+    expect(playground.chip(UNKNOWN)).to_have_count(0)
+    assert playground.refusals == [404]
+    playground.at("#name").fill("")
+    expect(playground.at("#load-error")).to_be_hidden()
+
+
+def test_an_adapter_that_is_gone_fails_in_its_column_only(playground: Playground) -> None:
+    def refuse(route: Route) -> None:
+        if (route.request.post_data_json or {})["model"] == "second":
+            error = {"message": f"no such adapter {HOSTILE}", "type": "not_found_error"}
+            route.fulfill(status=404, json={"error": error})
+        else:
+            route.continue_()
+
+    playground.page.route("**/v1/chat/completions", refuse)
+    playground.set(max_tokens="8")
+    playground.ask("Still there?", "first", "second")
+    expect(playground.column("second").locator(".error")).to_have_text(f"no such adapter {HOSTILE}")
+    expect(playground.column("second")).to_have_attribute("data-state", "failed")
+    assert playground.answer("first")
+    assert playground.page.evaluate("window.hacked") is None
+
+
+def test_an_error_in_the_middle_of_an_answer(playground: Playground) -> None:
+    begun = {"choices": [{"index": 0, "delta": {"content": "So far"}, "logprobs": None, "finish_reason": None}]}
+    failed = {"error": {"message": "the engine failed", "type": "server_error"}}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
+    playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    playground.ask("Go on", "tiny")
+    assert playground.answer("tiny") == "So far"
+    expect(playground.column("tiny").locator(".error")).to_have_text("the engine failed")
+
+
+def test_stop_ends_what_is_under_way(playground: Playground, server: Server) -> None:
+    before = re.search(r'lorax_request_failure{err="dropped"} (\d+)', server.send("GET", "/metrics").body.decode())
+    playground.set(max_tokens="1900")
+    playground.send("Never stop", "tiny", "first")
+    for model in ("tiny", "first"):
+        expect(playground.column(model).locator(".token").first).to_be_attached()
+    playground.page.keyboard.press("Escape")
+    for model in ("tiny", "first"):
+        expect(playground.column(model).locator(".state")).to_have_text("stopped")
+        assert 0 < playground.number(model, "count") < 1900
+    expect(playground.at("#stop")).to_be_disabled()
+    playground.page.wait_for_function(DROPPED, arg=2 + int(before[1] if before else 0))
+    playground.page.wait_for_function(IDLE)
+    expect(playground.at("#residency-note")).to_contain_text("0 requests running")
+
+
+def test_a_hostile_answer_stays_text(playground: Playground) -> None:
+    pieces = ["<script>window.hacked=1</script>", HOSTILE, "\n</div>"]
+    events = [
+        {"choices": [{"delta": {"content": text}, "logprobs": {"content": [hostile_token(text)]}}]} for text in pieces
+    ]
+    events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    playground.ask("Attack", "tiny")
+    assert playground.answer("tiny") == "".join(pieces)
+    playground.column("tiny").locator(".token").nth(1).hover()
+    expect(playground.at("#tooltip tr th")).to_have_text(HOSTILE.replace(" ", "␣"))
+    assert playground.page.evaluate("window.hacked") is None
+    expect(playground.at("#columns img, #tooltip img, #columns script")).to_have_count(0)
+
+
+def hostile_token(text: str) -> dict[str, Any]:
+    return {"token": text, "logprob": -0.1, "top_logprobs": [{"token": text, "logprob": -0.1}]}
+
+
+def test_a_hostile_name_stays_text(playground: Playground) -> None:
+    expect(playground.resident(DISK, HOSTILE)).to_contain_text(HOSTILE)
+    playground.set(max_tokens="4")
+    playground.ask("Who?", HOSTILE)
+    expect(playground.column(HOSTILE).locator("h3")).to_have_text(HOSTILE)
+    expect(playground.resident(DEVICE, HOSTILE)).to_be_visible()
+    assert playground.answer(HOSTILE)
+    assert playground.page.evaluate("window.hacked") is None

@@ -1,0 +1,67 @@
+"""The demo in the playground: what a newcomer sees first."""
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.browser.demo import SCREENSHOT, is_there, read_examples, serving_demo
+from tests.browser.playground import DEVICE, DISK, Playground, visiting
+
+pytestmark = pytest.mark.skipif(not is_there(), reason="the demo model is not made yet: there is no lorax_server/demo")
+
+ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
+
+
+@pytest.fixture(scope="module")
+def url(browser: Browser) -> Iterator[str]:
+    with serving_demo() as url:
+        yield url
+
+
+@pytest.fixture
+def playground(browser: Browser, url: str) -> Iterator[Playground]:
+    with visiting(browser, url, viewport={"width": 1440, "height": 1000}) as playground:
+        yield playground.open()
+
+
+def test_three_adapters_do_three_things(playground: Playground) -> None:
+    """The first test of the file: nothing has been loaded yet."""
+    chosen = ("json", "sql", "pirate")
+    for name in ADAPTERS:
+        expect(playground.resident(DISK, name)).to_be_visible()
+    playground.ask(read_examples()[0]["prompt"], *chosen)
+    for name in chosen:
+        expect(playground.column(name)).to_have_attribute("data-state", "done")
+        expect(playground.resident(DEVICE, name)).to_be_visible()
+    assert len({playground.answer(name).strip() for name in chosen}) == 3
+    assert all(playground.answer(name).strip() for name in chosen)
+
+
+def test_the_first_example_is_filled_in(playground: Playground) -> None:
+    expect(playground.at("#prompt")).to_have_value(read_examples()[0]["prompt"])
+    playground.at("#send").click()
+    playground.wait()
+    expect(playground.at(".column[data-state=done]")).to_have_count(len(read_examples()[0]["models"]))
+
+
+def test_every_example_is_answered(playground: Playground) -> None:
+    for place, example in enumerate(read_examples()):
+        playground.at("#examples button").nth(place).click()
+        expect(playground.at("#prompt")).to_have_value(example["prompt"])
+        playground.at("#send").click()
+        playground.wait()
+        expect(playground.at(".column[data-state=done]")).to_have_count(len(example["models"]))
+
+
+def test_an_adapter_that_there_is_not(playground: Playground) -> None:
+    playground.at("#name").fill("nobody")
+    playground.at("#name").press("Enter")
+    expect(playground.at("#load-error")).to_contain_text("nobody")
+
+
+def test_the_screenshot_is_small_enough_to_be_kept() -> None:
+    content = SCREENSHOT.read_bytes()
+    assert struct.unpack(">I", content[16:20]) == (1440,)
+    assert len(content) <= 400_000

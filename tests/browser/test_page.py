@@ -1,0 +1,332 @@
+"""The page itself: whoever uses it, on whatever screen, with and without keys, also when the server is away."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Route, expect
+
+from tests.browser.playground import DEVICE, DISK, Playground, visiting
+from tests.e2e.http_server import Server, serving
+
+Visit = Callable[..., Playground]
+KEY, WRONG = "secret-key", "wrong-key"
+
+# The colour of a text and what is behind it, of the first element of each kind that is seen.
+CONTRAST = """(selectors) => {
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+    const over = (colours) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const brightness = (rgb) => {
+        const [r, g, b] = rgb.map((c) => c / 255).map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ratio = (element) => {
+        const behind = [];
+        for (let each = element; each; each = each.parentElement) {
+            behind.unshift(getComputedStyle(each).backgroundColor);
+        }
+        const lights = [over(behind), over([...behind, getComputedStyle(element).color])].map(brightness).sort();
+        return (Math.max(...lights) + 0.05) / (Math.min(...lights) + 0.05);
+    };
+    const seen = (selector) => [...document.querySelectorAll(selector)].find((element) => element.checkVisibility());
+    return Object.fromEntries(selectors.map((selector) => [selector, ratio(seen(selector))]));
+}"""
+TEXTS = [
+    *("h1", "h1 span", "#served", "#health", "#theme", "nav a", "label", "#prompt", ".chip[aria-pressed=true]"),
+    *(".chip[aria-pressed=false]", "summary", ".note", "#send", ".lane h3", ".count", ".resident .name"),
+    *(".resident .note", "dt", "dd", ".state", ".answer .token[data-level='4']", ".column .error"),
+]
+
+
+def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
+    playground = visit(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).open()
+    playground.set(max_tokens="60", temperature="7")
+    playground.send("x" * 200, "tiny", "first")  # refused, with a message
+    playground.set(temperature="0")
+    playground.ask("x" * 200, "tiny", "first")
+    playground.column("tiny").locator(".curl summary").tap()
+    playground.column("first").locator(".token").last.tap()
+    tooltip = playground.at("#tooltip").bounding_box()
+    assert tooltip is not None
+    assert tooltip["x"] >= 0
+    assert tooltip["x"] + tooltip["width"] <= 360
+    assert playground.page.evaluate("document.documentElement.scrollWidth") <= 360
+    first, second = (playground.column(model).bounding_box() for model in ("tiny", "first"))
+    assert first is not None
+    assert second is not None
+    assert second["y"] >= first["y"] + first["height"]  # one below the other
+
+
+def test_columns_are_side_by_side_where_there_is_room(playground: Playground) -> None:
+    playground.set(max_tokens="4")
+    playground.ask("Stand in line", "tiny", "first", "second")
+    boxes = [playground.column(model).bounding_box() for model in ("tiny", "first", "second")]
+    assert len({box["y"] for box in boxes if box}) == 1
+    assert len({box["x"] for box in boxes if box}) == 3
+
+
+def test_light_and_dark(visit: Visit) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light, dark = (visit(color_scheme=scheme).open() for scheme in ("light", "dark"))
+    seen = light.page.evaluate(colour), dark.page.evaluate(colour)
+    assert seen[0] != seen[1]
+    for theme, expected in (("light", seen[0]), ("dark", seen[1]), ("auto", seen[0])):
+        light.at("#theme").click()
+        expect(light.at("#theme")).to_have_text(f"Theme: {theme}")
+        assert light.page.evaluate(colour) == expected
+        light.page.reload()
+        expect(light.at("#theme")).to_have_text(f"Theme: {theme}")
+        assert light.page.evaluate(colour) == expected
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read(visit: Visit, scheme: str) -> None:
+    playground = visit(color_scheme=scheme).open()
+    playground.set(max_tokens="60")
+    refused = json.dumps({"error": {"message": "no"}})
+    playground.page.route(
+        "**/v1/chat/completions",
+        lambda route: (
+            route.fulfill(status=424, body=refused) if "second" in asked(route)["model"] else route.continue_()
+        ),
+    )
+    playground.ask("Can you read this?", "first", "second")
+    expect(playground.resident(DEVICE, "first")).to_be_visible()
+    contrast = playground.page.evaluate(CONTRAST, TEXTS)
+    assert {name: ratio for name, ratio in contrast.items() if ratio < 4.5} == {}
+
+
+def asked(route: Route) -> dict[str, Any]:
+    body: dict[str, Any] = route.request.post_data_json
+    return body
+
+
+def test_with_a_keyboard_only(playground: Playground) -> None:
+    keyboard = playground.page.keyboard
+    keyboard.press("Tab")
+    expect(playground.at(".skip")).to_be_focused()
+    keyboard.press("Enter")
+    expect(playground.at("#prompt")).to_be_focused()
+    keyboard.type("Typed")
+    tab_to(playground, "#models .chip[data-model=second]")
+    keyboard.press("Space")
+    expect(playground.chip("second")).to_have_attribute("aria-pressed", "true")
+    expect(playground.chip("second")).to_be_focused()
+    tab_to(playground, "#parameters summary")
+    keyboard.press("Enter")
+    tab_to(playground, "#max_tokens")
+    keyboard.press("Control+a")
+    keyboard.type("20")
+    keyboard.press("Control+Enter")
+    playground.wait()
+    assert playground.answer("second")
+    tab_to(playground, ".column .token")
+    expect(playground.at("#tooltip")).to_be_visible()
+    keyboard.press("ArrowRight")
+    expect(playground.at(".column").first.locator(".token").nth(1)).to_be_focused()
+    expect(playground.at(".column").first.locator(".token").nth(1)).to_have_attribute("aria-describedby", "tooltip")
+    keyboard.press("End")
+    expect(playground.at(".column").first.locator(".token").last).to_be_focused()
+    keyboard.press("Tab")  # an answer is one stop
+    expect(playground.at("#tooltip")).to_be_hidden()
+    expect(playground.at(".column").first.locator("footer button")).to_be_focused()
+
+
+def tab_to(playground: Playground, selector: str) -> None:
+    for _ in range(60):
+        playground.page.keyboard.press("Tab")
+        if playground.page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            return
+    raise AssertionError(f"the Tab key does not lead to {selector}")
+
+
+def test_behind_a_prefix(visit: Visit, server: Server) -> None:
+    """As a proxy has it that puts the server below a path."""
+    playground = visit()
+    prefix = f"{server.url}/some/where"
+    playground.page.route(
+        f"{prefix}/**", lambda route: route.continue_(url=route.request.url.replace(prefix, server.url))
+    )
+    playground.page.goto(f"{prefix}/ui/")
+    playground.set(max_tokens="4")
+    playground.ask("Where am I?", "first")
+    assert playground.answer("first")
+    assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
+
+
+def test_everything_has_a_name(playground: Playground) -> None:
+    nameless = """[...document.querySelectorAll("input, select, textarea, button, a, summary")]
+        .filter((each) => !each.labels?.length && !each.ariaLabel && !each.textContent.trim()).map((each) => each.id)"""
+    assert playground.page.evaluate(nameless) == []
+
+
+# --- What is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_reach_the_request(playground: Playground) -> None:
+    playground.set(max_tokens="7", temperature="0.5", top_p="0.9", top_k="40", seed="-3", system=" Be brief. ")
+    with playground.page.expect_request("**/v1/chat/completions") as sent:
+        playground.ask("Say it", "first")
+    assert sent.value.post_data_json == {
+        "model": "first",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it"}],
+        **{"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": -3},
+        **{"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 5},
+    }
+    curl = playground.column("first").locator(".curl code").text_content() or ""
+    assert json.loads(curl.partition(" -d '")[2].removesuffix("'")) == sent.value.post_data_json
+    playground.page.reload()
+    playground.set(top_p="", top_k="", seed="", system="", temperature="", mode="text")
+    expect(playground.at("#max_tokens")).to_have_value("7")
+    with playground.page.expect_request("**/v1/completions") as sent:
+        playground.ask("Go on", "first")
+    assert sent.value.post_data_json == {
+        **{"model": "first", "prompt": "Go on", "max_tokens": 7, "logprobs": 5},
+        **{"stream": True, "stream_options": {"include_usage": True}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("max_tokens", ""),
+            ("max_tokens", "0"),
+            ("max_tokens", "1.5"),
+            ("temperature", "2.1"),
+            ("temperature", "-1"),
+        ),
+        *(("top_p", "0"), ("top_p", "1.1"), ("top_k", "-1"), ("seed", "0.5"), ("seed", "1e30")),
+    ],
+)
+def test_bad_values_are_refused(playground: Playground, name: str, value: str) -> None:
+    playground.set(**{name: value})
+    playground.send("Hello", "tiny")
+    expect(playground.at(f"#{name}-error")).to_contain_text("This is a ")
+    expect(playground.at(f"#{name}")).to_be_focused()
+    expect(playground.at(".column")).to_have_count(0)
+    assert not any("completions" in address for address in playground.asked)
+
+
+def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground) -> None:
+    playground.send("  ", "tiny")
+    expect(playground.at("#prompt-error")).to_have_text("Write a prompt first.")
+    playground.send("Hello")
+    expect(playground.at("#prompt-error")).to_have_text("Choose a model first.")
+    expect(playground.at(".column")).to_have_count(0)
+
+
+def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
+    examples = [
+        {"title": "One", "prompt": "First prompt", "models": ["base", "third", "gone"]},
+        {"title": "Two", "prompt": "Second prompt", "models": ["second"]},
+    ]
+    playground = visit()
+    playground.page.route("**/ui/examples.json", lambda route: route.fulfill(json=examples))
+    playground.open()
+    expect(playground.at("#prompt")).to_have_value("First prompt")
+    expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["tiny (base)", "third"])
+    playground.at("#examples button").nth(1).click()
+    expect(playground.at("#prompt")).to_have_value("Second prompt")
+    expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["second"])
+
+
+# --- What the server has, and whether it is there ---------------------------------------------------------------------
+
+
+def test_a_thousand_adapters(visit: Visit) -> None:
+    names = [f"adapter-{number:04}" for number in range(1000)]
+    base = {"id": "tiny", "parent": None}
+    models = {"data": [base, *({"id": name, "parent": "tiny"} for name in names)]}
+    nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
+    adapters = {"data": [{"id": name, "state": DISK, "error": None, **nothing} for name in names]}
+    adapters["data"][7] |= {"state": "being prepared", "requests": 2}
+    adapters["data"][8] |= {"state": "failed", "error": "its files are broken"}
+    playground = visit()
+    playground.page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    playground.page.route("**/v1/adapters", lambda route: route.fulfill(json=adapters))
+    playground.open()
+    expect(playground.lane(DISK).locator(".count")).to_have_text("998")
+    expect(playground.lane(DISK)).to_contain_text("+ 974 more")
+    expect(playground.lane("on the way")).to_contain_text("2 running")
+    expect(playground.lane("failed")).to_contain_text("its files are broken")
+    assert playground.at(".resident, .chip").count() < 100
+    playground.at("#filter").fill("0999")
+    expect(playground.lane(DISK).locator(".resident")).to_have_text(["adapter-0999"])
+    playground.at("#name").fill("-0500")
+    playground.chip("adapter-0500").click()
+    expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
+
+
+def test_keys(browser: Browser, folder: Path) -> None:
+    flags = ("--api-key", KEY, "--served-model-name", "tiny")
+    with serving(folder, *flags) as server, visiting(browser, server.url) as playground:
+        playground.open("locked")
+        expect(playground.at("#key")).to_be_visible()
+        expect(playground.at("#models .chip")).to_have_count(0)
+        give_key(playground, WRONG)
+        expect(playground.at("#key-error")).to_have_text("The server does not know this key.")
+        give_key(playground, KEY)
+        expect(playground.health).to_have_attribute("data-state", "ready")
+        expect(playground.at("#key-form")).to_be_hidden()
+        playground.set(max_tokens="8")
+        playground.ask("May I?", "tiny", "first")
+        assert playground.answer("first")
+        curl = playground.column("first").locator(".curl code").text_content() or ""
+        assert "Bearer $LORAX_API_KEY" in curl
+        check_is_kept_by_the_tab_only(playground)
+        assert set(playground.refusals) == {401}
+
+
+def check_is_kept_by_the_tab_only(playground: Playground) -> None:
+    assert KEY not in playground.page.content()
+    assert KEY not in json.dumps(playground.page.evaluate("({...localStorage})"))
+    playground.page.reload()
+    expect(playground.health).to_have_attribute("data-state", "ready")
+    playground.at("#key-open").click()
+    playground.at("#key-forget").click()
+    expect(playground.health).to_have_attribute("data-state", "locked")
+    assert playground.page.evaluate("sessionStorage.length") == 0
+
+
+def give_key(playground: Playground, key: str) -> None:
+    playground.at("#key").fill(key)
+    playground.at("#key").press("Enter")
+
+
+def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    with browser.new_context() as context:
+        with serving(folder) as server:
+            playground = Playground(context.new_page(), server.url).open()
+        expect(playground.health).to_have_text("The server cannot be reached; trying again")
+        playground.send("Anybody?", *chosen(playground))
+        expect(playground.at(".column .error").first).to_have_text("The server cannot be reached.")
+        with serving(tmp_path, "--port", str(server.port)) as server:
+            expect(playground.health).to_have_text("ready")
+            ask_without_template(playground, server)
+
+
+def chosen(playground: Playground) -> list[str]:
+    names: list[str] = playground.at("#models .chip[aria-pressed=true]").evaluate_all(
+        "chips => chips.map((chip) => chip.dataset.model)"
+    )
+    return names
+
+
+def ask_without_template(playground: Playground, server: Server) -> None:
+    playground.set(max_tokens="8")
+    playground.ask("Once", "first")
+    body = {"model": "first", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    assert playground.answer("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
+    expect(playground.column("first")).to_contain_text("There is no chat template")
+    expect(playground.column("first").locator(".curl code")).to_contain_text("v1/completions")
