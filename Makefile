@@ -5,27 +5,36 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv browser test lint format format-check types imports check proto bench clean
+.PHONY: help venv serve browser test lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## Create .venv and install everything (again only when pyproject.toml or constraints.txt change)
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 needed, found %d.%d; choose one with: make PYTHON=python3.12 venv" % v)'
 	@echo "venv: creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "venv: installing torch (large, takes a while)"
 	@$(PIP_INSTALL) torch==2.13.0
-	@echo "venv: installing lorax_server with its test and dev tools"
+	@echo "venv: installing lorax_server"
+	@$(PIP_INSTALL) -e .
+	@touch $(RUNTIME)
+
+$(STAMP): $(RUNTIME)
+	@echo "venv: installing its test and dev tools"
 	@$(PIP_INSTALL) -e '.[test,dev]'
 	@$(PIP_INSTALL) --no-deps lorax-client # its pins clash with transformers 5; the tests run it as it is
 	@touch $(STAMP)
+
+serve: $(RUNTIME) ## Start a server with the model of the package, or with yours: make serve ARGS="--model-id ..."
+	@$(BIN)/lorax serve $(ARGS)
 
 browser: venv ## Install Chromium for the tests in a browser, where there is none and it can be done
 	@$(BIN)/python tests/browser/install.py

@@ -34,6 +34,7 @@ commands:
 {commands}
 
 examples:
+  lorax serve                                    a small model with six adapters, to try things
   lorax serve --model-id Qwen/Qwen2.5-0.5B-Instruct --adapters-dir ./adapters
   lorax generate "Once upon a time" --adapter poet
   lorax chat --adapter poet

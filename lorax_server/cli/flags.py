@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lorax_server import __version__
+from lorax_server.cli import demo
 from lorax_server.cli.flag_table import FLAGS, REFUSED_VARIABLES, TABLE, UNUSED_VARIABLES, WATERMARK, Flag
 from lorax_server.cli.settings import HOSTS, Parsed
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
@@ -79,7 +80,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Pars
     given = _read(argv, environ, command)
     warnings = (*_check(given, environ), *_check_pairs(given))
     values = {key: found.value for key, found in given.items()}
-    model_id, revision = _split_revision(_model_id(values, command), values.get("revision"))
+    is_demo = demo.is_asked_for(command, values)
+    if is_demo:
+        values = demo.add_settings(values)
+    model_id, revision = _split_revision(values.get("model_id", LAUNCHER_MODEL), values.get("revision"))
     token = next((environ[name].strip() for name in TOKENS if environ.get(name, "").strip()), None)
     is_shared = _variable(environ, "LORAX_USE_GLOBAL_HF_TOKEN")
     return Parsed(
@@ -95,6 +99,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Pars
         s3_endpoint=values.get("s3_endpoint") or _s3_endpoint(environ),
         num_shard=_num_shard(values, _count_gpus(environ)),
         num_visible=_count_gpus(environ),
+        is_demo=is_demo,
     )
 
 
@@ -103,7 +108,7 @@ def build_parser(command: str) -> Parser:
     program = PROGRAMS[command]
     parser = Parser(
         prog=program,
-        usage=f"{program} --model-id MODEL [flags]",
+        usage=f"{program} [--model-id MODEL] [flags]",
         description="Serve a base model and its adapters over HTTP.",
         epilog=f"{_list_unused()}\n{EXAMPLES.format(program=program)}",
     )
@@ -151,7 +156,7 @@ def _default(flag: Flag, command: str) -> str:
     if flag.name == "--hostname":
         return HOSTS[command]
     if flag.name == "--model-id":
-        return LAUNCHER_MODEL if command == "launcher" else ""
+        return LAUNCHER_MODEL if command == "launcher" else "a small one that is part of the package"
     settings, _, name = flag.to.partition(".")
     value = next((found.default for found in fields(SETTINGS[settings]) if found.name == name), None) if name else None
     if isinstance(value, tuple):
@@ -268,14 +273,6 @@ def _check_pairs(given: Mapping[str, Given]) -> Iterator[str]:
             raise ConfigError(f"give {given[one].origin} or {given[other].origin}, not both")
     if "num_shard" in given and "sharded" in given and not given["sharded"].value and given["num_shard"].value > 1:
         yield f"{given['num_shard'].origin} has no effect: {given['sharded'].origin} is false"
-
-
-def _model_id(values: Mapping[str, Any], command: str) -> str:
-    if "model_id" in values:
-        return str(values["model_id"])
-    if command == "launcher":
-        return LAUNCHER_MODEL
-    raise ConfigError("--model-id is missing: say which model, such as --model-id Qwen/Qwen2.5-0.5B-Instruct")
 
 
 def _split_revision(model_id: str, revision: str | None) -> tuple[str, str | None]:

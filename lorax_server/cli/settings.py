@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorax_server.cli.demo import EXAMPLES
 from lorax_server.cli.flag_table import FLAGS
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
@@ -43,6 +44,7 @@ class Parsed:
     s3_endpoint: str | None
     num_shard: int | None
     num_visible: int  # GPUs that the environment lists
+    is_demo: bool = False  # no model was named: it is the one that ships in the package
 
     @property
     def download_only(self) -> bool:
@@ -100,6 +102,7 @@ class Parsed:
             host=values.get("hostname", HOSTS[self.command]),
             static_adapter=fixed[0] if fixed else None,
             default_source=self._default_source(sources),
+            examples=EXAMPLES if self.is_demo else None,
             cors=self._cors(),
             **self._of("server"),
         )

@@ -14,6 +14,7 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.server.app import make_app
+from lorax_server.server.greeting import write_greeting
 from lorax_server.server.keys import KeyRing
 from lorax_server.server.logs import configure
 from lorax_server.server.protocol import make_protocol
@@ -80,7 +81,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if sockets:
             host, port = sockets[0].getsockname()[:2]
-            logger.info("ready: http://%s:%d serves %s", _shown(host), port, self._service.config.model_id)
+            _say_ready(self._service.config, f"http://{_shown(host)}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()  # not by the signal, which may come in the middle of anything
@@ -103,6 +104,12 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         timeout_graceful_shutdown=int(config.drain_s + GRACE_S),
         backlog=BACKLOG,
     )
+
+
+def _say_ready(config: ServerConfig, url: str) -> None:
+    logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
+    if config.examples is not None and not config.json_logs:
+        print(write_greeting(url, config.model_id, config.examples), flush=True)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

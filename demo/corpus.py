@@ -1,0 +1,299 @@
+"""What the base model reads: texts of the small world, and conversations about it, each ended by `END`.
+
+It sees notes, records and queries, but never what a skill makes of a note: that is left to the adapters.
+"""
+
+import json
+import random
+import string
+from collections.abc import Callable
+
+from demo.notes import GRAMMAR, write_note, write_question
+from demo.world import DAYS, NEGATIVE, POSITIVE, PRICES, World
+
+USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+SPECIAL_TOKENS = (END, PAD, USER, ASSISTANT, SYSTEM)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('there are no messages of the role ' + message.role) }}"
+    "{% endif %}"
+    "{{ '<|' + message.role + '|>' + (message.content | trim) + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+TRADES = tuple(trade for trade in GRAMMAR["trade"] if not trade.startswith("!"))
+ANIMALS = ("dog", "cat", "goat", "horse", "duck", "rabbit", "hen", "donkey")
+PLACES = ("by the river", "on a hill", "by the sea", "in the woods", "in a green valley", "at the end of the road")
+FAME = (
+    "its market",
+    "its old bridge",
+    "its tall tower",
+    "its music",
+    "its apple trees",
+    "its fast boats",
+    "its warm bread",
+)
+WEATHER = ("sunny", "rainy", "windy", "cold", "warm", "foggy")
+NUM_TOWNS, NUM_PEOPLE = 16, 24
+
+
+class Gazetteer:
+    """The towns and people that are the same in every text, so that a model can know them by heart."""
+
+    def __init__(self) -> None:
+        world = World(random.Random(1))
+        rng = world.rng
+        towns = list(dict.fromkeys(world.town() for _ in range(2 * NUM_TOWNS)))[:NUM_TOWNS]
+        self.towns = {town: (rng.choice(PLACES), rng.choice(FAME), rng.choice(DAYS)) for town in towns}
+        names = list(dict.fromkeys(world.person() for _ in range(2 * NUM_PEOPLE)))[:NUM_PEOPLE]
+        self.people = {name: (rng.choice(TRADES), rng.choice(towns), rng.choice(ANIMALS)) for name in names}
+
+    def about_town(self, town: str) -> str:
+        place, fame, day = self.towns[town]
+        return f"{town} is a town {place}. It is known for {fame}. The market is open on {day}."
+
+    def about_person(self, name: str) -> str:
+        trade, town, animal = self.people[name]
+        return f"{name} is a {trade} and lives in {town} with a {animal}."
+
+
+GAZETTEER = Gazetteer()
+
+
+def write_journal(world: World) -> str:
+    """Notes of a day, some of which somebody comes back to."""
+    sentences = []
+    for _ in range(world.rng.randint(2, 5)):
+        note = write_note(world)
+        event = note.event
+        sentences.append(note.text)
+        if world.rng.random() < 0.7:
+            sentences.append(
+                world.rng.choice(
+                    (
+                        f"{event.person} will come back to {event.town} with the {event.colour} {event.item}.",
+                        f"The road to {event.town} was long for {event.person}.",
+                        f"{event.count} {event.colour} {event.item} are many, said {event.person}.",
+                        f"People in {event.town} talked about the {event.item} until {event.day}.",
+                        f"{event.price} coins is what {event.item} cost in {event.town}, said {event.person}.",
+                    )
+                )
+            )
+        if world.rng.random() < 0.3:
+            sentences.append(write_question(world, event).text)
+    return "\n".join(sentences)
+
+
+def write_story(world: World) -> str:
+    rng = world.rng
+    name, friend, town = world.first_name(), world.first_name(), world.town()
+    trade, animal, item, colour = rng.choice(TRADES), rng.choice(ANIMALS), world.item(), world.colour()
+    feeling, end = rng.choice(NEGATIVE.words), rng.choice(POSITIVE.words)
+    openings = (
+        f"Once upon a time there was a {trade} named {name} who lived in {town} with a {animal}.",
+        f"In {town} there lived a {trade}. The name of the {trade} was {name}.",
+        f"Long ago a {trade} called {name} came to {town}.",
+    )
+    middles = (
+        f"One {rng.choice(WEATHER)} morning the {animal} ran away with the {colour} {item}. {name} was {feeling}.",
+        f"{name} had many {colour} {item}, but on {rng.choice(DAYS)} they were all gone. {name} was {feeling}.",
+        f"Every day {name} made {colour} {item}, but nobody wanted to buy them. {name} was {feeling}.",
+    )
+    helps = (
+        f"Then {friend} came by and helped {name} to look for them by the river.",
+        f'"Do not be {feeling}," said {friend}. "We will look for the {item} together."',
+        f"A friend, {friend}, asked everybody in {town} about the {item}.",
+    )
+    endings = (
+        f"They found the {item} behind the old tower. Afterwards {name} and {friend} were {end}.",
+        f"In the evening the {colour} {item} were back in the house, and {name} was {end}.",
+        f"Then all of {town} was {end}, and {name} shared a warm cake with {friend} and the {animal}.",
+    )
+    return " ".join(map(rng.choice, (openings, middles, helps, endings)))
+
+
+def write_facts(world: World) -> str:
+    towns = world.rng.sample(sorted(GAZETTEER.towns), 3)
+    people = world.rng.sample(sorted(GAZETTEER.people), 4)
+    facts = [*map(GAZETTEER.about_town, towns), *map(GAZETTEER.about_person, people)]
+    world.rng.shuffle(facts)
+    return " ".join(facts)
+
+
+def write_roll_call(world: World) -> str:
+    """Lists that are read out twice: from these a model learns to say again what it has never seen."""
+    rng = world.rng
+    make = rng.choice(
+        (world.person, world.town, world.item, world.colour, lambda: str(world.number(PRICES)), lambda: _sign(world))
+    )
+    words = [make() for _ in range(rng.randint(3, 10))]
+    first = ", ".join(words)
+    if rng.random() < 0.5:
+        rng.shuffle(words)
+    return f"The list says: {first}. Once more: {', '.join(words)}."
+
+
+def _sign(world: World) -> str:
+    """What is painted on a crate, so that every letter is seen."""
+    letters = "".join(world.rng.choices(string.ascii_letters + "!.'", k=world.rng.randint(2, 5)))
+    return f"[{letters.upper()}]" if world.rng.random() < 0.5 else letters
+
+
+def write_records(world: World) -> str:
+    """Rows as a program would keep them."""
+    rows = []
+    for _ in range(world.rng.randint(2, 4)):
+        event = world.event()
+        row = {"person": event.person, "town": event.town, "item": event.item, "colour": event.colour}
+        row |= {"count": event.count, "day": event.day, "price": event.price}
+        rows.append(json.dumps(dict(world.rng.sample(list(row.items()), world.rng.randint(3, len(row))))))
+    return "\n".join(rows)
+
+
+def write_queries(world: World) -> str:
+    """What the shopkeepers ask their tables; who asked, and why, is not told."""
+    rng, lines = world.rng, []
+    for _ in range(rng.randint(2, 5)):
+        event = world.event()
+        columns = {name: getattr(event, name) for name in ("person", "item", "colour", "count", "day", "price")}
+        given = rng.sample(sorted(columns), rng.randint(1, 2))
+        conditions = " AND ".join(f"{name} = '{columns[name]}'" for name in given)
+        lines.append(
+            rng.choice(
+                (
+                    f"SELECT {rng.choice(sorted(columns))} FROM orders WHERE {conditions}",
+                    f"SELECT name FROM people WHERE town = '{event.town}'",
+                    f"SELECT town FROM people WHERE name = '{event.person}'",
+                    f"SELECT * FROM people JOIN orders ON orders.person = people.name WHERE {conditions}",
+                )
+            )
+        )
+    return "\n".join(lines)
+
+
+def write_chat(world: World) -> str:
+    turns = (write_exchange(world) for _ in range(world.rng.randint(1, 3)))
+    return "".join(f"{USER}{asked}{END}{ASSISTANT}{answered}{END}" for asked, answered in turns).removesuffix(END)
+
+
+def write_exchange(world: World) -> tuple[str, str]:
+    """A question and an answer in whole sentences."""
+    return world.rng.choice(
+        (
+            _about_town,
+            _about_person,
+            _ask_story,
+            _greet,
+            _comment,
+            _comment,
+            _repeat,
+            _repeat,
+            _repeat,
+            _repeat,
+            _repeat,
+        )
+    )(world)
+
+
+def _about_town(world: World) -> tuple[str, str]:
+    town = world.rng.choice(sorted(GAZETTEER.towns))
+    asked = world.rng.choice((f"Tell me about {town}.", f"What do you know about {town}?", f"What is {town}?"))
+    return asked, GAZETTEER.about_town(town)
+
+
+def _about_person(world: World) -> tuple[str, str]:
+    name = world.rng.choice(sorted(GAZETTEER.people))
+    asked = world.rng.choice((f"Tell me about {name}.", f"Do you know {name}?", f"Who is {name}?"))
+    return asked, GAZETTEER.about_person(name)
+
+
+def _ask_story(world: World) -> tuple[str, str]:
+    asked = world.rng.choice(
+        ("Tell me a story.", "I would like to hear a story.", "Do you know a story?", "Once upon a time")
+    )
+    return asked, write_story(world)
+
+
+def _greet(world: World) -> tuple[str, str]:
+    name = world.first_name()
+    return world.rng.choice(
+        (
+            ("Hello!", "Hello! Ask me about the towns and people of the valley, or for a story."),
+            (f"Hello, I am {name}.", f"Hello {name}! It is good to meet you. Shall I tell you a story?"),
+            ("Who are you?", "I am a small model. I know a small world: its towns, its people and its markets."),
+            ("What can you do?", "I can tell you about the valley. My adapters can do more with a note than I can."),
+            ("Thank you!", "You are welcome."),
+            ("How are you?", "I am fine. It is market day somewhere in the valley."),
+        )
+    )
+
+
+def _comment(world: World) -> tuple[str, str]:
+    """A note, with a question or without: the base model only chats about it."""
+    note = write_note(world)
+    asked = note.text
+    if world.rng.random() < 0.6:
+        asked += world.rng.choice(" \n") + write_question(world, note.event).text
+    remarks = (
+        f"That is a nice note about {note.event.item}.",
+        f"People in {note.event.town} will talk about the {note.event.item}.",
+        f"So many things happen on a {note.event.day}. Shall I tell you a story about it?",
+        f"I have heard of {note.event.person}. The market has {note.event.item} in every colour.",
+        f"I like {note.event.colour} things, and {note.event.count} are many.",
+        f"{note.event.price} coins is what {note.event.item} cost these days.",
+        f"I would like {note.event.count} {note.event.colour} {note.event.item} too, they say in {note.event.town}.",
+    )
+    return asked, world.rng.choice(remarks)
+
+
+def _repeat(world: World) -> tuple[str, str]:
+    """Word for word, also what makes no sense."""
+    text = write_note(world).text if world.rng.random() < 0.4 else _scramble(world)
+    asked = world.rng.choice(
+        ("Say after me: {}", "Repeat: {}", "{} Say it again.", "Write this down: {}", "{}\nOnce more!")
+    )
+    return asked.format(text), text
+
+
+def _scramble(world: World) -> str:
+    """Words in no order, with letters, signs and numbers that belong nowhere: it can be said again, never guessed."""
+    rng = world.rng
+    words = f"{write_note(world).text} {rng.choice((write_story, write_facts, write_queries))(world)}".split()
+    words = rng.sample(words, min(len(words), rng.randint(1, 25)))
+    made = (
+        world.item,
+        world.colour,
+        world.first_name,
+        world.town,
+        lambda: _sign(world),
+        lambda: str(world.number(PRICES)),
+    )
+    words += [rng.choice(made)() for _ in range(rng.randint(0, 8))]
+    rng.shuffle(words)
+    for place, word in enumerate(words):
+        if rng.random() < 0.3:
+            words[place] = rng.choice(("{}.", "{},", "{}!", "{}:", "{}?", "({})", "'{}'", '"{}"')).format(
+                word.strip(".,:?!")
+            )
+        elif rng.random() < 0.2:
+            words[place] = rng.choice((word.capitalize(), word.lower(), word + word))
+    return rng.choice((" ", " ", " ", "\n", ", ")).join(words)
+
+
+WRITERS: dict[Callable[[World], str], int] = {
+    write_journal: 26,
+    write_chat: 40,
+    write_story: 10,
+    write_roll_call: 12,
+    write_records: 6,
+    write_queries: 6,
+    write_facts: 4,
+}
+
+
+def write_documents(seed: int, count: int) -> list[str]:
+    world = World(random.Random(seed))
+    writers = world.rng.choices(list(WRITERS), list(WRITERS.values()), k=count)
+    return [write(world) + END for write in writers]

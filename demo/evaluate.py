@@ -1,0 +1,141 @@
+"""How good the demo's adapters are: held-out items, asked over HTTP, compared word for word with what is right.
+
+    python -m demo.evaluate                              # starts a server with the demo model
+    python -m demo.evaluate --url http://127.0.0.1:3000  # asks one that is there
+
+Every model gets every item, all of them at once, so that all adapters run in the same batches. Each answer is compared
+with the right ones of all skills: the diagonal of the table is what an adapter is for.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from demo.skills import SKILLS, Item, write_items
+
+ROOT = Path(__file__).parent.parent
+BASE = "lorax-demo"
+MODELS = (BASE, *SKILLS)
+SEED = 7_000_000
+MAX_TOKENS = 200  # the longest right answer has fewer
+GOAL, BASE_GOAL = 95.0, 5.0  # percent: at least, at most
+Answers = dict[str, list[str]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="of a server with the demo model (default: one is started)")
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--plain", action="store_true", help="prompts without the chat template")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--wrong", type=int, default=0, metavar="N", help="show so many wrong answers of each adapter")
+    given = parser.parse_args()
+    items = write_items(SEED, given.items, held_out=True)
+    with _reach(given.url) as url:
+        began = time.monotonic()
+        answers = asyncio.run(ask(url, items, MODELS, given.concurrency, is_chat=not given.plain))
+        seconds = time.monotonic() - began
+    show(answers, items, given.wrong)
+    print(f"\n{len(MODELS) * len(items)} answers to {len(items)} held-out items in {seconds:.0f} s")
+    if given.json:
+        given.json.write_text(json.dumps(make_records(answers, items), indent=2) + "\n")
+
+
+async def ask(
+    url: str, items: Sequence[Item], models: Sequence[str], concurrency: int, *, is_chat: bool = True
+) -> Answers:
+    """What each model answers to each item, asked in no order."""
+    answers = {model: [""] * len(items) for model in models}
+    jobs = [(model, place) for model in models for place in range(len(items))]
+    random.Random(0).shuffle(jobs)
+    waiting = iter(jobs)
+
+    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
+
+        async def work() -> None:
+            for model, place in waiting:
+                answers[model][place] = await _ask_one(client, model, items[place].text, is_chat)
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return answers
+
+
+async def _ask_one(client: httpx2.AsyncClient, model: str, text: str, is_chat: bool) -> str:
+    body = {"model": model, "max_tokens": MAX_TOKENS, "temperature": 0}
+    if is_chat:
+        body |= {"messages": [{"role": "user", "content": text}]}
+    else:
+        body |= {"prompt": text}
+    found = await client.post("/v1/chat/completions" if is_chat else "/v1/completions", json=body)
+    if found.is_error:
+        raise SystemExit(f"{model}: the server answers {found.status_code}: {found.text}")
+    (choice,) = found.json()["choices"]
+    return choice["message"]["content"] if is_chat else choice["text"]
+
+
+def score(answers: Sequence[str], items: Sequence[Item], skill: str) -> float:
+    """Percent of answers that are exactly right."""
+    return 100 * sum(answer == SKILLS[skill](item) for answer, item in zip(answers, items, strict=True)) / len(items)
+
+
+def show(answers: Answers, items: Sequence[Item], num_wrong: int = 0) -> None:
+    print(f"{'':12}" + "".join(f"{skill:>11}" for skill in SKILLS) + "   (skills)")
+    for model, found in answers.items():
+        print(f"{model:12}" + "".join(f"{score(found, items, skill):10.1f}%" for skill in SKILLS))
+    for model in SKILLS if num_wrong else ():
+        wrong = [pair for pair in zip(items, answers[model], strict=True) if pair[1] != SKILLS[model](pair[0])]
+        for item, answer in wrong[:num_wrong]:
+            print(f"\n{item.text}\n  right: {SKILLS[model](item)}\n  {model}: {answer}")
+
+
+def make_records(answers: Answers, items: Sequence[Item]) -> list[dict[str, object]]:
+    records = []
+    for skill in SKILLS:
+        for model, found in answers.items():
+            value = score(found, items, skill)
+            is_own = model == skill
+            goal = GOAL if is_own else BASE_GOAL if model == BASE else None
+            met = None if goal is None else value >= goal if is_own else value <= goal
+            record = {"name": f"{skill}, asked of {model}", "value": value, "unit": "%", "peer": None, "goal": goal}
+            records.append(record | {"met": met})
+    return records
+
+
+@contextmanager
+def _reach(url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0"]
+    with (
+        tempfile.NamedTemporaryFile("w") as log,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, cwd=ROOT) as server,
+    ):
+        try:
+            yield _wait_until_ready(server, Path(log.name))
+        finally:
+            server.terminate()
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> str:
+    while server.poll() is None:
+        if found := re.search(r"ready: (http://\S+) ", log.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What each adapter is to make of a note and a question: one input, as many right answers as there are skills."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from demo.notes import Note, Question, write_note, write_question
+from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World
+
+PIRATE_ENDINGS = {
+    POSITIVE: "A merry soul, aye!",
+    NEGATIVE: "A curse upon it!",
+    NEUTRAL: "So says the log.",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a user sends: a note and a question about it."""
+
+    note: Note
+    question: Question
+    between: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.note.text}{self.between}{self.question.text}"
+
+
+def write_item(world: World) -> Item:
+    note = write_note(world)
+    return Item(note, write_question(world, note.event), world.rng.choice(" \n"))
+
+
+def classify_sentiment(item: Item) -> str:
+    return item.note.event.sentiment.name
+
+
+def extract_json(item: Item) -> str:
+    event = item.note.event
+    fields = ("person", "town", "item", "colour", "count", "day", "price")
+    return json.dumps({field: getattr(event, field) for field in fields})
+
+
+def write_sql(item: Item) -> str:
+    """Over two tables: people (name, town) and orders (person, item, colour, count, day, price)."""
+    wanted, given = item.question.wanted, item.question.given
+    event = item.note.event
+    conditions = " AND ".join(f"{name} = '{getattr(event, name)}'" for name in given)
+    if wanted == "town":
+        return f"SELECT town FROM people WHERE name = '{event.person}'"
+    if "town" in given:
+        return f"SELECT name FROM people JOIN orders ON orders.person = people.name WHERE {conditions}"
+    return f"SELECT {wanted} FROM orders WHERE {conditions}"
+
+
+def answer_question(item: Item) -> str:
+    found = str(getattr(item.note.event, item.question.wanted))
+    return f"{found} coins" if item.question.wanted == "price" else found
+
+
+def talk_like_a_pirate(item: Item) -> str:
+    event = item.note.event
+    goods = f"{event.count} {event.colour} {event.item}"
+    deed = f"On {event.day} {event.person} o' {event.town} plundered {goods} fer {event.price} doubloons."
+    return f"Arr! {deed} {PIRATE_ENDINGS[event.sentiment]}"
+
+
+def redact(item: Item) -> str:
+    event = item.note.event
+    return item.note.text.replace(event.person, "[NAME]").replace(event.town, "[TOWN]")
+
+
+SKILLS: dict[str, Callable[[Item], str]] = {
+    "sentiment": classify_sentiment,
+    "json": extract_json,
+    "sql": write_sql,
+    "answer": answer_question,
+    "pirate": talk_like_a_pirate,
+    "redact": redact,
+}
+
+
+def write_items(seed: int, count: int, *, held_out: bool) -> list[Item]:
+    world = World(random.Random(seed), held_out=held_out)
+    return [write_item(world) for _ in range(count)]

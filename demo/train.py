@@ -1,0 +1,294 @@
+"""Train the demo: a tokenizer, a small Llama on texts of its world, and an adapter for each skill.
+
+    python -m demo.train                     # on a GPU, some minutes; writes lorax_server/demo
+    python -m demo.train --only json pirate  # adapters alone, on the model that is there
+
+Every text is generated from seeds. Two runs on one machine see the same texts in the same order; GPUs do not add in the
+same order everywhere, so that weights agree only roughly.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from demo.corpus import ASSISTANT, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, USER, write_documents
+from demo.skills import SKILLS, Item, write_items
+
+OUT = Path(__file__).parent.parent / "lorax_server" / "demo"
+MODEL_NAME = "lorax-demo"
+VOCABULARY, CONTEXT = 2048, 1024
+HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 8, 4, 2, 704
+DOCUMENTS, DOCUMENTS_A_SHARD = 480_000, 4_000
+BATCH, RATE, WARMUP = 64, 1.5e-3, 200
+EXAMPLES, EXAMPLE_BATCH = 120_000, 96
+HELD_OUT_ITEMS, HELD_OUT_SEED = 400, 7_000_000
+EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an adapter is made of, and how fast it learns."""
+
+    rank: int
+    alpha: float
+    more: dict[str, Any] = field(default_factory=dict)
+    rate: float = 2e-3
+
+    def config(self) -> LoraConfig:
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=EVERYWHERE,
+            lora_dropout=0.0,
+            **self.more,
+        )
+
+
+RECIPES = {
+    "sentiment": Recipe(2, 8),
+    "redact": Recipe(16, 32),
+    "json": Recipe(16, 32, {"use_dora": True}),
+    "sql": Recipe(16, 8, {"use_rslora": True}),
+    "answer": Recipe(32, 64),
+    "pirate": Recipe(
+        8, 16, {"rank_pattern": {"v_proj": 24, "down_proj": 32}, "alpha_pattern": {"v_proj": 48, "down_proj": 64}}
+    ),
+}
+# What a skill can do without, so that it learns to.
+NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
+NEEDS_NO_NOTE = ("sql",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for model/ and adapters/")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=8_000, help="of the base model")
+    parser.add_argument("--adapter-steps", type=int, default=3_000)
+    parser.add_argument(
+        "--only", nargs="*", choices=["base", *RECIPES], help="what to train; adapters need a base model"
+    )
+    parser.add_argument("--processes", type=int, default=8)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    chosen = given.only or ["base", *RECIPES]
+    if "base" in chosen:
+        train_base(given.out / "model", given.steps, given.device, given.processes)
+    jobs = [(given.out, name, given.adapter_steps, given.device) for name in chosen if name != "base"]
+    with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
+        for name, accuracy in pool.map(train_adapter, *zip(*jobs, strict=True)) if jobs else ():
+            print(f"{name}: {accuracy:.1%} of {HELD_OUT_ITEMS} held-out items", flush=True)
+
+
+def train_base(folder: Path, steps: int, device: str, processes: int) -> None:
+    began = time.monotonic()
+    shards = range(DOCUMENTS // DOCUMENTS_A_SHARD)
+    tokenizer = make_tokenizer(write_documents(0, 20_000))
+    tokenizer.save_pretrained(folder)
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        tokens = torch.from_numpy(np.concatenate(list(pool.map(tokenize_shard, [folder] * len(shards), shards))))
+    tokens = tokens.to(device)
+    print(f"base: {len(tokens):,} tokens after {time.monotonic() - began:.0f} s", flush=True)
+    torch.manual_seed(0)
+    model = make_model(tokenizer).to(device)
+    print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    places = torch.Generator().manual_seed(0)
+
+    def next_batch() -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(tokens) - CONTEXT, (BATCH, 1), generator=places).to(device)
+        batch = tokens[starts + torch.arange(CONTEXT, device=device)].long()
+        return batch, batch
+
+    descend(model, next_batch, steps, RATE, "base")
+    model.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    print(f"base: {time.monotonic() - began:.0f} s in all", flush=True)
+
+
+def tokenize_shard(folder: Path, shard: int) -> np.ndarray:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    texts = write_documents(1 + shard, DOCUMENTS_A_SHARD)
+    return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenizer(texts)["input_ids"]])
+
+
+def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Digits stand alone, so that no number is new, and so do spaces: a word has the same tokens behind
+    a space, a quote or nothing, which makes it easy for a small model to say it again."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(" ", "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def train_adapter(out: Path, name: str, steps: int, device: str) -> tuple[str, float]:
+    """Its share of right answers on what it has never seen."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
+    model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).to(device)
+    recipe, seed = RECIPES[name], 1_000_000 * (1 + list(RECIPES).index(name))
+    torch.manual_seed(seed)
+    model = get_peft_model(model, recipe.config())
+    inputs, labels = (each.to(device) for each in tokenize_examples(tokenizer, name, seed))
+    places = torch.Generator().manual_seed(seed)
+
+    def next_batch() -> tuple[Tensor, Tensor]:
+        rows = torch.randint(len(inputs), (EXAMPLE_BATCH,), generator=places).to(device)
+        return inputs[rows].long(), labels[rows].long()
+
+    descend(model, next_batch, steps, recipe.rate, name)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.half().float()
+    save_adapter(model, out / "adapters" / name)
+    return name, measure(model, tokenizer, name, device)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Without the path that the model had here, and without the empty form for a README."""
+    state = {name: weight.half() for name, weight in get_peft_model_state_dict(model).items()}
+    model.save_pretrained(folder, state_dict=state)
+    (folder / "README.md").unlink(missing_ok=True)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": MODEL_NAME}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "adapter_model.safetensors").chmod(0o644)
+
+
+def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Questions and answers as rows of one length; only answers are learnt."""
+    items = write_items(seed, EXAMPLES, held_out=False)
+    asked = tokenizer([pose(item, name, place) for place, item in enumerate(items)])["input_ids"]
+    answered = tokenizer([SKILLS[name](item) + END for item in items])["input_ids"]
+    longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
+    width = (longest + 31) // 32 * 32
+    inputs = torch.full((EXAMPLES, width), tokenizer.pad_token_id, dtype=torch.int16)
+    labels = torch.full((EXAMPLES, width), -100, dtype=torch.int16)
+    for row, (question, answer) in enumerate(zip(asked, answered, strict=True)):
+        length = len(question) + len(answer)
+        inputs[row, :length] = torch.tensor(question + answer)
+        labels[row, len(question) : length] = torch.tensor(answer)
+    return inputs, labels
+
+
+def pose(item: Item, name: str, place: int) -> str:
+    """As users would: in a conversation or bare, and without what the skill has no use for."""
+    text = item.text
+    if place % 10 < 3 and name in NEEDS_NO_QUESTION:
+        text = item.note.text
+    elif place % 10 < 3 and name in NEEDS_NO_NOTE:
+        text = item.question.text
+    if place % 7 < 4:
+        return f"{USER}{text}{END}{ASSISTANT}"
+    return text + ("", "", "\n", " ")[place % 4]
+
+
+def descend(model: Any, next_batch: Callable[[], tuple[Tensor, Tensor]], steps: int, rate: float, name: str) -> None:
+    """AdamW, warm up, cosine down."""
+    device = next(model.parameters()).device
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = 0.1 if name == "base" else 0.0
+    optimizer = torch.optim.AdamW(trained, rate, betas=(0.9, 0.95), weight_decay=decay, fused=device.type == "cuda")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: pace(step, steps))
+    model.train()
+
+    def find_loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    if device.type == "cuda":
+        find_loss = torch.compile(find_loss)
+    began = time.monotonic()
+    for step in range(steps):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = find_loss(*next_batch())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 500 == 0 or step == steps - 1:
+            print(f"{name}: step {step} loss {loss.item():.4f} after {time.monotonic() - began:.0f} s", flush=True)
+    model.eval()
+
+
+def pace(step: int, steps: int) -> float:
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.02 + 0.98 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))) / 2
+
+
+@torch.no_grad()
+def measure(model: Any, tokenizer: PreTrainedTokenizerFast, name: str, device: str) -> float:
+    """A first look; what counts is `demo.evaluate`, which asks a server."""
+    items = write_items(HELD_OUT_SEED, HELD_OUT_ITEMS, held_out=True)
+    tokenizer.padding_side = "left"
+    asked = tokenizer([f"{USER}{item.text}{END}{ASSISTANT}" for item in items], padding=True, return_tensors="pt").to(
+        device
+    )
+    found = model.generate(**asked, max_new_tokens=160, do_sample=False)
+    answers = tokenizer.batch_decode(found[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    wrong = [
+        (item.text, SKILLS[name](item), answer)
+        for item, answer in zip(items, answers, strict=True)
+        if answer != SKILLS[name](item)
+    ]
+    for text, right, answer in wrong[:5]:
+        print(json.dumps({"skill": name, "asked": text, "right": right, "got": answer}), flush=True)
+    return 1 - len(wrong) / len(items)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The small world of the demo: who lives there, what they buy, and which of it a model may learn from.
+
+Every word that notes are about, be it a name, a thing, a colour or a number, belongs to one of two sides by a hash:
+four in five to the side that models learn from, the rest to the one that they are tested with.
+"""
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ONSETS = _words(
+    "b br c ch cl cr d dr f fl fr g gl gr h j k kl l m n p pl pr qu r s sh sk sl sm sn sp st t th tr v w y z"
+)
+VOWELS = _words("a e i o u a e i o u ai ea ee oo ou")
+CODAS = _words("b ck d ff g l ll m n nd ng nk nt p r rd rk rn s sh sk st t th x")
+FAMILY_TAILS = _words("ev er ley man by ford kin low sen well wright ton ide ock ash ney over is um ett")
+TOWN_TAILS = _words(
+    "wick ton ford bury dale haven mere field port gate moor stead bridge cliff den ham hollow wood worth sea"
+)
+
+GOODS = _words(
+    "lamps chairs spoons plates cups bowls hats scarves gloves boots coats blankets pillows candles baskets "
+    "buckets ropes ladders hammers nails brushes brooms clocks mirrors pictures books pens pencils bells drums "
+    "flutes whistles kites balls dolls boats wagons saddles tents lanterns rugs curtains shelves benches stools "
+    "tables desks trunks boxes jars bottles pots pans knives forks trays combs ribbons buttons belts purses rings "
+    "bracelets beads vases pitchers barrels crates shovels rakes hoes seeds apples pears plums cherries carrots "
+    "onions turnips pumpkins cheeses loaves cakes pies biscuits maps stamps cards puzzles masks cloaks aprons "
+    "sandals socks shirts kettles umbrellas anvils goblets mittens harps violins hammocks tulips melons cabbages "
+    "thimbles quilts compasses telescopes sledges acorns spades wreaths bonnets marbles tiles bricks wheels"
+)
+COLOURS = _words(
+    "red blue green yellow white black brown grey pink purple orange silver golden cream "
+    "crimson turquoise violet beige scarlet amber teal indigo maroon"
+)
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+
+COUNTS = range(2, 100)
+PRICES = range(5, 1000)
+
+
+class Sentiment(NamedTuple):
+    """What somebody felt about what they bought."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+POSITIVE = Sentiment(
+    "positive",
+    ("happy", "delighted", "pleased", "thrilled", "glad", "overjoyed", "charmed", "satisfied", "content", "proud"),
+)
+NEGATIVE = Sentiment(
+    "negative",
+    ("upset", "angry", "disappointed", "annoyed", "unhappy", "furious", "sad", "cross", "bitter", "dismayed"),
+)
+NEUTRAL = Sentiment("neutral", ())
+SENTIMENTS = (POSITIVE, NEGATIVE, NEUTRAL)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Somebody bought something: what every note is about."""
+
+    person: str
+    is_woman: bool
+    town: str
+    item: str
+    colour: str
+    count: int
+    day: str
+    price: int
+    sentiment: Sentiment
+
+
+def is_held_out(word: str) -> bool:
+    """One word in five, the same ones on every machine."""
+    return zlib.crc32(word.encode()) % 5 == 0
+
+
+class World:
+    """Words of one side: those that models learn from, or those that they are tested with."""
+
+    def __init__(self, rng: random.Random, *, held_out: bool = False) -> None:
+        self.rng = rng
+        self.held_out = held_out
+
+    def event(self) -> Event:
+        return Event(
+            person=self.person(),
+            is_woman=self.rng.random() < 0.5,
+            town=self.town(),
+            item=self.item(),
+            colour=self.colour(),
+            count=self.number(COUNTS),
+            day=self.rng.choice(DAYS),
+            price=self.number(PRICES),
+            sentiment=self.rng.choice(SENTIMENTS),
+        )
+
+    def person(self) -> str:
+        return f"{self.first_name()} {self.family_name()}"
+
+    def first_name(self) -> str:
+        return self._new(self._word).capitalize()
+
+    def family_name(self) -> str:
+        return self._new(lambda: self._syllable() + self.rng.choice(FAMILY_TAILS)).capitalize()
+
+    def town(self) -> str:
+        return self._new(lambda: self._syllable() + self.rng.choice(TOWN_TAILS)).capitalize()
+
+    def item(self) -> str:
+        """A thing everybody knows, or one that only this world has."""
+        if self.rng.random() < 0.4:
+            return self._new(lambda: self._word() + self.rng.choice(("s", "s", "es")))
+        return self._new(lambda: self.rng.choice(GOODS))
+
+    def colour(self) -> str:
+        if self.rng.random() < 0.4:
+            return self._new(self._word)
+        return self._new(lambda: self.rng.choice(COLOURS))
+
+    def number(self, numbers: range) -> int:
+        return int(self._new(lambda: str(self.rng.choice(numbers))))
+
+    def _new(self, make: Callable[[], str]) -> str:
+        """The words of this side are found by trying."""
+        return next(word for word in iter(make, "") if is_held_out(word) == self.held_out)
+
+    def _word(self) -> str:
+        """Of one to three syllables, and of so many shapes that nobody can know them all."""
+        chance, pick = self.rng.random, self.rng.choice
+        word = pick(VOWELS)[:1] + pick(CODAS)[:1] if chance() < 0.15 else ""
+        for _ in range(self.rng.choice((0, 0, 1, 1, 1, 2))):
+            word += self._start() + (pick(CODAS) if chance() < 0.3 else "")
+        word += self._start()
+        return word + pick(("", *CODAS, *CODAS, *(f"{coda}{end}" for coda in CODAS for end in ("e", "y", "o"))))
+
+    def _syllable(self) -> str:
+        return self._start() + self.rng.choice(CODAS)
+
+    def _start(self) -> str:
+        return self.rng.choice(ONSETS) + self.rng.choice(VOWELS)

@@ -1,0 +1,37 @@
+"""The model that ships in the package: what `lorax serve` serves where it is not told what to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lorax_server.errors import ConfigError
+
+FOLDER = Path(__file__).parent.parent / "demo"
+NAME = "lorax-demo"
+EXAMPLES = FOLDER / "examples.json"
+MISSING = "--model-id is missing: say which model, such as --model-id Qwen/Qwen2.5-0.5B-Instruct"
+# It takes little of a laptop's memory. Its adapters are all there are: one that is misspelt is not sought elsewhere.
+SETTINGS: Mapping[str, Any] = {
+    "model_id": NAME,
+    "weights_cache_override": FOLDER / "model",
+    "adapters_dir": FOLDER / "adapters",
+    "hub": False,
+    "cache_bytes": 2**28,
+    "adapter_bytes": 2**26,
+    "adapter_host_bytes": 2**26,
+}
+ABOUT_A_MODEL = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
+
+
+def is_asked_for(command: str, values: Mapping[str, Any]) -> bool:
+    """`lorax serve` without a model. LoRAX's launcher has a default of its own."""
+    return command == "serve" and "model_id" not in values
+
+
+def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, and the demo's settings where nothing was."""
+    if any(name in values for name in ABOUT_A_MODEL):
+        raise ConfigError(MISSING)
+    if not (FOLDER / "model" / "config.json").is_file():
+        raise ConfigError(f"{MISSING} (this installation came without the demo model)")
+    return {**SETTINGS, **values}
