@@ -137,8 +137,8 @@ def write_roll_call(world: World) -> str:
 
 def _sign(world: World) -> str:
     """What is painted on a crate, so that every letter is seen."""
-    letters = "".join(world.rng.choices(string.ascii_letters + "!.'", k=world.rng.randint(2, 5)))
-    return f"[{letters.upper()}]" if world.rng.random() < 0.5 else letters
+    letters = "".join(world.rng.choices(string.ascii_uppercase + "!.'", k=world.rng.randint(2, 5)))
+    return f"[{letters}]" if world.rng.random() < 0.5 else letters
 
 
 def write_records(world: World) -> str:
@@ -278,7 +278,7 @@ def _scramble(world: World) -> str:
                 word.strip(".,:?!")
             )
         elif rng.random() < 0.2:
-            words[place] = rng.choice((word.capitalize(), word.lower(), word + word))
+            words[place] = rng.choice((word.capitalize(), word.lower(), f"{word}-{word}"))
     return rng.choice((" ", " ", " ", "\n", ", ")).join(words)
 
 

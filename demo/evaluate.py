@@ -80,7 +80,7 @@ async def _ask_one(client: httpx2.AsyncClient, model: str, text: str, is_chat: b
         body |= {"prompt": text}
     found = await client.post("/v1/chat/completions" if is_chat else "/v1/completions", json=body)
     if found.is_error:
-        raise SystemExit(f"{model}: the server answers {found.status_code}: {found.text}")
+        raise RuntimeError(f"{model}: the server answers {found.status_code}: {found.text}")
     (choice,) = found.json()["choices"]
     return choice["message"]["content"] if is_chat else choice["text"]
 

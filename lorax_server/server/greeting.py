@@ -3,11 +3,12 @@
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
 GREETING = """
-  {model} is ready, with {count} adapters.
+  {model} is ready, with {count} adapters: {names}.
 
   Playground    {url}/ui
   API           {url}/docs
@@ -21,8 +22,8 @@ GREETING = """
 SHOWN = 2  # by the command of ours; one more by curl
 
 
-def write_greeting(url: str, model: str, examples: Path) -> str:
-    """The first example, as commands."""
+def write_greeting(url: str, model: str, names: Sequence[str], examples: Path) -> str:
+    """The first example, as commands. `names`: all adapters that there are."""
     first, *_ = json.loads(examples.read_text())
     adapters = [name for name in first["models"] if name != "base"]
     program = _find_program()
@@ -31,7 +32,12 @@ def write_greeting(url: str, model: str, examples: Path) -> str:
     body = json.dumps({"model": adapters[SHOWN], "messages": [{"role": "user", "content": first["prompt"]}]})
     commands.append(f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d {quote(body)}")
     return GREETING.format(
-        model=model, url=url, count=len(adapters), program=program, commands="\n\n    ".join(commands)
+        model=model,
+        url=url,
+        count=len(names),
+        names=", ".join(names),
+        program=program,
+        commands="\n\n    ".join(commands),
     )
 
 

@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if sockets:
             host, port = sockets[0].getsockname()[:2]
-            _say_ready(self._service.config, f"http://{_shown(host)}:{port}")
+            _say_ready(self._service, f"http://{_shown(host)}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()  # not by the signal, which may come in the middle of anything
@@ -106,10 +106,12 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     )
 
 
-def _say_ready(config: ServerConfig, url: str) -> None:
+def _say_ready(service: Service, url: str) -> None:
+    config = service.config
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
-        print(write_greeting(url, config.model_id, config.examples), flush=True)
+        names = sorted(service.parts.names.adapters)
+        print(write_greeting(url, config.model_id, names, config.examples), flush=True)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -4,9 +4,9 @@ import sys
 
 from playwright.sync_api import expect, sync_playwright
 
-from tests.browser.demo import SCREENSHOT, serving_demo
 from tests.browser.install import MISSING, find_chromium
 from tests.browser.playground import Playground, launch, visiting
+from tests.demo.server import SCREENSHOT, serving_demo
 
 VIEW = {"width": 1440, "height": 1000}
 
@@ -18,10 +18,10 @@ def main() -> None:
     SCREENSHOT.parent.mkdir(exist_ok=True)
     look = {"viewport": VIEW, "color_scheme": "light", "reduced_motion": "reduce"}
     with (
-        serving_demo() as url,
+        serving_demo() as demo,
         sync_playwright() as playwright,
         launch(playwright, path) as browser,
-        visiting(browser, url, **look) as playground,
+        visiting(browser, demo.url, **look) as playground,
     ):
         _take(playground)
     print(f"{SCREENSHOT.name}: {SCREENSHOT.stat().st_size:,} bytes")

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.browser.demo import SCREENSHOT, is_there, read_examples, serving_demo
 from tests.browser.playground import DEVICE, DISK, Playground, visiting
+from tests.demo.server import SCREENSHOT, needs_demo, read_examples, serving_demo
 
-pytestmark = pytest.mark.skipif(not is_there(), reason="the demo model is not made yet: there is no lorax_server/demo")
+pytestmark = needs_demo
 
 ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 
 
 @pytest.fixture(scope="module")
 def url(browser: Browser) -> Iterator[str]:
-    with serving_demo() as url:
-        yield url
+    with serving_demo() as demo:
+        yield demo.url
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["serve"], 2, "lorax: --model-id is missing"),
+        (["serve", "--revision", "main"], 2, "lorax: --model-id is missing"),
         (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
         (["sreve"], 2, "lorax: there is no command 'sreve'; there are serve, generate"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lorax_server.cli import demo
 from lorax_server.cli.flag_table import FLAGS, TABLE
 from lorax_server.cli.flags import build_parser, parse
 from lorax_server.cli.settings import Machine, Parsed
@@ -255,8 +256,60 @@ def test_defaults_of_the_commands() -> None:
     made = found.make_config(Path("/model"))
     assert (found.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
     assert config().host == "127.0.0.1"
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A demo model, as far as settings are concerned."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
+    found = parse([], {}, "serve")
+    made = found.make_config(Path("/model"))
+    assert found.is_demo
+    assert made.model_id == "lorax-demo"
+    assert made.examples == demo.EXAMPLES
+    assert made.adapters_dir == demo.SETTINGS["adapters_dir"]
+    assert not made.engine.sources.hub
+    assert made.default_source == "local"
+    assert made.engine.adapter_bytes == 2**26
+
+
+def test_settings_that_are_given_win_over_the_demo(shipped: Path) -> None:
+    line = "--adapters-dir /mine --hub true --adapter-bytes 1G --max-batch-total-tokens 4096 -p 8080"
+    found = parse(line.split(), {}, "serve")
+    made = found.make_config(demo.SETTINGS["weights_cache_override"]) if _demo_is_there() else None
+    assert found.values["adapters_dir"] == Path("/mine")
+    assert found.values["hub"]
+    assert found.values["adapter_bytes"] == 2**30
+    assert made is None or made.engine.cache_bytes == 4096 * 2 * 8 * 2 * 64 * 4
+
+
+def test_a_model_is_no_demo(shipped: Path) -> None:
+    assert not parse(["--model-id", "owner/model"], {}, "serve").is_demo
+    assert not parse([], {"MODEL_ID": "owner/model"}, "serve").is_demo
+    assert not parse([], {}, "launcher").is_demo
+    assert config().examples is None
+
+
+@pytest.mark.parametrize("line", ["--revision main", "--source s3", "--weights-cache-override /somewhere"])
+def test_what_is_said_about_a_model_needs_one(shipped: Path, line: str) -> None:
     with pytest.raises(ConfigError, match=r"--model-id is missing.*--model-id Qwen/"):
+        parse(line.split(), {}, "serve")
+
+
+def test_an_installation_without_the_demo_says_so(shipped: Path) -> None:
+    (shipped / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"--model-id is missing.*came without the demo model"):
         parse([], {}, "serve")
+
+
+def _demo_is_there() -> bool:
+    return (demo.EXAMPLES.parent / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

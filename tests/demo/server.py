@@ -5,11 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+import pytest
 
 import lorax_server
 
@@ -22,19 +26,32 @@ def is_there() -> bool:
     return (FOLDER / "examples.json").is_file() and (FOLDER / "model").is_dir()
 
 
+needs_demo = pytest.mark.skipif(not is_there(), reason="the demo model is not there: python -m demo.train makes it")
+
+
 def read_examples() -> list[dict[str, Any]]:
     examples: list[dict[str, Any]] = json.loads((FOLDER / "examples.json").read_text())
     return examples
 
 
+class Demo(NamedTuple):
+    """Its address, and what it said on standard output."""
+
+    url: str
+    greeting: str
+
+
 @contextmanager
-def serving_demo() -> Iterator[str]:
-    """Its address."""
-    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0"]
+def serving_demo(*flags: str) -> Iterator[Demo]:
+    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0", *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.PIPE, text=True, env=environ) as process,
+    ):
         assert process.stderr is not None
-        log = []
+        log: list[str] = []
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or it would wait for who reads its log
         try:
             for line in process.stderr:
                 log.append(line)
@@ -42,9 +59,11 @@ def serving_demo() -> Iterator[str]:
                     break
             found = READY.search("".join(log))
             assert found, f"the demo did not start:\n{''.join(log)}"
-            reader = threading.Thread(target=process.stderr.read)  # or it would wait for who reads its log
             reader.start()
-            yield found[1]
+            urlopen(f"{found[1]}/health", timeout=60).close()  # what it had to say has been said
+            said.seek(0)
+            yield Demo(found[1], said.read())
         finally:
             process.terminate()
-    reader.join()
+            if reader.ident:
+                reader.join()

@@ -1,0 +1,112 @@
+"""The demo as a newcomer meets it: a real server with real adapters, asked by real clients."""
+
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from demo.evaluate import BASE, MODELS, ask, score
+from demo.skills import SKILLS, Item, write_items
+from tests.demo.server import FOLDER, Demo, needs_demo, read_examples, serving_demo
+
+pytestmark = needs_demo
+
+SEED, ITEMS = 11, 24
+ROOM = 6 * 2**20  # for adapters: less than the six need, in float32
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    with serving_demo() as demo:
+        yield demo
+
+
+@pytest.fixture(scope="module")
+def items() -> list[Item]:
+    return write_items(SEED, ITEMS, held_out=True)
+
+
+@pytest.fixture(scope="module")
+def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
+    """What each model answers when nobody else is asked."""
+    answers: dict[str, list[str]] = {}
+    for model in MODELS:
+        answers |= asyncio.run(ask(demo.url, items, [model], 8))
+    return answers
+
+
+def test_each_adapter_has_its_skill_and_the_base_model_has_none(alone: dict[str, list[str]], items: list[Item]) -> None:
+    for skill in SKILLS:
+        for model, answers in alone.items():
+            right = score(answers, items, skill)
+            assert right >= 95 if model == skill else right <= 5, f"{skill}, asked of {model}: {right:.0f} % right"
+
+
+def test_a_mixed_load_gets_the_same_answers(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:
+    assert asyncio.run(ask(demo.url, items, MODELS, 32)) == alone
+
+
+def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: dict[str, list[str]]) -> None:
+    assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ROOM
+    with serving_demo(f"--adapter-bytes={ROOM}") as demo:
+        assert asyncio.run(ask(demo.url, items, MODELS, 32)) == alone
+        metrics = httpx2.get(f"{demo.url}/metrics").text
+    evicted = [line for line in metrics.splitlines() if line.startswith("lorax_adapter_evictions_total")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in evicted) > 0
+
+
+def test_prompts_without_a_template(demo: Demo, items: list[Item]) -> None:
+    """Bare, and with a blank or a newline at the end, as people paste them."""
+    answers = asyncio.run(ask(demo.url, items, tuple(SKILLS), 16, is_chat=False))
+    for skill in SKILLS:
+        assert score(answers[skill], items, skill) >= 90
+    for end in (" ", "\n"):
+        body = {"inputs": items[0].text + end, "parameters": {"adapter_id": "sentiment", "max_new_tokens": 20}}
+        found = httpx2.post(f"{demo.url}/generate", json=body).json()
+        assert found["generated_text"] == SKILLS["sentiment"](items[0])
+
+
+def test_the_commands_it_shows_work(demo: Demo) -> None:
+    assert f"{demo.url}/ui\n" in demo.greeting
+    shown = demo.greeting.partition("In another terminal:")[2].partition("Ctrl+C")[0]
+    commands = [part.strip() for part in shown.split("\n\n") if part.strip()]
+    assert len(commands) == 3
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    outputs = [
+        subprocess.run(
+            command, shell=True, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+        )
+        for command in commands
+    ]
+    sentiment, fields, query = (done.stdout.strip() for done in outputs)
+    assert sentiment == "positive"
+    assert json.loads(fields)["town"] == "Sprigford"
+    assert json.loads(query)["choices"][0]["message"]["content"].startswith("SELECT price FROM orders WHERE person")
+    assert shlex.split(commands[0])[-1] == read_examples()[0]["prompt"]
+
+
+def test_an_adapter_that_there_is_not_is_named_at_once(demo: Demo) -> None:
+    found = httpx2.post(f"{demo.url}/v1/completions", json={"model": "nobody", "prompt": "Hello"})
+    assert found.status_code == 404
+    assert "nobody" in found.json()["error"]["message"]
+
+
+def test_what_ships_is_small() -> None:
+    (weights,) = (FOLDER / "model").glob("*.safetensors")
+    assert weights.stat().st_size <= 16_000_000
+    assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # parameters of two bytes each
+    adapters = {path.name: json.loads((path / "adapter_config.json").read_text()) for path in FOLDER.glob("adapters/*")}
+    assert set(adapters) == set(SKILLS)
+    assert {config["base_model_name_or_path"] for config in adapters.values()} == {BASE}
+    ranks = {rank for config in adapters.values() for rank in (config["r"], *config["rank_pattern"].values())}
+    assert (min(ranks), max(ranks)) == (2, 32)
+    assert sum(config["use_dora"] for config in adapters.values()) == 1
+    assert sum(config["use_rslora"] for config in adapters.values()) == 1
+    assert sum(bool(config["rank_pattern"]) for config in adapters.values()) == 1

@@ -1,0 +1,159 @@
+"""What the demo's models learn from and are tested with have nothing in common, and right answers are right."""
+
+import json
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from demo.corpus import ASSISTANT, END, GAZETTEER, USER, write_documents
+from demo.notes import GRAMMAR, QUESTIONS, find_pattern
+from demo.skills import SKILLS, Item, write_items
+from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World, is_held_out
+
+WORDS = re.compile(r"\w+")
+OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose values are divided
+
+
+@pytest.fixture(scope="module")
+def learnt() -> list[str]:
+    """Texts for the base model, and for adapters."""
+    return [*write_documents(5, 6_000), *(item.text for item in write_items(6, 3_000, held_out=False))]
+
+
+@pytest.fixture(scope="module")
+def tested() -> list[Item]:
+    return write_items(7, 1_000, held_out=True)
+
+
+def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item]) -> None:
+    known = {word for text in learnt for word in WORDS.findall(text)}
+    values = {str(getattr(item.note.event, field)) for item in tested for field in OPEN}
+    words = {word for value in values for word in value.split()}
+    assert len(words) > 2_000
+    assert not words & known
+
+
+@pytest.mark.parametrize("rule", ["event", "who", "about_feeling", "about_nothing", "aside", *map(str, QUESTIONS)])
+def test_every_sentence_pattern_has_one_side(rule: str) -> None:
+    rules = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}
+    rules |= {str(key): patterns for key, patterns in QUESTIONS.items()}
+    rules["start"] = rules[rule]
+    worlds = [World(random.Random(2), held_out=held_out) for held_out in (False, True)]
+    learnt, tested = ({find_pattern(world, "<start>", rules) for _ in range(2_000)} for world in worlds)
+    assert tested
+    assert not learnt & tested
+
+
+def test_all_sides_have_enough(tested: list[Item]) -> None:
+    items = write_items(9, 1_000, held_out=False)
+    for field, fewest in (
+        ("person", 900),
+        ("town", 900),
+        ("item", 300),
+        ("colour", 300),
+        ("count", 10),
+        ("price", 100),
+    ):
+        for side in (items, tested):
+            assert len({getattr(item.note.event, field) for item in side}) >= fewest, field
+    for sentiment in (POSITIVE, NEGATIVE, NEUTRAL):
+        assert sum(item.note.event.sentiment is sentiment for item in tested) > 250
+
+
+def test_items_are_the_same_everywhere() -> None:
+    code = "from demo.skills import write_items; print(write_items(3, 20, held_out=True))"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert repr(write_items(3, 20, held_out=True)) == runs[0].stdout.strip()
+
+
+def test_notes_read_well(tested: list[Item]) -> None:
+    for item in (*tested, *write_items(4, 1_000, held_out=False)):
+        note = item.note.text
+        assert not re.search(r"[<>{}!]|  |,[.:,]|\bthem (made|did|are|came)\b| ,", item.text), item.text
+        assert all(sentence[:1].isupper() or sentence[:1].isdigit() for sentence in note.split(". ")), note
+
+
+# --- What is right ----------------------------------------------------------------------------------------------------
+
+
+def test_queries_find_the_answer(tested: list[Item]) -> None:
+    """Run by a real database, in which the others have bought things too."""
+    with sqlite3.connect(":memory:") as tables:
+        tables.execute("CREATE TABLE people (name TEXT, town TEXT)")
+        tables.execute(
+            "CREATE TABLE orders (person TEXT, item TEXT, colour TEXT, count INTEGER, day TEXT, price INTEGER)"
+        )
+        for item in tested:
+            event = item.note.event
+            tables.execute("INSERT INTO people VALUES (?, ?)", (event.person, event.town))
+            row = (event.person, event.item, event.colour, event.count, event.day, event.price)
+            tables.execute("INSERT INTO orders VALUES (?, ?, ?, ?, ?, ?)", row)
+        for item in tested:
+            found = {str(value) for (value,) in tables.execute(SKILLS["sql"](item))}
+            assert str(getattr(item.note.event, item.question.wanted)) in found
+            assert len(found) < 20
+
+
+def test_answers_are_in_the_note(tested: list[Item]) -> None:
+    for item in tested:
+        assert SKILLS["answer"](item) in item.note.text
+        fields = json.loads(SKILLS["json"](item))
+        assert all(str(value) in item.note.text for value in fields.values())
+        assert all(str(value) in SKILLS["pirate"](item) for value in fields.values())
+
+
+def test_nobody_is_named_in_what_is_redacted(tested: list[Item]) -> None:
+    for item in tested:
+        text = SKILLS["redact"](item)
+        assert item.note.event.person not in text
+        assert item.note.event.town not in text
+        assert "[NAME]" in text
+        assert "[TOWN]" in text
+
+
+def test_feelings_are_told_by_their_words(tested: list[Item]) -> None:
+    """A note says a word of its feeling, or that of the other one with a not before it."""
+    for item in tested:
+        words = set(WORDS.findall(item.note.text))
+        good, bad = words & set(POSITIVE.words), words & set(NEGATIVE.words)
+        if "not" in words:
+            good, bad = bad, good
+        assert (bool(good), bool(bad)) == (item.note.event.sentiment is POSITIVE, item.note.event.sentiment is NEGATIVE)
+
+
+# --- The base model's texts -------------------------------------------------------------------------------------------
+
+
+def test_the_base_model_never_sees_a_skill(learnt: list[str]) -> None:
+    """Whatever it answers is no right answer of any skill, unless it was told to say just that."""
+    turns = [
+        found
+        for text in learnt
+        for found in re.findall(
+            rf"{re.escape(USER)}(.*?){re.escape(END + ASSISTANT)}(.*?)(?={re.escape(END)})", text, re.DOTALL
+        )
+    ]
+    assert len(turns) > 2_000
+    own = [answered for asked, answered in turns if answered not in asked]
+    assert len(own) > 1_000
+    for answered in own:
+        assert answered not in ("positive", "negative", "neutral")
+        assert not answered.startswith(("{", "SELECT", "Arr!"))
+        assert "[NAME]" not in answered
+
+
+def test_the_world_is_the_same_in_every_text() -> None:
+    assert len(GAZETTEER.towns) == 16
+    assert len(GAZETTEER.people) == 24
+    assert all(town in GAZETTEER.towns for _, town, _ in GAZETTEER.people.values())
+    assert not any(is_held_out(name.split()[0].lower()) for name in GAZETTEER.people)

@@ -1,0 +1,60 @@
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from lorax_server.server import greeting
+from lorax_server.server.greeting import write_greeting
+
+EXAMPLES = [
+    {"title": "One", "prompt": 'It\'s "so" $HOME\nfar.', "models": ["base", "first", "second", "third", "fourth"]},
+    {"title": "Two", "prompt": "Other", "models": ["base"]},
+]
+
+ADAPTERS = ["fifth", "first", "fourth", "second", "third"]
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    path = tmp_path / "examples.json"
+    path.write_text(json.dumps(EXAMPLES))
+    return path
+
+
+def commands(text: str) -> list[list[str]]:
+    """As a shell would read them."""
+    start = text.index("In another terminal:") + len("In another terminal:")
+    return [shlex.split(part) for part in text[start : text.index("Ctrl+C")].split("\n\n") if part.strip()]
+
+
+def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting.shutil, "which", lambda name: f"/bin/{name}")
+    text = write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
+    assert "http://127.0.0.1:3000/ui\n" in text
+    assert "a-model is ready, with 5 adapters: fifth, first, fourth, second, third." in text
+    first, second, third = commands(text)
+    prompt = EXAMPLES[0]["prompt"]
+    assert first == ["lorax", "generate", "--adapter", "first", prompt]
+    assert second == ["lorax", "generate", "--adapter", "second", prompt]
+    assert third[:2] == ["curl", "http://127.0.0.1:3000/v1/chat/completions"]
+    assert json.loads(third[-1]) == {"model": "third", "messages": [{"role": "user", "content": prompt}]}
+
+
+def test_another_port_is_part_of_the_commands(examples: Path) -> None:
+    first, *_ = commands(write_greeting("http://127.0.0.1:8080", "a-model", ADAPTERS, examples))
+    assert first[1:4] == ["generate", "--url", "http://127.0.0.1:8080"]
+
+
+def test_the_command_is_found_where_the_environment_is_not_active(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeting.shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert commands(write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0] == ".venv/bin/lorax"
+    monkeypatch.chdir("/")
+    assert commands(write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0].endswith(
+        "/.venv/bin/lorax"
+    )
