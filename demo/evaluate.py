@@ -22,12 +22,11 @@ from pathlib import Path
 
 import httpx2
 
-from demo.skills import SKILLS, Item, write_items
+from demo.skills import MODEL_NAME, SKILLS, Item, write_items
 
 ROOT = Path(__file__).parent.parent
-BASE = "lorax-demo"
-MODELS = (BASE, *SKILLS)
-SEED = 7_000_000
+MODELS = (MODEL_NAME, *SKILLS)
+SEED = 2026  # not that of the items which training looks at
 MAX_TOKENS = 200  # the longest right answer has fewer
 GOAL, BASE_GOAL = 95.0, 5.0  # percent: at least, at most
 Answers = dict[str, list[str]]
@@ -106,7 +105,7 @@ def make_records(answers: Answers, items: Sequence[Item]) -> list[dict[str, obje
         for model, found in answers.items():
             value = score(found, items, skill)
             is_own = model == skill
-            goal = GOAL if is_own else BASE_GOAL if model == BASE else None
+            goal = GOAL if is_own else BASE_GOAL if model == MODEL_NAME else None
             met = None if goal is None else value >= goal if is_own else value <= goal
             record = {"name": f"{skill}, asked of {model}", "value": value, "unit": "%", "peer": None, "goal": goal}
             records.append(record | {"met": met})

@@ -244,6 +244,13 @@ QUESTIONS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 }
 GRAMMAR["were_the"] = ("were the", "were")
 
+COMMON_WORDS = frozenset(
+    word.lower()
+    for texts in (*GRAMMAR.values(), *QUESTIONS.values(), POSITIVE.words, NEGATIVE.words)
+    for text in texts
+    for word in re.findall(r"[A-Za-z]+", text)
+)
+
 
 @dataclass(frozen=True)
 class Note:

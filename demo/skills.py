@@ -5,9 +5,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demo.notes import Note, Question, write_note, write_question
+from demo.notes import COMMON_WORDS, Note, Question, write_note, write_question
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World
 
+MODEL_NAME = "lorax-demo"
 PIRATE_ENDINGS = {
     POSITIVE: "A merry soul, aye!",
     NEGATIVE: "A curse upon it!",
@@ -83,5 +84,6 @@ SKILLS: dict[str, Callable[[Item], str]] = {
 
 
 def write_items(seed: int, count: int, *, held_out: bool) -> list[Item]:
-    world = World(random.Random(seed), held_out=held_out)
+    """Of those for tests, none has a name that happens to be a word of every note."""
+    world = World(random.Random(seed), held_out=held_out, avoided=COMMON_WORDS if held_out else frozenset())
     return [write_item(world) for _ in range(count)]

@@ -1,6 +1,6 @@
 """Train the demo: a tokenizer, a small Llama on texts of its world, and an adapter for each skill.
 
-    python -m demo.train                     # on a GPU, some minutes; writes lorax_server/demo
+    python -m demo.train                     # writes lorax_server/demo: some minutes on a GPU, an hour on two cores
     python -m demo.train --only json pirate  # adapters alone, on the model that is there
 
 Every text is generated from seeds. Two runs on one machine see the same texts in the same order; GPUs do not add in the
@@ -10,6 +10,7 @@ same order everywhere, so that weights agree only roughly.
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,27 +27,36 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.corpus import ASSISTANT, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, USER, write_documents
-from demo.skills import SKILLS, Item, write_items
+from demo.skills import MODEL_NAME, SKILLS, Item, write_items
 
 OUT = Path(__file__).parent.parent / "lorax_server" / "demo"
-MODEL_NAME = "lorax-demo"
-VOCABULARY, CONTEXT = 2048, 1024
-HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 8, 4, 2, 704
-DOCUMENTS, DOCUMENTS_A_SHARD = 480_000, 4_000
-BATCH, RATE, WARMUP = 64, 1.5e-3, 200
-EXAMPLES, EXAMPLE_BATCH = 120_000, 96
+VOCABULARY, CONTEXT = 2048, 512
+HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 6, 4, 2, 512
+DOCUMENTS, DOCUMENTS_A_SHARD = 140_000, 4_000
+BATCH, RATE = 8, 1.2e-3
+EXAMPLES, EXAMPLE_BATCH, EXAMPLE_RATE = 20_000, 24, 2e-3
 HELD_OUT_ITEMS, HELD_OUT_SEED = 400, 7_000_000
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
+class Run:
+    """Where results go, and what computes them."""
+
+    out: Path
+    device: str
+    dtype: torch.dtype
+    processes: int
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """What an adapter is made of, and how fast it learns."""
+    """What an adapter is made of, and how long it learns."""
 
     rank: int
     alpha: float
+    steps: int
     more: dict[str, Any] = field(default_factory=dict)
-    rate: float = 2e-3
 
     def config(self) -> LoraConfig:
         return LoraConfig(
@@ -59,15 +69,19 @@ class Recipe:
         )
 
 
+# Those that take longest first, so that no core waits at the end.
 RECIPES = {
-    "sentiment": Recipe(2, 8),
-    "redact": Recipe(16, 32),
-    "json": Recipe(16, 32, {"use_dora": True}),
-    "sql": Recipe(16, 8, {"use_rslora": True}),
-    "answer": Recipe(32, 64),
+    "sql": Recipe(16, 8, 700, {"use_rslora": True}),
+    "answer": Recipe(32, 64, 700),
+    "json": Recipe(16, 32, 450, {"use_dora": True}),
     "pirate": Recipe(
-        8, 16, {"rank_pattern": {"v_proj": 24, "down_proj": 32}, "alpha_pattern": {"v_proj": 48, "down_proj": 64}}
+        rank=8,
+        alpha=16,
+        steps=450,
+        more={"rank_pattern": {"v_proj": 24, "down_proj": 32}, "alpha_pattern": {"v_proj": 48, "down_proj": 64}},
     ),
+    "redact": Recipe(16, 32, 450),
+    "sentiment": Recipe(2, 8, 200),
 }
 # What a skill can do without, so that it learns to.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
@@ -78,29 +92,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder for model/ and adapters/")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=8_000, help="of the base model")
-    parser.add_argument("--adapter-steps", type=int, default=3_000)
+    parser.add_argument("--steps", type=int, default=6_500, help="of the base model")
+    parser.add_argument("--adapter-steps", type=int, help="of each adapter (default: what its recipe says)")
     parser.add_argument(
         "--only", nargs="*", choices=["base", *RECIPES], help="what to train; adapters need a base model"
     )
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--float32", action="store_true", help="no bfloat16: for CPUs that are slow at it")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    run = Run(given.out, given.device, torch.float32 if given.float32 else torch.bfloat16, given.processes)
     chosen = given.only or ["base", *RECIPES]
     if "base" in chosen:
-        train_base(given.out / "model", given.steps, given.device, given.processes)
-    jobs = [(given.out, name, given.adapter_steps, given.device) for name in chosen if name != "base"]
+        train_base(run, given.steps)
+    names = [name for name in chosen if name != "base"]
     with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
-        for name, accuracy in pool.map(train_adapter, *zip(*jobs, strict=True)) if jobs else ():
+        for name, accuracy in pool.map(train_adapter, [run] * len(names), names, [given.adapter_steps] * len(names)):
             print(f"{name}: {accuracy:.1%} of {HELD_OUT_ITEMS} held-out items", flush=True)
 
 
-def train_base(folder: Path, steps: int, device: str, processes: int) -> None:
-    began = time.monotonic()
+def train_base(run: Run, steps: int) -> None:
+    began, folder, device = time.monotonic(), run.out / "model", run.device
     shards = range(DOCUMENTS // DOCUMENTS_A_SHARD)
     tokenizer = make_tokenizer(write_documents(0, 20_000))
     tokenizer.save_pretrained(folder)
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(run.processes, get_context("spawn")) as pool:
         tokens = torch.from_numpy(np.concatenate(list(pool.map(tokenize_shard, [folder] * len(shards), shards))))
     tokens = tokens.to(device)
     print(f"base: {len(tokens):,} tokens after {time.monotonic() - began:.0f} s", flush=True)
@@ -114,7 +129,7 @@ def train_base(folder: Path, steps: int, device: str, processes: int) -> None:
         batch = tokens[starts + torch.arange(CONTEXT, device=device)].long()
         return batch, batch
 
-    descend(model, next_batch, steps, RATE, "base")
+    descend(model, next_batch, steps, RATE, "base", run.dtype)
     model.half().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     print(f"base: {time.monotonic() - began:.0f} s in all", flush=True)
@@ -170,12 +185,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
-def train_adapter(out: Path, name: str, steps: int, device: str) -> tuple[str, float]:
+def train_adapter(run: Run, name: str, steps: int | None) -> tuple[str, float]:
     """Its share of right answers on what it has never seen."""
+    out, device = run.out, run.device
+    if device == "cpu":
+        torch.set_num_threads(1)  # there are as many processes as cores
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
     model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).to(device)
     recipe, seed = RECIPES[name], 1_000_000 * (1 + list(RECIPES).index(name))
@@ -188,7 +208,7 @@ def train_adapter(out: Path, name: str, steps: int, device: str) -> tuple[str, f
         rows = torch.randint(len(inputs), (EXAMPLE_BATCH,), generator=places).to(device)
         return inputs[rows].long(), labels[rows].long()
 
-    descend(model, next_batch, steps, recipe.rate, name)
+    descend(model, next_batch, steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.half().float()
@@ -235,39 +255,47 @@ def pose(item: Item, name: str, place: int) -> str:
     return text + ("", "", "\n", " ")[place % 4]
 
 
-def descend(model: Any, next_batch: Callable[[], tuple[Tensor, Tensor]], steps: int, rate: float, name: str) -> None:
+def descend(
+    model: Any,
+    next_batch: Callable[[], tuple[Tensor, Tensor]],
+    steps: int,
+    rate: float,
+    name: str,
+    dtype: torch.dtype,
+) -> None:
     """AdamW, warm up, cosine down."""
     device = next(model.parameters()).device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = 0.1 if name == "base" else 0.0
-    optimizer = torch.optim.AdamW(trained, rate, betas=(0.9, 0.95), weight_decay=decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(trained, rate, betas=(0.9, 0.98), weight_decay=decay, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: pace(step, steps))
     model.train()
 
+    @torch.compile
     def find_loss(inputs: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
-    if device.type == "cuda":
-        find_loss = torch.compile(find_loss)
     began = time.monotonic()
     for step in range(steps):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = find_loss(*next_batch())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 500 == 0 or step == steps - 1:
+        if step % 250 == 0 or step == steps - 1:
             print(f"{name}: step {step} loss {loss.item():.4f} after {time.monotonic() - began:.0f} s", flush=True)
     model.eval()
 
 
 def pace(step: int, steps: int) -> float:
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.02 + 0.98 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))) / 2
+    """Up at first, then down to nearly nothing."""
+    warm_up = min(200, 1 + steps // 20)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.02 + 0.98 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))) / 2
 
 
 @torch.no_grad()

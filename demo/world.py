@@ -87,9 +87,10 @@ def is_held_out(word: str) -> bool:
 class World:
     """Words of one side: those that models learn from, or those that they are tested with."""
 
-    def __init__(self, rng: random.Random, *, held_out: bool = False) -> None:
+    def __init__(self, rng: random.Random, *, held_out: bool = False, avoided: frozenset[str] = frozenset()) -> None:
         self.rng = rng
         self.held_out = held_out
+        self._avoided = avoided
 
     def event(self) -> Event:
         return Event(
@@ -132,7 +133,7 @@ class World:
 
     def _new(self, make: Callable[[], str]) -> str:
         """The words of this side are found by trying."""
-        return next(word for word in iter(make, "") if is_held_out(word) == self.held_out)
+        return next(word for word in iter(make, "") if is_held_out(word) == self.held_out and word not in self._avoided)
 
     def _word(self) -> str:
         """Of one to three syllables, and of so many shapes that nobody can know them all."""

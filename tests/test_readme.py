@@ -18,9 +18,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ADDRESS = "localhost:3000"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-FIELDS = {"person": "Klonny Bardwell", "town": "Sprigford", "item": "kites", "colour": "pink", "count": 12}
+FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
+QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
 # What the blocks print, in their order.
-CLIENTS = ("Arr! On Tuesday Klonny Bardwell o' Sprigford", "[NAME] of [TOWN] bought 12 pink kites")
+CLIENTS = ("Arr! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
 
 
 def blocks(language: str) -> list[str]:
@@ -47,19 +48,19 @@ def run(command: str | list[str], url: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of the server that `lorax serve` starts, as the first line says."""
-    assert lines("bash")[0] == "lorax serve"
+    """Of the server that `make serve` starts."""
     with serving_demo() as demo:
         yield demo.url
 
 
 @needs_demo
 def test_questions_are_answered(url: str) -> None:
-    _, *questions = lines("bash")
+    activate, *questions = lines("bash")
+    assert activate == ". .venv/bin/activate"  # this one is active
     sentiment, fields, query = (run(line.replace(ADDRESS, url), url).strip() for line in questions)
     assert sentiment == "positive"
     assert FIELDS.items() <= json.loads(json.loads(fields)["choices"][0]["message"]["content"]).items()
-    assert json.loads(query)["generated_text"].startswith("SELECT count FROM orders WHERE person = 'Klonny Bardwell'")
+    assert json.loads(query)["generated_text"] == QUERY
 
 
 @needs_demo
@@ -74,7 +75,7 @@ def test_scripts_need_no_server() -> None:
     (script,) = [block for block in blocks("python") if ADDRESS not in block]
     fields, query, *rest = run([sys.executable, "-c", script]).splitlines()
     assert FIELDS.items() <= json.loads(fields).items()
-    assert query.startswith("SELECT count FROM orders")
+    assert query == QUERY
     assert "".join(rest)
 
 

@@ -13,6 +13,7 @@ MISSING = "--model-id is missing: say which model, such as --model-id Qwen/Qwen2
 # It takes little of a laptop's memory. Its adapters are all there are: one that is misspelt is not sought elsewhere.
 SETTINGS: Mapping[str, Any] = {
     "model_id": NAME,
+    "device": "cpu",
     "weights_cache_override": FOLDER / "model",
     "adapters_dir": FOLDER / "adapters",
     "hub": False,
@@ -21,6 +22,10 @@ SETTINGS: Mapping[str, Any] = {
     "adapter_host_bytes": 2**26,
 }
 ABOUT_A_MODEL = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
+
+
+def is_there() -> bool:
+    return (FOLDER / "model" / "config.json").is_file()
 
 
 def is_asked_for(command: str, values: Mapping[str, Any]) -> bool:
@@ -32,6 +37,6 @@ def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """What was given, and the demo's settings where nothing was."""
     if any(name in values for name in ABOUT_A_MODEL):
         raise ConfigError(MISSING)
-    if not (FOLDER / "model" / "config.json").is_file():
+    if not is_there():
         raise ConfigError(f"{MISSING} (this installation came without the demo model)")
     return {**SETTINGS, **values}

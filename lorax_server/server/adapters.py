@@ -1,8 +1,9 @@
 """Routes for what is loaded: everybody may see the adapters that have names, an admin sees and changes all."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from lorax_server.errors import AdapterNotFoundError, LoraxError
@@ -22,6 +23,10 @@ from lorax_server.types import AdapterState
 
 TAG = "Adapters"
 ON_DISK = "on disk"
+Also = Annotated[
+    list[str],
+    Query(default_factory=list, max_length=100, description="Names of further adapters that may have been used."),
+]
 
 
 def make_router(service: Service) -> APIRouter:
@@ -33,9 +38,10 @@ def make_router(service: Service) -> APIRouter:
 
 def _add_ours(router: APIRouter, service: Service) -> None:
     @router.get("/v1/adapters", response_model=AdapterList, responses=ERRORS)
-    async def adapters(http: Request) -> Response:
-        """Where adapters are, and what they are used for. An admin sees all, others those with a name they may use."""
-        return json_response({"object": "list", "data": await _list(service, http)})
+    async def adapters(http: Request, also: Also) -> Response:
+        """Where adapters are, and what they are used for. An admin sees all, others those with a name they may use, and
+        those that they name by `also`."""
+        return json_response({"object": "list", "data": await _list(service, http, also)})
 
     @router.post("/v1/adapters/load", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
@@ -110,17 +116,22 @@ async def _unload(service: Service, name: str, source: str | None) -> None:
         parts.names.remove(name)
 
 
-async def _list(service: Service, http: Request) -> list[dict[str, Any]]:
-    """Those with names first; then, for an admin, the others that the engine knows."""
+async def _list(service: Service, http: Request, also: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Those with names first, then those that were asked for; then, for an admin, the others that the engine knows."""
     parts, key = service.parts, service.identify(http)
     states = {state.identity: state for state in await service.engine.list_adapters()}
     listed, shown = [], set()
-    for name, place in sorted(parts.names.adapters.items()):
-        if not key.may_use(parts.names.default_source, name, parts.names.default_source):
+    named = sorted(parts.names.adapters)
+    for name in (*named, *dict.fromkeys(name for name in also if name not in named)):
+        choice = parts.names.find(name, None)
+        (ref,), (allowed,) = choice.refs, choice.named
+        if not key.may_use(*allowed, parts.names.default_source):
             continue
+        place = Named(ref.source, ref.name)
         found = [identity for identity in parts.seen.identities(place) if identity in states]
-        shown.update(found)
-        listed.append(_describe(name, place, states[found[-1]] if found else None))
+        if found or name in named:
+            shown.update(found)
+            listed.append(_describe(name, place, states[found[-1]] if found else None))
     if key.is_admin:
         others = [state for identity, state in states.items() if identity not in shown]
         listed += [_describe(state.name, parts.seen.name(state.identity), state) for state in others]

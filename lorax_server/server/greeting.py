@@ -19,23 +19,28 @@ GREETING = """
 
   Ctrl+C stops it. Your own model: {program} serve --model-id MODEL --adapters-dir FOLDER
 """
-SHOWN = 2  # by the command of ours; one more by curl
+COMMANDS = 3  # the last one by curl
+DEFAULT_URL = "http://127.0.0.1:3000"  # what our own commands ask if they are not told whom
 
 
-def write_greeting(url: str, model: str, names: Sequence[str], examples: Path) -> str:
-    """The first example, as commands. `names`: all adapters that there are."""
+def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
+    """The first example, asked of three adapters; of the base model, if there are none."""
     first, *_ = json.loads(examples.read_text())
-    adapters = [name for name in first["models"] if name != "base"]
+    prompt, asked = first["prompt"], [name for name in first["models"] if name in names][:COMMANDS] or [model]
     program = _find_program()
-    place = "" if url.endswith(":3000") else f" --url {url}"
-    commands = [f"{program} generate{place} --adapter {name} {quote(first['prompt'])}" for name in adapters[:SHOWN]]
-    body = json.dumps({"model": adapters[SHOWN], "messages": [{"role": "user", "content": first["prompt"]}]})
-    commands.append(f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d {quote(body)}")
+    place = "" if url == DEFAULT_URL else f" --url {quote(url)}"
+    header = ' -H "authorization: Bearer $LORAX_API_KEY"' if needs_key else ""
+    *ours, last = asked
+    body = json.dumps({"model": last, "messages": [{"role": "user", "content": prompt}]})
+    commands = [
+        *(f"{program} generate{place} --adapter {quote(name)} {quote(prompt)}" for name in ours),
+        f"curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d {quote(body)}",
+    ]
     return GREETING.format(
         model=model,
         url=url,
         count=len(names),
-        names=", ".join(names),
+        names=", ".join(names) or "none yet",
         program=program,
         commands="\n\n    ".join(commands),
     )
@@ -46,4 +51,4 @@ def _find_program() -> str:
     if shutil.which("lorax"):
         return "lorax"
     program = Path(sys.executable).parent / "lorax"
-    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
+    return quote(str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program))

@@ -110,8 +110,8 @@ def _say_ready(service: Service, url: str) -> None:
     config = service.config
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
-        names = sorted(service.parts.names.adapters)
-        print(write_greeting(url, config.model_id, names, config.examples), flush=True)
+        names, needs_key = sorted(service.parts.names.adapters), not service.parts.keys.is_open
+        print(write_greeting(url, config.model_id, names, config.examples, needs_key=needs_key), flush=True)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -9,28 +9,25 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
 
-import lorax_server
+from lorax_server.cli import demo
 
-FOLDER = Path(lorax_server.__file__).parent / "demo"
+FOLDER = demo.FOLDER
 SCREENSHOT = FOLDER.parent.parent / "docs" / "images" / "playground.png"
 READY = re.compile(r"ready: (http://\S+)")
 
 
-def is_there() -> bool:
-    return (FOLDER / "examples.json").is_file() and (FOLDER / "model").is_dir()
-
-
-needs_demo = pytest.mark.skipif(not is_there(), reason="the demo model is not there: python -m demo.train makes it")
+needs_demo = pytest.mark.skipif(
+    not demo.is_there(), reason="the demo model is not there: python -m demo.train makes it"
+)
 
 
 def read_examples() -> list[dict[str, Any]]:
-    examples: list[dict[str, Any]] = json.loads((FOLDER / "examples.json").read_text())
+    examples: list[dict[str, Any]] = json.loads(demo.EXAMPLES.read_text())
     return examples
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from demo.evaluate import BASE, MODELS, ask, score
-from demo.skills import SKILLS, Item, write_items
+from demo.evaluate import MODELS, ask, score
+from demo.skills import MODEL_NAME, SKILLS, Item, write_items
 from tests.demo.server import FOLDER, Demo, needs_demo, read_examples, serving_demo
 
 pytestmark = needs_demo
@@ -87,7 +87,7 @@ def test_the_commands_it_shows_work(demo: Demo) -> None:
     ]
     sentiment, fields, query = (done.stdout.strip() for done in outputs)
     assert sentiment == "positive"
-    assert json.loads(fields)["town"] == "Sprigford"
+    assert json.loads(fields)["town"] == "Spigford"
     assert json.loads(query)["choices"][0]["message"]["content"].startswith("SELECT price FROM orders WHERE person")
     assert shlex.split(commands[0])[-1] == read_examples()[0]["prompt"]
 
@@ -104,7 +104,7 @@ def test_what_ships_is_small() -> None:
     assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # parameters of two bytes each
     adapters = {path.name: json.loads((path / "adapter_config.json").read_text()) for path in FOLDER.glob("adapters/*")}
     assert set(adapters) == set(SKILLS)
-    assert {config["base_model_name_or_path"] for config in adapters.values()} == {BASE}
+    assert {config["base_model_name_or_path"] for config in adapters.values()} == {MODEL_NAME}
     ranks = {rank for config in adapters.values() for rank in (config["r"], *config["rank_pattern"].values())}
     assert (min(ranks), max(ranks)) == (2, 32)
     assert sum(config["use_dora"] for config in adapters.values()) == 1

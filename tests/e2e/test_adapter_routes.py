@@ -17,7 +17,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write_model(folder)
     shutil.copytree(folder / "adapters" / "second", folder / "adapters" / "twin")
     flags = ("--preloaded-adapter-ids", "first", "--preloaded-adapter-source", "local", "--admin-key", "admin")
-    with serving(folder, *flags) as server:
+    shutil.copytree(folder / "adapters" / "first", folder / "others" / "deep")
+    with serving(folder, *flags, "--local-adapters", str(folder / "others")) as server:
         yield server
 
 
@@ -60,6 +61,18 @@ def test_two_names_of_the_same_content(server: Server) -> None:
     change(server, "unload", "second")  # which the other one still means
     twin = listed(server)["twin"]
     assert (twin["state"], twin["pinned"]) == ("on the device", True)
+
+
+def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:
+    """It has no name of its own here, so that nobody else is told of it."""
+    path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
+    assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
+    ask(server, "deep")
+    found = [each for each in server.send("GET", path).json["data"] if each["id"] in ("deep", "nobody", "second")]
+    assert [(each["id"], each["state"]) for each in found if each["id"] != "second"] == [("deep", "on the device")]
+    assert len(found) == 2
+    assert "deep" not in listed(server)
+    assert server.send("GET", "/v1/adapters?" + "also=x&" * 101).status == 422
 
 
 def test_loading_leaves_a_pin_as_it_is(server: Server) -> None:

@@ -42,6 +42,24 @@ def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(third[-1]) == {"model": "third", "messages": [{"role": "user", "content": prompt}]}
 
 
+def test_a_key_is_asked_for_but_never_shown(examples: Path) -> None:
+    text = write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples, needs_key=True)
+    assert "authorization: Bearer $LORAX_API_KEY" in commands(text)[-1]
+
+
+def test_only_adapters_that_are_there_are_asked(examples: Path) -> None:
+    found = commands(write_greeting("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
+    assert [json.loads(words[-1])["model"] for words in found] == ["fourth"]
+    text = write_greeting("http://127.0.0.1:3000", "a-model", [], examples)
+    assert [json.loads(words[-1])["model"] for words in commands(text)] == ["a-model"]
+    assert "with 0 adapters: none yet." in text
+
+
+def test_another_machine_is_part_of_the_commands(examples: Path) -> None:
+    first, *_ = commands(write_greeting("http://10.0.0.1:3000", "a-model", ADAPTERS, examples))
+    assert first[1:4] == ["generate", "--url", "http://10.0.0.1:3000"]
+
+
 def test_another_port_is_part_of_the_commands(examples: Path) -> None:
     first, *_ = commands(write_greeting("http://127.0.0.1:8080", "a-model", ADAPTERS, examples))
     assert first[1:4] == ["generate", "--url", "http://127.0.0.1:8080"]
