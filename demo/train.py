@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,23 @@ from demo.skills import MODEL_NAME, SKILLS, Item, write_items
 OUT = Path(__file__).parent.parent / "lorax_server" / "demo"
 VOCABULARY, CONTEXT = 2048, 512
 HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 6, 4, 2, 512
-DOCUMENTS, DOCUMENTS_A_SHARD = 140_000, 4_000
-BATCH, RATE = 8, 1.2e-3
-EXAMPLES, EXAMPLE_BATCH, EXAMPLE_RATE = 20_000, 24, 2e-3
-HELD_OUT_ITEMS, HELD_OUT_SEED = 400, 7_000_000
+STEPS, BATCH, RATE = 6_500, 8, 1.2e-3
+EXAMPLE_BATCH, EXAMPLE_RATE = 24, 2e-3
+HELD_OUT_SEED = 7_000_000
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Size(NamedTuple):
+    """How much there is of everything."""
+
+    shards: int
+    documents: int  # of each
+    examples: int  # of each skill
+    items: int  # that an adapter is asked when it is done
+    steps: int | None = None  # less than what recipes say
+
+
+FULL, REHEARSAL = Size(35, 4_000, 20_000, 400), Size(1, 300, 60, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Run:
     device: str
     dtype: torch.dtype
     processes: int
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -92,31 +105,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder for model/ and adapters/")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=6_500, help="of the base model")
-    parser.add_argument("--adapter-steps", type=int, help="of each adapter (default: what its recipe says)")
-    parser.add_argument(
-        "--only", nargs="*", choices=["base", *RECIPES], help="what to train; adapters need a base model"
-    )
+    parser.add_argument("--only", nargs="*", choices=["base", *RECIPES], help="adapters need a base model")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--float32", action="store_true", help="no bfloat16: for CPUs that are slow at it")
+    parser.add_argument("--rehearsal", action="store_true", help="very little of everything, to see that it works")
     given = parser.parse_args()
-    run = Run(given.out, given.device, torch.float32 if given.float32 else torch.bfloat16, given.processes)
+    dtype = torch.float32 if given.float32 else torch.bfloat16
+    run = Run(given.out, given.device, dtype, given.processes, REHEARSAL if given.rehearsal else FULL)
     chosen = given.only or ["base", *RECIPES]
     if "base" in chosen:
-        train_base(run, given.steps)
+        train_base(run)
     names = [name for name in chosen if name != "base"]
     with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
-        for name, accuracy in pool.map(train_adapter, [run] * len(names), names, [given.adapter_steps] * len(names)):
-            print(f"{name}: {accuracy:.1%} of {HELD_OUT_ITEMS} held-out items", flush=True)
+        for name, accuracy in pool.map(train_adapter, [run] * len(names), names):
+            print(f"{name}: {accuracy:.1%} of {run.size.items} held-out items", flush=True)
 
 
-def train_base(run: Run, steps: int) -> None:
+def train_base(run: Run) -> None:
     began, folder, device = time.monotonic(), run.out / "model", run.device
-    shards = range(DOCUMENTS // DOCUMENTS_A_SHARD)
-    tokenizer = make_tokenizer(write_documents(0, 20_000))
+    tokenizer = make_tokenizer(write_documents(0, 5 * run.size.documents))
     tokenizer.save_pretrained(folder)
     with ProcessPoolExecutor(run.processes, get_context("spawn")) as pool:
-        tokens = torch.from_numpy(np.concatenate(list(pool.map(tokenize_shard, [folder] * len(shards), shards))))
+        tokens = torch.from_numpy(
+            np.concatenate(list(pool.map(tokenize_shard, [run] * run.size.shards, range(run.size.shards))))
+        )
     tokens = tokens.to(device)
     print(f"base: {len(tokens):,} tokens after {time.monotonic() - began:.0f} s", flush=True)
     torch.manual_seed(0)
@@ -129,15 +141,15 @@ def train_base(run: Run, steps: int) -> None:
         batch = tokens[starts + torch.arange(CONTEXT, device=device)].long()
         return batch, batch
 
-    descend(model, next_batch, steps, RATE, "base", run.dtype)
+    descend(model, next_batch, run.size.steps or STEPS, RATE, "base", run.dtype)
     model.half().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     print(f"base: {time.monotonic() - began:.0f} s in all", flush=True)
 
 
-def tokenize_shard(folder: Path, shard: int) -> np.ndarray:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    texts = write_documents(1 + shard, DOCUMENTS_A_SHARD)
+def tokenize_shard(run: Run, shard: int) -> np.ndarray:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.out / "model")
+    texts = write_documents(1 + shard, run.size.documents)
     return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenizer(texts)["input_ids"]])
 
 
@@ -191,7 +203,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def train_adapter(run: Run, name: str, steps: int | None) -> tuple[str, float]:
+def train_adapter(run: Run, name: str) -> tuple[str, float]:
     """Its share of right answers on what it has never seen."""
     out, device = run.out, run.device
     if device == "cpu":
@@ -201,19 +213,19 @@ def train_adapter(run: Run, name: str, steps: int | None) -> tuple[str, float]:
     recipe, seed = RECIPES[name], 1_000_000 * (1 + list(RECIPES).index(name))
     torch.manual_seed(seed)
     model = get_peft_model(model, recipe.config())
-    inputs, labels = (each.to(device) for each in tokenize_examples(tokenizer, name, seed))
+    inputs, labels = (each.to(device) for each in tokenize_examples(tokenizer, name, seed, run.size.examples))
     places = torch.Generator().manual_seed(seed)
 
     def next_batch() -> tuple[Tensor, Tensor]:
         rows = torch.randint(len(inputs), (EXAMPLE_BATCH,), generator=places).to(device)
         return inputs[rows].long(), labels[rows].long()
 
-    descend(model, next_batch, steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
+    descend(model, next_batch, run.size.steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.half().float()
     save_adapter(model, out / "adapters" / name)
-    return name, measure(model, tokenizer, name, device)
+    return name, measure(model, tokenizer, name, run)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -227,15 +239,15 @@ def save_adapter(model: Any, folder: Path) -> None:
     (folder / "adapter_model.safetensors").chmod(0o644)
 
 
-def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int) -> tuple[Tensor, Tensor]:
+def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     """Questions and answers as rows of one length; only answers are learnt."""
-    items = write_items(seed, EXAMPLES, held_out=False)
+    items = write_items(seed, count, held_out=False)
     asked = tokenizer([pose(item, name, place) for place, item in enumerate(items)])["input_ids"]
     answered = tokenizer([SKILLS[name](item) + END for item in items])["input_ids"]
     longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
     width = (longest + 31) // 32 * 32
-    inputs = torch.full((EXAMPLES, width), tokenizer.pad_token_id, dtype=torch.int16)
-    labels = torch.full((EXAMPLES, width), -100, dtype=torch.int16)
+    inputs = torch.full((count, width), tokenizer.pad_token_id, dtype=torch.int16)
+    labels = torch.full((count, width), -100, dtype=torch.int16)
     for row, (question, answer) in enumerate(zip(asked, answered, strict=True)):
         length = len(question) + len(answer)
         inputs[row, :length] = torch.tensor(question + answer)
@@ -299,13 +311,12 @@ def pace(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: PreTrainedTokenizerFast, name: str, device: str) -> float:
+def measure(model: Any, tokenizer: PreTrainedTokenizerFast, name: str, run: Run) -> float:
     """A first look; what counts is `demo.evaluate`, which asks a server."""
-    items = write_items(HELD_OUT_SEED, HELD_OUT_ITEMS, held_out=True)
+    items = write_items(HELD_OUT_SEED, run.size.items, held_out=True)
     tokenizer.padding_side = "left"
-    asked = tokenizer([f"{USER}{item.text}{END}{ASSISTANT}" for item in items], padding=True, return_tensors="pt").to(
-        device
-    )
+    prompts = [f"{USER}{item.text}{END}{ASSISTANT}" for item in items]
+    asked = tokenizer(prompts, padding=True, return_tensors="pt").to(run.device)
     found = model.generate(**asked, max_new_tokens=160, do_sample=False)
     answers = tokenizer.batch_decode(found[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     wrong = [

@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -32,6 +33,14 @@ class Asset(NamedTuple):
 
     content: bytes
     kind: str
+
+
+class Example(msgspec.Struct):
+    """A prompt that is offered, and who is to answer it."""
+
+    title: str
+    prompt: str
+    models: list[str]
 
 
 def make_router(service: Service) -> APIRouter:
@@ -76,6 +85,10 @@ def _examples(path: Path | None) -> Asset:
     if path is None:
         return Asset(b"[]", "application/json")
     try:
-        return Asset(path.read_bytes(), "application/json")
+        content = path.read_bytes()
+        msgspec.json.decode(content, type=list[Example])
     except OSError as error:
         raise ConfigError(f"{path}: the examples cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: this is not a JSON list of title, prompt and models: {error}") from None
+    return Asset(content, "application/json")

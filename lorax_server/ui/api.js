@@ -1,7 +1,9 @@
 // Calls to the server that this page came from, wherever that is mounted.
 
+import { tab } from "./store.js";
+
 const ROOT = new URL("..", import.meta.url);
-const KEY = "lorax-key";
+const KEY = "key";
 const PATIENCE_MS = 10_000; // for what is not an answer of a model
 
 export const UNREACHABLE = 0;
@@ -15,17 +17,16 @@ export class ApiError extends Error {
   }
 }
 
-/** Tells of "unauthorized". */
+/** Tells of "unauthorized": the key that is used, or that there is none, will not do. */
 export const news = new EventTarget();
 
 export const urlOf = (path) => new URL(path, ROOT).href;
 
-// A tab's own, so that it is gone with the tab.
-export const getKey = () => sessionStorage.getItem(KEY) ?? "";
-export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+export const getKey = () => tab.get(KEY) ?? "";
+export const setKey = (key) => (key ? tab.set(KEY, key) : tab.remove(KEY));
 
-export async function getJson(path) {
-  const response = await send(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+export async function getJson(path, key = getKey()) {
+  const response = await send(path, { signal: AbortSignal.timeout(PATIENCE_MS) }, key);
   return response.json();
 }
 
@@ -50,27 +51,31 @@ export async function* stream(path, body, signal) {
 
 function post(path, body, signal) {
   const headers = { "content-type": "application/json" };
-  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal }, getKey());
 }
 
-async function send(path, options) {
-  const key = getKey();
+async function send(path, options, key) {
   const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
   const response = await reach(() => fetch(urlOf(path), { ...options, headers, cache: "no-store" }));
   if (response.ok) return response;
-  if (response.status === UNAUTHORIZED) news.dispatchEvent(new Event("unauthorized"));
+  const isCurrent = key === getKey(); // there may be another one since
+  if (response.status === UNAUTHORIZED && isCurrent) news.dispatchEvent(new Event("unauthorized"));
   throw new ApiError(response.status, messageOf(await response.json().catch(() => null)) ?? response.statusText);
 }
 
 async function* linesOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { done, value } = await reach(() => reader.read());
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    yield* lines;
+  try {
+    for (;;) {
+      const { done, value } = await reach(() => reader.read());
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      yield* lines;
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever has read enough: the server need not go on
   }
 }
 

@@ -6,6 +6,9 @@ const ALTERNATIVES = 5;
 const NO_TEMPLATE = /has no chat template/; // there is no code for it
 const withoutTemplate = new Set();
 
+/** There may be another server now, with other models of the same names. */
+export const forgetTemplates = () => withoutTemplate.clear();
+
 /** Whether the model is asked by messages: not if it has shown that it cannot. */
 export const isChat = (model, parameters) => parameters.mode === "chat" && !withoutTemplate.has(model);
 

@@ -6,6 +6,7 @@ import { milliseconds, rate } from "./numbers.js";
 
 const LEVELS = 5; // of the tint
 const NOTHING = "–";
+const SHORTEST_MS = 20; // in which a rate can be told: tokens that come in one piece have none
 
 export class Column {
   constructor({ model, label, kind, tooltip }) {
@@ -58,8 +59,8 @@ export class Column {
     this.numbers.count.textContent = String(this.count);
     if (this.firstAt === undefined) return;
     this.numbers.first.textContent = milliseconds(this.firstAt - this.sentAt);
-    const seconds = (this.lastAt - this.firstAt) / 1000; // for all tokens but the first
-    if (seconds > 0) this.numbers.rate.textContent = rate((this.count - 1) / seconds);
+    const elapsed = this.lastAt - this.firstAt; // for all tokens but the first
+    if (elapsed >= SHORTEST_MS) this.numbers.rate.textContent = rate((1000 * (this.count - 1)) / elapsed);
   }
 
   #span(token) {

@@ -1,6 +1,7 @@
 // The page: what is asked, who answers, and what is seen of the server meanwhile.
 
 import { UNAUTHORIZED, UNREACHABLE, getJson } from "./api.js";
+import { forgetTemplates } from "./ask.js";
 import { Column } from "./column.js";
 import { button, byId, make } from "./dom.js";
 import { startKey } from "./key.js";
@@ -19,8 +20,9 @@ let listed = []; // what the server said last of its adapters
 let running = null; // what stops the requests under way
 let isKnown = false; // whether the server has said what it serves
 
-const models = new Models(() => residency.show(listed, models.chosenAdapters));
-const watch = new Watch(look, () => running !== null);
+const models = new Models(showAdapters, showBusy);
+const watch = new Watch(look, isBusy);
+const closeKeyForm = startKey(() => watch.poke());
 
 // --- Asking ----------------------------------------------------------------------------------------------------------
 
@@ -31,14 +33,23 @@ async function send() {
   const problem = !prompt.trim() ? "Write a prompt first." : !chosen.length ? "Choose a model first." : "";
   byId("prompt-error").textContent = problem;
   if (problem || !asked) return;
-  stop();
+  running?.abort();
   const mine = new AbortController();
   setRunning(mine);
   const columns = chosen.map(makeColumn);
+  tooltip.hide(); // its token goes
+  byId("status").textContent = "";
   byId("columns").replaceChildren(...columns.map((column) => column.element));
+  const ends = await Promise.all(columns.map((column) => run(column, prompt, asked, mine.signal)));
+  if (running !== mine) return;
+  setRunning(null);
+  byId("status").textContent = ends.join("; "); // is read out: one by one, each would hide the one before
+}
+
+async function run(column, ...question) {
+  const end = await column.run(...question);
   watch.poke();
-  await Promise.all(columns.map((column) => column.run(prompt, asked, mine.signal).then(announce)));
-  if (running === mine) setRunning(null);
+  return end;
 }
 
 function makeColumn(model) {
@@ -47,19 +58,23 @@ function makeColumn(model) {
   return new Column({ model, label: models.labelOf(model), kind: place ? `${kind}, was ${place}` : kind, tooltip });
 }
 
+function isBusy() {
+  return running !== null || models.isLoading;
+}
+
 function stop() {
   running?.abort();
+  models.stop();
 }
 
 function setRunning(controller) {
   running = controller;
-  byId("stop").disabled = controller === null;
   document.body.dataset.running = String(controller !== null);
-  watch.poke();
+  showBusy();
 }
 
-function announce(text) {
-  byId("status").textContent = text;
+function showBusy() {
+  byId("stop").disabled = !isBusy();
   watch.poke();
 }
 
@@ -68,15 +83,23 @@ function announce(text) {
 async function look() {
   try {
     if (!isKnown) await meet();
-    const { data } = await getJson("v1/adapters");
+    const also = new URLSearchParams(models.named.map((name) => ["also", name]));
+    const { data } = await getJson(also.size ? `v1/adapters?${also}` : "v1/adapters");
     const isNew = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
-    listed = data;
-    residency.show(listed, models.chosenAdapters);
-    showHealth("ready", "ready");
     if (isNew) await models.refresh();
+    listed = data;
+    showAdapters();
+    showHealth("ready", "ready");
+    closeKeyForm();
   } catch (error) {
+    isKnown = false; // who answers next may be another server
+    forgetTemplates();
     showProblem(error);
   }
+}
+
+function showAdapters() {
+  residency.show(listed, models.chosenAdapters);
 }
 
 async function meet() {
@@ -87,8 +110,8 @@ async function meet() {
   byId("served").textContent = served;
   byId("served").title = info.model_id;
   document.title = `${served} · lorax playground`;
-  isKnown = true;
   await startExamples();
+  isKnown = true;
 }
 
 function showProblem(error) {
@@ -106,10 +129,11 @@ function showHealth(state, text) {
 
 async function startExamples() {
   const examples = await getJson("ui/examples.json");
+  const isFirst = !byId("examples").hasChildNodes();
   byId("examples").hidden = !examples.length;
   const buttons = examples.map((example) => button(example.title, () => fillIn(example), { class: "quiet" }));
   byId("examples").replaceChildren(make("span", { class: "note" }, "Try"), ...buttons);
-  if (examples.length && !byId("prompt").value) fillIn(examples[0]);
+  if (isFirst && examples.length && !byId("prompt").value) fillIn(examples[0]);
 }
 
 function fillIn({ prompt, models: names }) {
@@ -134,13 +158,15 @@ function startKeyboard() {
   addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
-      send();
-    } else if (event.key === "Escape") {
-      tooltip.hide();
-      stop();
+      if (!event.repeat) send();
+    } else if (event.key === "Escape" && !event.isComposing) {
+      if (tooltip.isShown) tooltip.hide();
+      else if (!clearsSearch(event.target)) stop();
     }
   });
 }
+
+const clearsSearch = (target) => target.type === "search" && target.value !== "";
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -150,5 +176,4 @@ byId("stop").addEventListener("click", stop);
 startTheme();
 startTint();
 startKeyboard();
-startKey(() => watch.poke());
 watch.poke();

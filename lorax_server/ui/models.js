@@ -6,19 +6,31 @@ import { button, byId, make } from "./dom.js";
 
 const SHOWN = 24; // of those that are not chosen
 const CHOSEN_AT_FIRST = 2; // beside the base model
+const MOST_NAMED = 20; // as many the server takes
 
 export class Models {
-  constructor(onChange) {
+  constructor(onChange, onLoading) {
     this.base = null;
     this.names = []; // of adapters
     this.loaded = new Set(); // that were asked for by name here
     this.chosen = new Set();
+    this.loading = null; // what stops a load under way
     this.onChange = onChange;
+    this.onLoading = onLoading; // when a load begins or ends
+    this.form = byId("load");
     this.list = byId("models");
     this.field = byId("name");
     this.error = byId("load-error");
     this.field.addEventListener("input", () => this.#typed());
-    byId("load").addEventListener("submit", (event) => this.#load(event));
+    this.form.addEventListener("submit", (event) => this.#load(event));
+  }
+
+  get isLoading() {
+    return this.loading !== null;
+  }
+
+  stop() {
+    this.loading?.abort();
   }
 
   get chosenInOrder() {
@@ -35,10 +47,17 @@ export class Models {
     return this.chosenInOrder.filter((name) => name !== this.base);
   }
 
+  /** Adapters that the server tells of if it is asked for them by name: the latest. */
+  get named() {
+    return this.#others().slice(-MOST_NAMED);
+  }
+
   async refresh() {
     const { data } = await getJson("v1/models");
     const isFirst = !this.base && !this.names.length;
+    const wasChosen = this.chosen.delete(this.base); // whatever it is called now
     this.base = data.find((model) => model.parent === null)?.id ?? null;
+    if (wasChosen && this.base !== null) this.chosen.add(this.base);
     this.names = data.filter((model) => model.parent !== null).map((model) => model.id);
     if (isFirst && !this.chosen.size) this.choose(this.#all().slice(0, CHOSEN_AT_FIRST + 1));
     this.#render();
@@ -53,14 +72,17 @@ export class Models {
   }
 
   #all() {
-    const others = [...this.loaded].filter((name) => !this.names.includes(name));
-    return [...(this.base === null ? [] : [this.base]), ...this.names, ...others];
+    return [...(this.base === null ? [] : [this.base]), ...this.names, ...this.#others()];
+  }
+
+  /** That the server does not name by itself. */
+  #others() {
+    return [...this.loaded].filter((name) => name !== this.base && !this.names.includes(name));
   }
 
   #toggle(name) {
     if (!this.chosen.delete(name)) this.chosen.add(name);
     this.#render();
-    [...this.list.children].find((chip) => chip.dataset.model === name)?.focus(); // it is another element now
   }
 
   #render() {
@@ -69,10 +91,20 @@ export class Models {
     const shown = new Set([...this.chosen, ...others.slice(0, SHOWN)]);
     const chips = this.#all().filter((name) => shown.has(name)).map((name) => this.#chip(name));
     const rest = others.length - SHOWN;
-    this.list.replaceChildren(...chips, ...(rest > 0 ? [make("span", { class: "note" }, `+ ${rest} more`)] : []));
+    const more = rest > 0 ? [make("span", { class: "note" }, `+ ${rest} more`)] : [];
+    this.#replace(chips, more);
     const size = this.chosenInOrder.length;
     byId("models-note").textContent = size ? `${size} chosen` : "choose at least one";
     this.onChange();
+  }
+
+  /** Whoever was on a chip with the keyboard still is. */
+  #replace(chips, more) {
+    const before = this.list.contains(document.activeElement) ? document.activeElement.dataset.model : null;
+    this.list.replaceChildren(...chips, ...more);
+    if (before === null) return;
+    const chip = chips.find((each) => each.dataset.model === before) ?? chips[0];
+    chip?.focus({ preventScroll: true });
   }
 
   #chip(name) {
@@ -92,16 +124,18 @@ export class Models {
   async #load(event) {
     event.preventDefault();
     const name = this.field.value.trim();
+    if (this.isLoading) return;
     if (!name) return this.#refuse("Type the name of an adapter.");
     this.#refuse("");
-    this.#setBusy(true);
+    this.#setLoading(new AbortController());
     try {
-      await load(name);
+      await load(name, this.loading.signal);
       this.#add(name);
     } catch (error) {
-      this.#refuse(error.status === UNAUTHORIZED ? "An API key is needed first." : error.message);
+      if (error.name === "AbortError") this.error.textContent = "Stopped.";
+      else this.#refuse(error.status === UNAUTHORIZED ? "An API key is needed first." : error.message);
     }
-    this.#setBusy(false);
+    this.#setLoading(null);
   }
 
   #add(name) {
@@ -116,11 +150,13 @@ export class Models {
     this.field.setAttribute("aria-invalid", String(Boolean(message)));
   }
 
-  #setBusy(isBusy) {
-    const control = byId("load").querySelector("button");
-    control.disabled = isBusy;
-    control.textContent = isBusy ? "Loading" : "Load";
-    this.field.readOnly = isBusy;
-    if (!isBusy) this.field.focus();
+  #setLoading(controller) {
+    this.loading = controller;
+    const control = this.form.querySelector("button");
+    control.setAttribute("aria-disabled", String(this.isLoading)); // a disabled one would lose the focus
+    control.textContent = this.isLoading ? "Loading" : "Load";
+    this.field.readOnly = this.isLoading;
+    if (!this.isLoading && this.form.contains(document.activeElement)) this.field.focus();
+    this.onLoading();
   }
 }

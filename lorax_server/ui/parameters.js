@@ -21,13 +21,16 @@ export class Parameters {
       byId(name).addEventListener("input", () => this.#changed());
     }
     if (!byId("mode").value) byId("mode").value = "chat";
+    this.fitted = byId("max_tokens").defaultValue; // what nobody typed
     this.#summarize();
   }
 
   /** Leave room for a prompt where a request may have few tokens in all. */
   fit(maxTotalTokens) {
     const field = byId("max_tokens");
-    if (field.value === field.defaultValue) field.value = Math.min(field.value, Math.ceil(maxTotalTokens / 2));
+    const isTyped = field.value !== this.fitted;
+    this.fitted = String(Math.min(field.defaultValue, Math.ceil(maxTotalTokens / 2)));
+    if (!isTyped) field.value = this.fitted;
     this.#summarize();
   }
 

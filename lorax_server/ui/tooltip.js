@@ -31,6 +31,10 @@ export class Tooltip {
     this.#place();
   }
 
+  get isShown() {
+    return !this.element.hidden;
+  }
+
   hide() {
     this.element.hidden = true;
     this.#describes(null);
@@ -56,7 +60,7 @@ export class Tooltip {
   #step(event, answer) {
     const step = STEPS[event.key];
     const here = event.target;
-    if (step === undefined || here.parentElement !== answer) return;
+    if (step === undefined || isModified(event) || here.parentElement !== answer) return;
     event.preventDefault();
     const all = [...answer.children];
     const place = Math.min(Math.max(all.indexOf(here) + step, 0), all.length - 1);
@@ -65,6 +69,9 @@ export class Tooltip {
     all[place].focus();
   }
 }
+
+/** With another key an arrow is the browser's: back, to the top, or one more letter of a selection. */
+const isModified = (event) => event.altKey || event.ctrlKey || event.metaKey || event.shiftKey;
 
 function describe({ token, logprob, top }) {
   const title = make("p", { class: "said" }, make("code", {}, visible(token)), make("strong", {}, percent(logprob)));

@@ -1,11 +1,13 @@
 """The demo as a newcomer meets it: a real server with real adapters, asked by real clients."""
 
 import asyncio
+import fnmatch
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from demo.skills import MODEL_NAME, SKILLS, Item, write_items
 from tests.demo.server import FOLDER, Demo, needs_demo, read_examples, serving_demo
 
 pytestmark = needs_demo
+
+ROOT = Path(__file__).parent.parent.parent
 
 SEED, ITEMS = 11, 24
 ROOM = 6 * 2**20  # for adapters: less than the six need, in float32
@@ -96,6 +100,15 @@ def test_an_adapter_that_there_is_not_is_named_at_once(demo: Demo) -> None:
     found = httpx2.post(f"{demo.url}/v1/completions", json={"model": "nobody", "prompt": "Hello"})
     assert found.status_code == 404
     assert "nobody" in found.json()["error"]["message"]
+
+
+def test_a_wheel_has_it_all() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "lorax_server"
+    ]
+    for path in FOLDER.rglob("*"):
+        name = path.relative_to(FOLDER.parent)
+        assert path.is_dir() or any(fnmatch.fnmatch(str(name), pattern) for pattern in patterns), name
 
 
 def test_what_ships_is_small() -> None:
