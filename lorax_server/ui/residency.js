@@ -12,7 +12,7 @@ const LANES = [
   { place: "in host memory", title: "In host memory", isAlways: true },
   { place: "on disk", title: "On disk", isAlways: true },
   { place: "failed", title: "Failed" },
-  { place: UNSEEN, title: "Elsewhere", note: "Adapters without a name of their own are shown to admins only." },
+  { place: UNSEEN, title: "Elsewhere", note: "The server does not say where these are." },
 ];
 
 export class Residency {

@@ -102,6 +102,14 @@ class Playground:
         self.send(prompt, *models)
         self.wait()
 
+    def load(self, adapter: str) -> None:
+        self.at("#name").fill(adapter)
+        self.at("#name").press("Enter")
+
+    def look(self) -> None:
+        """As when the page is seen again: it asks the server now, not in five seconds."""
+        self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
     def wait(self) -> None:
         expect(self.at("body")).to_have_attribute("data-running", "false")
 

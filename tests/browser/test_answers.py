@@ -14,6 +14,7 @@ from tests.e2e.http_server import Server
 
 MODELS = ("tiny", "first", "second", "third")
 UNKNOWN = "nobody"
+NO_NUMBER = "\N{EN DASH}"
 
 # Notes how many tokens each column had whenever the page changed.
 WATCH_GROWTH = """() => {
@@ -35,6 +36,26 @@ DROPPED = """async (count) => {
 IDLE = """async () => {
     const { data } = await (await fetch("../v1/adapters")).json();
     return data.every((adapter) => adapter.requests === 0);
+}"""
+
+
+# Reads a stream that comes byte by byte and is not ended by the server; tells what it said, and whether it was left.
+READ_BYTES = """async (bytes) => {
+    const { stream } = await import(new URL("api.js", location));
+    const result = { texts: [], error: "", isLeft: false };
+    const body = new ReadableStream({
+        start: (controller) => bytes.forEach((byte) => controller.enqueue(Uint8Array.of(byte))),
+        cancel: () => { result.isLeft = true; },
+    });
+    const { fetch } = window;
+    window.fetch = async () => { window.fetch = fetch; return new Response(body); };
+    try {
+        for await (const { text } of stream("somewhere", {})) result.texts.push(text);
+    } catch (error) {
+        result.error = error.message;
+    }
+    for (let turn = 0; turn < 1000 && !result.isLeft; turn += 1) await new Promise((done) => setTimeout(done));
+    return result;
 }"""
 
 
@@ -61,13 +82,53 @@ def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server:
 
 
 def test_numbers(playground: Playground, server: Server) -> None:
-    playground.set(max_tokens="40")
+    playground.set(max_tokens="200")
     playground.ask("How fast?", "tiny", "first")
     for model in ("tiny", "first"):
-        expected = chat(server, model, "How fast?", max_tokens=40, logprobs=True)
+        expected = chat(server, model, "How fast?", max_tokens=200, logprobs=True)
         assert playground.number(model, "count") == len(expected["logprobs"]["content"])
         assert playground.number(model, "rate") > 0
         assert playground.number(model, "first") >= 0
+
+
+@pytest.mark.parametrize(("step_ms", "rate"), [(5, NO_NUMBER), (100, "10.0")])
+def test_tokens_that_come_in_one_piece_have_no_rate(playground: Playground, step_ms: int, rate: str) -> None:
+    answer(playground, *({"choices": [{"delta": {"content": text}}]} for text in "abc"))
+    playground.page.evaluate("(step) => { let now = 0; performance.now = () => (now += step); }", step_ms)
+    playground.ask("How fast?", "tiny")
+    expect(playground.column("tiny").locator("[data-number=count]")).to_have_text("3")
+    expect(playground.column("tiny").locator("[data-number=rate]")).to_have_text(rate)
+
+
+def answer(playground: Playground, *events: dict[str, Any]) -> None:
+    """So the server answers from now on."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+
+
+def test_all_ends_are_told_together(playground: Playground) -> None:
+    playground.set(max_tokens="4")
+    playground.ask("The end?", "tiny", "first", "second")
+    states = playground.at(".column .state").all_text_contents()
+    told = [f"{model}: {state}" for model, state in zip(("tiny", "first", "second"), states, strict=True)]
+    expect(playground.at("#status")).to_have_text("; ".join(told))
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        ("[DONE]", ""),
+        (json.dumps({"error": {"message": "the engine failed"}}), "the engine failed"),
+        ("{", "JSON"),
+    ],
+)
+def test_a_stream_in_small_pieces(playground: Playground, last: str, error: str) -> None:
+    texts = ["a 🦥", "é\n\ndata: not this", "한"]
+    events = [f"data: {json.dumps({'text': text}, ensure_ascii=False)}\n\n" for text in texts]
+    body = ":\n\n".join([*events, f"data: {last}\n\n"])
+    result = playground.page.evaluate(READ_BYTES, list(body.encode()))
+    assert (result["texts"], result["isLeft"]) == (texts, True)
+    assert error in result["error"] if error else not result["error"]
 
 
 def test_the_probability_of_each_token(playground: Playground, server: Server) -> None:
@@ -139,16 +200,52 @@ def test_an_adapter_is_loaded_by_its_name(playground: Playground) -> None:
     playground.at("#load button").click()
     expect(playground.chip("team/deep")).to_have_attribute("aria-pressed", "true")
     expect(playground.at("#name")).to_have_value("")
-    expect(playground.at(".lane[data-place='not shown']")).to_contain_text("team/deep")
+    expect(playground.at("#name")).to_be_focused()
+    expect(playground.resident(DEVICE, "team/deep")).to_be_visible()
     playground.set(max_tokens="8")
     playground.ask("Who are you?", "team/deep")
     assert playground.answer("team/deep")
 
 
+def test_an_adapter_that_the_server_does_not_list_is_elsewhere(playground: Playground) -> None:
+    nothing: dict[str, Any] = {"data": []}
+    playground.page.route("**/v1/adapters?also=team%2Fdeep", lambda route: route.fulfill(json=nothing))
+    playground.load("team/deep")
+    expect(playground.resident("not shown", "team/deep")).to_be_visible()
+
+
+def test_the_base_model_is_no_adapter_also_if_it_is_loaded(playground: Playground) -> None:
+    playground.choose("first")
+    playground.load("tiny")
+    expect(playground.chip("tiny")).to_have_attribute("aria-pressed", "true")
+    expect(playground.chip("tiny")).to_have_count(1)
+
+
+def test_a_load_does_not_take_the_keyboard_away(playground: Playground) -> None:
+    def type_meanwhile(route: Route) -> None:
+        playground.at("#prompt").fill("Meanwhile")
+        route.continue_()
+
+    playground.page.route("**/v1/completions", type_meanwhile)
+    playground.load("team/deep")
+    expect(playground.chip("team/deep")).to_be_visible()
+    expect(playground.at("#load button")).to_have_text("Load")
+    expect(playground.at("#prompt")).to_be_focused()
+
+
+def test_a_load_can_be_stopped(playground: Playground) -> None:
+    playground.page.route("**/v1/completions", lambda _: playground.at("#stop").click())
+    playground.load("team/deep")
+    expect(playground.at("#load-error")).to_have_text("Stopped.")
+    expect(playground.at("#load button")).to_have_text("Load")
+    expect(playground.at("#stop")).to_be_disabled()
+    expect(playground.at("#name")).to_have_value("team/deep")
+    expect(playground.chip("team/deep")).to_have_count(0)
+
+
 def test_an_unknown_adapter_is_told_where_it_was_typed(playground: Playground, server: Server) -> None:
     reason = server.post("/v1/completions", {"model": UNKNOWN, "prompt": "?"}).json["error"]["message"]
-    playground.at("#name").fill(UNKNOWN)
-    playground.at("#name").press("Enter")
+    playground.load(UNKNOWN)
     expect(playground.at("#load-error")).to_have_text(reason)
     expect(playground.at("#name")).to_have_attribute("aria-invalid", "true")
     expect(playground.chip(UNKNOWN)).to_have_count(0)
@@ -205,9 +302,7 @@ def test_a_hostile_answer_stays_text(playground: Playground) -> None:
     events = [
         {"choices": [{"delta": {"content": text}, "logprobs": {"content": [hostile_token(text)]}}]} for text in pieces
     ]
-    events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    answer(playground, *events, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
     playground.ask("Attack", "tiny")
     assert playground.answer("tiny") == "".join(pieces)
     playground.column("tiny").locator(".token").nth(1).hover()

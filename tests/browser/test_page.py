@@ -1,4 +1,4 @@
-"""The page itself: whoever uses it, on whatever screen, with and without keys, also when the server is away."""
+"""The page itself: whoever uses it, on whatever screen, also when the server is away."""
 
 import json
 import shutil
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Route, expect
 
-from tests.browser.playground import DEVICE, DISK, Playground, visiting
+from tests.browser.playground import DEVICE, DISK, Playground
 from tests.e2e.http_server import Server, serving
 
 Visit = Callable[..., Playground]
-KEY, WRONG = "secret-key", "wrong-key"
 
 # The colour of a text and what is behind it, of the first element of each kind that is seen.
 CONTRAST = """(selectors) => {
@@ -132,6 +131,8 @@ def test_with_a_keyboard_only(playground: Playground) -> None:
     keyboard.press("ArrowRight")
     expect(playground.at(".column").first.locator(".token").nth(1)).to_be_focused()
     expect(playground.at(".column").first.locator(".token").nth(1)).to_have_attribute("aria-describedby", "tooltip")
+    keyboard.press("Control+Home")  # the top of the page
+    expect(playground.at(".column").first.locator(".token").nth(1)).to_be_focused()
     keyboard.press("End")
     expect(playground.at(".column").first.locator(".token").last).to_be_focused()
     keyboard.press("Tab")  # an answer is one stop
@@ -145,6 +146,47 @@ def tab_to(playground: Playground, selector: str) -> None:
         if playground.page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
             return
     raise AssertionError(f"the Tab key does not lead to {selector}")
+
+
+def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
+    playground.set(max_tokens="8")
+    playground.ask("Once", "tiny")
+    playground.column("tiny").locator(".token").first.focus()
+    expect(playground.at("#tooltip")).to_be_visible()
+    for key in ("Control", "Enter", "Enter", "Enter"):
+        playground.page.keyboard.down(key)
+    expect(playground.at("#tooltip")).to_be_hidden()  # its token has gone
+    playground.wait()
+    assert len([address for address in playground.asked if "completions" in address]) == 2
+
+
+def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server) -> None:
+    keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
+    playground.set(max_tokens="1900")
+    playground.send("Never stop", "first")
+    expect(playground.column("first").locator(".token").first).to_be_attached()
+    with server.paused():
+        playground.column("first").locator(".token").first.hover()
+        expect(playground.at("#tooltip")).to_be_visible()
+        keyboard.press("Escape")
+        expect(playground.at("#tooltip")).to_be_hidden()
+        playground.at("#filter").fill("second")
+        keyboard.press("Escape")
+        expect(playground.at("#filter")).to_have_value("")
+        expect(running).to_be_attached()
+        keyboard.press("Escape")
+        expect(running).not_to_be_attached()
+    expect(playground.column("first").locator(".state")).to_have_text("stopped")
+
+
+def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playground, server: Server) -> None:
+    adapters = server.send("GET", "/v1/adapters").json
+    adapters["data"].append(adapters["data"][0] | {"id": "newcomer"})
+    playground.chip("third").focus()
+    playground.page.route("**/v1/adapters", lambda route: route.fulfill(json=adapters))
+    playground.look()
+    expect(playground.at(".resident[data-adapter=newcomer]")).to_be_visible()
+    expect(playground.chip("third")).to_be_focused()
 
 
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
@@ -238,6 +280,21 @@ def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["second"])
 
 
+def test_examples_come_also_after_a_failure(visit: Visit) -> None:
+    examples = [{"title": "One", "prompt": "First prompt", "models": ["second"]}]
+    playground = visit()
+    playground.page.route("**/ui/examples.json", fail)
+    playground.open("lost")
+    playground.page.route("**/ui/examples.json", lambda route: route.fulfill(json=examples))
+    playground.look()
+    expect(playground.at("#prompt")).to_have_value("First prompt")
+    expect(playground.health).to_have_text("ready")
+
+
+def fail(route: Route) -> None:
+    route.fulfill(status=503, json={"error": "not now"})
+
+
 # --- What the server has, and whether it is there ---------------------------------------------------------------------
 
 
@@ -265,40 +322,34 @@ def test_a_thousand_adapters(visit: Visit) -> None:
     expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
 
 
-def test_keys(browser: Browser, folder: Path) -> None:
-    flags = ("--api-key", KEY, "--served-model-name", "tiny")
-    with serving(folder, *flags) as server, visiting(browser, server.url) as playground:
-        playground.open("locked")
-        expect(playground.at("#key")).to_be_visible()
-        expect(playground.at("#models .chip")).to_have_count(0)
-        give_key(playground, WRONG)
-        expect(playground.at("#key-error")).to_have_text("The server does not know this key.")
-        give_key(playground, KEY)
-        expect(playground.health).to_have_attribute("data-state", "ready")
-        expect(playground.at("#key-form")).to_be_hidden()
-        playground.set(max_tokens="8")
-        playground.ask("May I?", "tiny", "first")
-        assert playground.answer("first")
-        curl = playground.column("first").locator(".curl code").text_content() or ""
-        assert "Bearer $LORAX_API_KEY" in curl
-        check_is_kept_by_the_tab_only(playground)
-        assert set(playground.refusals) == {401}
+def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server: Server) -> None:
+    playground = visit()
+    info = server.send("GET", "/info").json | {"max_total_tokens": 64}
+    playground.page.route("**/info", lambda route: route.fulfill(json=info), times=1)
+    playground.open()
+    expect(playground.at("#max_tokens")).to_have_value("32")
+    playground.page.route("**/v1/chat/completions", refuse_chat)
+    playground.ask("With a template?", "tiny", "first")
+    expect(playground.column("first")).to_contain_text("There is no chat template")
+    playground.page.unroute("**/v1/chat/completions")
+
+    models = {"data": [{"id": "other", "parent": None}, {"id": "first", "parent": "other"}]}
+    playground.page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    playground.page.route("**/v1/adapters", fail)
+    playground.look()
+    expect(playground.health).to_have_text("not now")
+    playground.page.unroute("**/v1/adapters")
+    playground.look()
+    expect(playground.at("#served")).to_have_text("other")
+    expect(playground.page).to_have_title("other · lorax playground")
+    expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["other (base)", "first"])
+    expect(playground.at("#max_tokens")).to_have_value("128")
+    with playground.page.expect_request("**/v1/chat/completions"):
+        playground.ask("And now?", "first")
 
 
-def check_is_kept_by_the_tab_only(playground: Playground) -> None:
-    assert KEY not in playground.page.content()
-    assert KEY not in json.dumps(playground.page.evaluate("({...localStorage})"))
-    playground.page.reload()
-    expect(playground.health).to_have_attribute("data-state", "ready")
-    playground.at("#key-open").click()
-    playground.at("#key-forget").click()
-    expect(playground.health).to_have_attribute("data-state", "locked")
-    assert playground.page.evaluate("sessionStorage.length") == 0
-
-
-def give_key(playground: Playground, key: str) -> None:
-    playground.at("#key").fill(key)
-    playground.at("#key").press("Enter")
+def refuse_chat(route: Route) -> None:
+    route.fulfill(status=400, json={"error": {"message": "the model has no chat template"}})
 
 
 def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
@@ -311,8 +362,9 @@ def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, 
         expect(playground.health).to_have_text("The server cannot be reached; trying again")
         playground.send("Anybody?", *chosen(playground))
         expect(playground.at(".column .error").first).to_have_text("The server cannot be reached.")
-        with serving(tmp_path, "--port", str(server.port)) as server:
+        with serving(tmp_path, "--port", str(server.port), "--served-model-name", "other") as server:
             expect(playground.health).to_have_text("ready")
+            expect(playground.at("#served")).to_have_text("other")
             ask_without_template(playground, server)
 
 

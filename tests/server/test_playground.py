@@ -137,6 +137,23 @@ def test_examples_that_cannot_be_read_are_a_mistake_of_the_settings(tmp_path: Pa
         Page(examples=tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "truncated"),
+        ("{}", "Expected `array`"),
+        ("[1]", "Expected `object`"),
+        ('[{"title": "One", "prompt": "What?"}]', "missing required field `models`"),
+        ('[{"title": "One", "prompt": null, "models": []}]', r"\$\[0\].prompt"),
+        ('[{"title": "One", "prompt": "What?", "models": "base"}]', r"\$\[0\].models"),
+    ],
+)
+def test_examples_of_another_form_are_a_mistake_of_the_settings(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "examples.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"examples.json: this is not a JSON list of .*{reason}"):
+        Page(examples=tmp_path / "examples.json")
+
+
 # --- What the files say -----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,126 @@
+"""A server with keys: a key is asked for, tried before it is used, and kept by the tab only."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Route, expect
+
+from tests.browser.playground import Playground, visiting
+from tests.e2e.http_server import Server, serving
+
+KEY, WRONG = "secret-key", "wrong-key"
+
+# A browser that is told to keep nothing.
+FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
+    Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
+}"""
+
+
+@pytest.fixture(scope="module")
+def locked(folder: Path) -> Iterator[Server]:
+    with serving(folder, "--api-key", KEY, "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture
+def playground(browser: Browser, locked: Server) -> Iterator[Playground]:
+    with visiting(browser, locked.url) as playground:
+        yield playground
+        assert set(playground.refusals) <= {401}
+
+
+def give_key(playground: Playground, key: str) -> None:
+    playground.at("#key").fill(key)
+    playground.at("#key").press("Enter")
+
+
+def check_is_let_in(playground: Playground) -> None:
+    expect(playground.health).to_have_attribute("data-state", "ready")
+    expect(playground.at("#key-form")).to_be_hidden()
+
+
+def test_a_key_is_asked_for_and_kept_by_the_tab_only(playground: Playground) -> None:
+    playground.open("locked")
+    expect(playground.at("#key")).to_be_visible()
+    expect(playground.at("#models .chip")).to_have_count(0)
+    give_key(playground, WRONG)
+    expect(playground.at("#key-error")).to_have_text("The server does not know this key.")
+    give_key(playground, KEY)
+    check_is_let_in(playground)
+    playground.set(max_tokens="8")
+    playground.ask("May I?", "tiny", "first")
+    assert playground.answer("first")
+    curl = playground.column("first").locator(".curl code").text_content() or ""
+    assert "Bearer $LORAX_API_KEY" in curl
+    assert KEY not in playground.page.content()
+    assert KEY not in json.dumps(playground.page.evaluate("({...localStorage})"))
+    playground.page.reload()
+    check_is_let_in(playground)
+    playground.at("#key-open").click()
+    playground.at("#key-forget").click()
+    expect(playground.health).to_have_attribute("data-state", "locked")
+    assert playground.page.evaluate("sessionStorage.length") == 0
+
+
+def test_what_cannot_be_a_key_is_not_sent(playground: Playground) -> None:
+    playground.open("locked")
+    for key, reason in ((" ", "Type a key."), ("ключ", "This cannot be right"), ("two words", "This cannot be right")):
+        give_key(playground, key)
+        expect(playground.at("#key-error")).to_contain_text(reason)
+        expect(playground.at("#key")).to_have_attribute("aria-invalid", "true")
+    assert not any(address.endswith("/v1/models") for address in playground.asked)
+
+
+def test_a_key_is_used_until_another_is_found_right(playground: Playground) -> None:
+    playground.open("locked")
+    expect(playground.at("#key-cancel")).to_be_hidden()
+    give_key(playground, KEY)
+    check_is_let_in(playground)
+    playground.at("#key-open").click()
+    for key, reason in (("", "Type a key."), (WRONG, "The server does not know this key.")):
+        give_key(playground, key)
+        expect(playground.at("#key-error")).to_have_text(reason)
+    playground.at("#key-cancel").click()
+    expect(playground.at("#key-open")).to_be_focused()
+    playground.page.reload()
+    check_is_let_in(playground)
+
+
+def test_a_late_answer_to_the_key_before_changes_nothing(playground: Playground) -> None:
+    def be_late(route: Route) -> None:
+        give_key(playground, KEY)
+        expect(playground.at("#key-form")).to_be_hidden()
+        route.continue_()  # as it was sent: without a key
+
+    playground.open("locked")
+    playground.page.route("**/info", be_late, times=1)
+    playground.look()
+    check_is_let_in(playground)
+
+
+def test_the_form_goes_when_the_server_asks_no_more(playground: Playground) -> None:
+    playground.open("locked")
+    give_key(playground, WRONG)
+    expect(playground.at("#key-error")).to_be_visible()
+    playground.page.route("**/info", lambda route: route.continue_(headers=with_key(route)))
+    playground.page.route("**/v1/*", lambda route: route.continue_(headers=with_key(route)))
+    playground.look()
+    check_is_let_in(playground)
+
+
+def with_key(route: Route) -> dict[str, str]:
+    return route.request.headers | {"authorization": f"Bearer {KEY}"}
+
+
+def test_a_browser_that_may_keep_nothing(playground: Playground) -> None:
+    playground.page.add_init_script(FORBID_STORAGE)
+    playground.open("locked")
+    give_key(playground, KEY)
+    check_is_let_in(playground)
+    playground.at("#theme").click()
+    expect(playground.at("#theme")).to_have_text("Theme: light")
+    playground.set(max_tokens="4")
+    playground.ask("Even so?", "tiny")
+    assert playground.answer("tiny")
