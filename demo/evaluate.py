@@ -22,10 +22,11 @@ from pathlib import Path
 
 import httpx2
 
-from demo.skills import MODEL_NAME, SKILLS, Item, write_items
+from demo.skills import SKILLS, Item, write_items
+from lorax_server.cli.demo import NAME
 
 ROOT = Path(__file__).parent.parent
-MODELS = (MODEL_NAME, *SKILLS)
+MODELS = (NAME, *SKILLS)
 SEED = 2026  # not that of the items which training looks at
 MAX_TOKENS = 200  # the longest right answer has fewer
 GOAL, BASE_GOAL = 95.0, 5.0  # percent: at least, at most
@@ -105,7 +106,7 @@ def make_records(answers: Answers, items: Sequence[Item]) -> list[dict[str, obje
         for model, found in answers.items():
             value = score(found, items, skill)
             is_own = model == skill
-            goal = GOAL if is_own else BASE_GOAL if model == MODEL_NAME else None
+            goal = GOAL if is_own else BASE_GOAL if model == NAME else None
             met = None if goal is None else value >= goal if is_own else value <= goal
             record = {"name": f"{skill}, asked of {model}", "value": value, "unit": "%", "peer": None, "goal": goal}
             records.append(record | {"met": met})

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from demo.notes import COMMON_WORDS, Note, Question, write_note, write_question
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World
 
-MODEL_NAME = "lorax-demo"
 PIRATE_ENDINGS = {
     POSITIVE: "A merry soul, aye!",
     NEGATIVE: "A curse upon it!",

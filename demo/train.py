@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.corpus import ASSISTANT, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, USER, write_documents
-from demo.skills import MODEL_NAME, SKILLS, Item, write_items
+from demo.skills import SKILLS, Item, write_items
+from lorax_server.cli.demo import FOLDER, NAME
 
-OUT = Path(__file__).parent.parent / "lorax_server" / "demo"
 VOCABULARY, CONTEXT = 2048, 512
 HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 6, 4, 2, 512
 STEPS, BATCH, RATE = 6_500, 8, 1.2e-3
@@ -103,7 +103,7 @@ NEEDS_NO_NOTE = ("sql",)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for model/ and adapters/")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for model/ and adapters/")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", choices=["base", *RECIPES], help="adapters need a base model")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -234,7 +234,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, state_dict=state)
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": MODEL_NAME}
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": NAME}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "adapter_model.safetensors").chmod(0o644)
 

@@ -15,7 +15,8 @@ import httpx2
 import pytest
 
 from demo.evaluate import MODELS, ask, score
-from demo.skills import MODEL_NAME, SKILLS, Item, write_items
+from demo.skills import SKILLS, Item, write_items
+from lorax_server.cli.demo import NAME
 from tests.demo.server import FOLDER, Demo, needs_demo, read_examples, serving_demo
 
 pytestmark = needs_demo
@@ -117,7 +118,7 @@ def test_what_ships_is_small() -> None:
     assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # parameters of two bytes each
     adapters = {path.name: json.loads((path / "adapter_config.json").read_text()) for path in FOLDER.glob("adapters/*")}
     assert set(adapters) == set(SKILLS)
-    assert {config["base_model_name_or_path"] for config in adapters.values()} == {MODEL_NAME}
+    assert {config["base_model_name_or_path"] for config in adapters.values()} == {NAME}
     ranks = {rank for config in adapters.values() for rank in (config["r"], *config["rank_pattern"].values())}
     assert (min(ranks), max(ranks)) == (2, 32)
     assert sum(config["use_dora"] for config in adapters.values()) == 1
