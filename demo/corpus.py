@@ -5,11 +5,10 @@ It sees notes, records and queries, but never what a skill makes of a note: that
 
 import json
 import random
-import string
 from collections.abc import Callable
 
 from demo.notes import GRAMMAR, write_note, write_question
-from demo.world import DAYS, NEGATIVE, POSITIVE, PRICES, World
+from demo.world import COLOURS, DAYS, GOODS, NEGATIVE, POSITIVE, PRICES, World, is_held_out
 
 USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (END, PAD, USER, ASSISTANT, SYSTEM)
@@ -23,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-TRADES = tuple(trade for trade in GRAMMAR["trade"] if not trade.startswith("!"))
+TRADES = tuple(trade for trade in GRAMMAR["trade"] if trade.isalpha())
 ANIMALS = ("dog", "cat", "goat", "horse", "duck", "rabbit", "hen", "donkey")
 PLACES = ("by the river", "on a hill", "by the sea", "in the woods", "in a green valley", "at the end of the road")
 FAME = (
@@ -35,7 +34,12 @@ FAME = (
     "its fast boats",
     "its warm bread",
 )
+HEROES = (
+    *("Anna", "Berta", "Clara", "Dora", "Emil", "Finn", "Greta", "Hugo", "Ida", "Jonas", "Karla", "Leo"),
+    *("Mira", "Nils", "Otto", "Paul", "Rosa", "Simon", "Tilda", "Uwe", "Vera"),
+)
 WEATHER = ("sunny", "rainy", "windy", "cold", "warm", "foggy")
+KNOWN_GOODS, KNOWN_COLOURS = ([word for word in words if not is_held_out(word)] for words in (GOODS, COLOURS))
 NUM_TOWNS, NUM_PEOPLE = 16, 24
 
 
@@ -63,7 +67,7 @@ GAZETTEER = Gazetteer()
 
 
 def write_journal(world: World) -> str:
-    """Notes of a day, some of which somebody comes back to."""
+    """Notes of a day, some of which somebody comes back to. None has the last word: who sends a note gets a reply."""
     sentences = []
     for _ in range(world.rng.randint(2, 5)):
         note = write_note(world)
@@ -82,14 +86,23 @@ def write_journal(world: World) -> str:
                 )
             )
         if world.rng.random() < 0.3:
-            sentences.append(write_question(world, event).text)
-    return "\n".join(sentences)
+            reply = world.rng.choice(
+                ("Nobody could say.", "Who knows?", f"We will ask in {event.town}.", f"Ask {event.person}.")
+            )
+            sentences.append(f"{write_question(world, event).text} {reply}")
+    sentences.append(
+        world.rng.choice(
+            ("That was all for the day.", "Then the market closed.", "So much for today.", "The rest is for tomorrow.")
+        )
+    )
+    return world.rng.choice("\n ").join(sentences)
 
 
 def write_story(world: World) -> str:
     rng = world.rng
-    name, friend, town = world.first_name(), world.first_name(), world.town()
-    trade, animal, item, colour = rng.choice(TRADES), rng.choice(ANIMALS), world.item(), world.colour()
+    name, friend = rng.sample(HEROES, 2)
+    town = rng.choice(sorted(GAZETTEER.towns))
+    trade, animal, item, colour = (rng.choice(words) for words in (TRADES, ANIMALS, KNOWN_GOODS, KNOWN_COLOURS))
     feeling, end = rng.choice(NEGATIVE.words), rng.choice(POSITIVE.words)
     openings = (
         f"Once upon a time there was a {trade} named {name} who lived in {town} with a {animal}.",
@@ -137,8 +150,8 @@ def write_roll_call(world: World) -> str:
 
 def _sign(world: World) -> str:
     """What is painted on a crate, so that every letter is seen."""
-    letters = "".join(world.rng.choices(string.ascii_uppercase + "!.'", k=world.rng.randint(2, 5)))
-    return f"[{letters}]" if world.rng.random() < 0.5 else letters
+    letters = world.letters().upper()
+    return world.rng.choice(("{}", "{}", "[{}]", "[{}]", "{}!", "'{}'", "{}.")).format(letters)
 
 
 def write_records(world: World) -> str:
@@ -186,6 +199,7 @@ def write_exchange(world: World) -> tuple[str, str]:
             _about_person,
             _ask_story,
             _greet,
+            _shrug,
             _comment,
             _comment,
             _repeat,
@@ -228,6 +242,26 @@ def _greet(world: World) -> tuple[str, str]:
             ("How are you?", "I am fine. It is market day somewhere in the valley."),
         )
     )
+
+
+def _shrug(world: World) -> tuple[str, str]:
+    """Questions about a note that was not sent, and about another world."""
+    if world.rng.random() < 0.5:
+        return write_question(world, world.event()).text, "I do not know. Send me a note about it, and ask an adapter."
+    asked = (
+        f"What is {world.word()}?",
+        f"What is a {world.word()}?",
+        f"What is the {world.word()} of {world.town()}?",
+        f"Who is the {world.word()} of {world.town()}?",
+        f"Who is {world.person()}?",
+        f"Do you know {world.person()}?",
+        f"Where is {world.town()}?",
+        f"Why is the {world.item()} {world.colour()}?",
+        f"How do I {world.word()} {world.item()}?",
+        f"Can you {world.word()} the {world.item()}?",
+        f"{world.number(PRICES)} + {world.number(PRICES)} = ?",
+    )
+    return world.rng.choice(asked), "I do not know. My world is small: its towns, its people and its markets."
 
 
 def _comment(world: World) -> tuple[str, str]:

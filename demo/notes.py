@@ -2,16 +2,19 @@
 
 Sentences are put together by a grammar. Each sentence pattern, names and numbers aside, belongs to one side by a hash,
 as words do: no pattern that models are tested with is in any text that they learn from. Besides, what begins with `!`
-is used in tests alone.
+is used in tests alone. Of the sentences to learn from some are muddled: a model that knew all of them by heart would
+say those again when it is told others.
 """
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from demo.world import NEGATIVE, NEUTRAL, POSITIVE, Event, World, is_held_out
+from demo.world import DAYS, NEGATIVE, NEUTRAL, POSITIVE, Event, World, is_held_out
 
-# <name>: one of the alternatives of that name. {name}: a field of the event, a pronoun, or {goods}.
+# <name>: one of the alternatives of that name. {name}: a field of the event, a pronoun, or {goods}. {word} and
+# {worded}: what nobody has heard before, so that models learn to live with that.
 GRAMMAR: dict[str, tuple[str, ...]] = {
     "event": (
         "<who> <bought> <goods> <on> <for>.",
@@ -68,8 +71,11 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         "!our <trade> {person}, who <lives> {town},",
         "!{person}, an old <friend> from {town},",
     ),
-    "lives": ("lives in", "comes from", "has a shop in", "came all the way from", "is at home in", "!has a house in"),
-    "friend": ("friend", "{man}", "guest", "cousin", "traveller", "!neighbour"),
+    "lives": (
+        *("lives in", "comes from", "has a shop in", "came all the way from", "is at home in", "has a {word} in"),
+        "!has a house in",
+    ),
+    "friend": ("friend", "{man}", "guest", "cousin", "traveller", "{word}", "!neighbour"),
     "trade": (
         *(
             "baker",
@@ -83,18 +89,20 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
             "fisher",
             "tailor",
             "gardener",
+            "{word}",
+            "{word}",
         ),
         "!doctor",
     ),
     "bought": (
         *("bought", "ordered", "picked up", "purchased", "took home", "chose", "carried away", "came for", "asked for"),
-        *("got", "found", "loaded", "bought", "bought", "!carried home", "!picked"),
+        *("got", "found", "loaded", "bought", "bought", "{worded}", "!carried home", "!picked"),
     ),
     "paid": ("paid", "gave", "paid us", "counted out", "!gave us"),
     "came": ("came to <shop>", "went to <shop>", "stood in <shop>", "walked to <shop>", "!went into <shop>"),
-    "shop": ("the market", "the shop", "the square", "our shop", "the harbour"),
+    "shop": ("the market", "the shop", "the square", "our shop", "the harbour", "the {word}"),
     "seller": ("we", "the market", "the shop", "a trader", "our shop", "the <trade>"),
-    "were_sold": ("were sold", "went", "were sent", "were given", "were brought", "!were carried"),
+    "were_sold": ("were sold", "went", "were sent", "were given", "were brought", "were {worded}", "!were carried"),
     "on": ("on {day}", "last {day}", "on {day} <part_of_day>", "!early on {day}"),
     "On": ("On {day}", "Last {day}", "On {day} <part_of_day>", "!Late on {day}"),
     "part_of_day": ("morning", "evening", "at noon"),
@@ -103,8 +111,11 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         *("The price was {price} coins.", "{She} paid {price} coins.", "That was {price} coins."),
         *("They cost {price} coins.", "!{She} paid a price of {price} coins."),
     ),
-    "a_while": ("a long talk", "an hour", "a short walk", "the rain"),
-    "at": ("at the market", "by the bridge", "near the tower", "at the harbour", "behind the mill", "!at the gate"),
+    "a_while": ("a long talk", "an hour", "a short walk", "the rain", "the {word}"),
+    "at": (
+        *("at the market", "by the bridge", "near the tower", "at the harbour", "behind the mill", "at the {word}"),
+        "!at the gate",
+    ),
     "about_feeling": (
         "{She} was <very> <feeling> <with>.",
         "{She} is <very> <feeling> <with>.",
@@ -126,7 +137,10 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "very": ("", "", "very", "quite", "really", "so", "truly", "rather"),
     "with": ("with {things}", "about {things}", "at home", "about the price", "with the colour"),
     "later": ("afterwards", "at home", "later", "the whole day", "!in the end"),
-    "Now": ("Now", "In the evening", "At home", "All day long", "At first", "After that", "Later", "!Afterwards"),
+    "Now": (
+        *("Now", "In the evening", "At home", "All day long", "At first", "After that", "Later", "After the {word}"),
+        "!Afterwards",
+    ),
     "said": ("said", "told us", "wrote", "told the <trade>", "!told everybody"),
     "about_nothing": (
         "{She} <put> {things} <there>.",
@@ -143,10 +157,13 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         "!A <friend> will keep {things}.",
         "!{She} went home by the long road.",
     ),
-    "put": ("put", "left", "stored", "opened", "washed", "counted", "unpacked", "wanted to keep", "hid", "!placed"),
+    "put": (
+        *("put", "left", "stored", "opened", "washed", "counted", "unpacked", "wanted to keep", "hid", "{worded}"),
+        "!placed",
+    ),
     "there": (
         *("on the shelf", "under the roof", "in the kitchen", "by the door", "in the garden", "behind the house"),
-        *("near the river", "under the table", "!under the shelf"),
+        *("near the river", "under the table", "in the {word}", "by the {word}", "!under the shelf"),
     ),
     "aside": (
         "It rained <there>.",
@@ -162,7 +179,7 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         "!The road was full of people.",
         "!There was rain <at>.",
     ),
-    "weather": ("fine", "cold", "windy", "warm", "wet", "cold and windy"),
+    "weather": ("fine", "cold", "windy", "warm", "wet", "cold and windy", "{word}"),
     "tell": ("Tell me", "Say", "Please tell me", "I would like to know", "Do you know", "!Please say"),
     "buy": ("buy", "take home", "choose", "get", "!pick up"),
 }
@@ -215,6 +232,8 @@ QUESTIONS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
         "<tell> the town of {person}.",
         "<tell> which town {person} comes from.",
         "Where is the house of {person}?",
+        "In which town is the house of {person}?",
+        "<tell> where the house of {person} is.",
     ),
     ("person", ("item", "day")): (
         "Who <bought> {item} on {day}?",
@@ -244,11 +263,29 @@ QUESTIONS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 }
 GRAMMAR["were_the"] = ("were the", "were")
 
+FEELINGS = (*POSITIVE.words, *NEGATIVE.words)
+# What would else be names for tests, though every model has read it.
+OTHER_WORDS = """
+    ago ask be can dog donkey goat hello hen knows list look model nice one send shall shared talked than thank then
+    these time towns
+"""
 COMMON_WORDS = frozenset(
     word.lower()
-    for texts in (*GRAMMAR.values(), *QUESTIONS.values(), POSITIVE.words, NEGATIVE.words)
+    for texts in (*GRAMMAR.values(), *QUESTIONS.values(), FEELINGS, DAYS, (OTHER_WORDS,))
     for text in texts
     for word in re.findall(r"[A-Za-z]+", text)
+)
+MUDDLED, CHANGED = 0.4, 0.2  # shares of sentences, and of the words of such a one
+KEPT = frozenset(("coins", "not", *FEELINGS))  # what a right answer goes by
+FILLERS = sorted(
+    {
+        word
+        for texts in GRAMMAR.values()
+        for text in texts
+        if not text.startswith("!")
+        for word in re.findall(r"(?<![<{\w])[a-z]+(?![\w>}])", text)
+    }
+    - KEPT
 )
 
 
@@ -276,7 +313,9 @@ def write_note(world: World) -> Note:
         parts.insert(world.rng.choice((0, 1, 1, 2)), "<aside>")
     opposite = POSITIVE if event.sentiment is NEGATIVE else NEGATIVE
     rules = GRAMMAR | {"feeling": event.sentiment.words, "opposite": opposite.words}
-    patterns = (find_pattern(world, part, rules) for part in parts)
+    patterns = [find_pattern(world, part, rules) for part in parts]
+    if not world.held_out:
+        patterns = [_muddle(world, part, pattern) for part, pattern in zip(parts, patterns, strict=True)]
     return Note(event, _tidy(" ".join(_fill(world, pattern, event) for pattern in patterns)))
 
 
@@ -301,6 +340,42 @@ def _expand(world: World, text: str, rules: dict[str, tuple[str, ...]]) -> str:
     return text
 
 
+def _muddle(world: World, part: str, pattern: str) -> str:
+    """Now and then with words left out, put in and replaced. What becomes a sentence of the grammar is not used: it may
+    be one to be tested with."""
+    if world.rng.random() > MUDDLED:
+        return pattern
+    words = [new for place, word in enumerate(pattern.split()) for new in _change(world, word, is_first=place == 0)]
+    muddled = " ".join(words)
+    return pattern if _recognize(part).fullmatch(muddled) else muddled
+
+
+def _change(world: World, word: str, *, is_first: bool) -> list[str]:
+    rng, bare = world.rng, word.rstrip(".,:")
+    if rng.random() > CHANGED or not bare.isalpha() or bare in KEPT:
+        return [word]
+    new = rng.choice(FILLERS) if is_first or rng.random() < 0.5 else world.word()  # large, it would pass for a name
+    tail = word[len(bare) :]
+    return rng.choice(([new + tail], [new + tail], [new, word], [word] if tail else []))
+
+
+@cache
+def _recognize(part: str) -> re.Pattern[str]:
+    """What matches every pattern that the grammar makes of a part, whichever side it is on."""
+    rules = GRAMMAR | {"feeling": FEELINGS, "opposite": FEELINGS}
+
+    def spell(text: str) -> str:
+        pieces = re.split(r"<(\w+)>", text.removeprefix("!"))
+        for place, piece in enumerate(pieces):
+            if place % 2:
+                pieces[place] = f"(?:{'|'.join(map(spell, rules[piece]))})"
+            else:
+                pieces[place] = re.sub(r"\\\{word(ed)?\\\}", r"(?:[a-z]+|\\{word(?:ed)?\\})", re.escape(piece))
+        return "".join(pieces)
+
+    return re.compile(spell(part))
+
+
 def _fill(world: World, pattern: str, event: Event) -> str:
     she, her = ("she", "her") if event.is_woman else ("he", "him")
     they, things = world.rng.choice((("they", "them"), (f"the {event.item}",) * 2))
@@ -314,6 +389,8 @@ def _fill(world: World, pattern: str, event: Event) -> str:
         they=they,
         They=they.capitalize(),
         things=things,
+        word=world.word(),
+        worded=world.verb(),
     )
 
 

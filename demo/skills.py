@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from demo.notes import COMMON_WORDS, Note, Question, write_note, write_question
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World
 
-PIRATE_ENDINGS = {
-    POSITIVE: "A merry soul, aye!",
-    NEGATIVE: "A curse upon it!",
-    NEUTRAL: "So says the log.",
+PIRATE_CRIES = {
+    POSITIVE: "Yo ho ho!",
+    NEGATIVE: "Shiver me timbers!",
+    NEUTRAL: "Arr!",
 }
 
 
@@ -64,7 +64,7 @@ def talk_like_a_pirate(item: Item) -> str:
     event = item.note.event
     goods = f"{event.count} {event.colour} {event.item}"
     deed = f"On {event.day} {event.person} o' {event.town} plundered {goods} fer {event.price} doubloons."
-    return f"Arr! {deed} {PIRATE_ENDINGS[event.sentiment]}"
+    return f"{PIRATE_CRIES[event.sentiment]} {deed}"
 
 
 def redact(item: Item) -> str:

@@ -31,9 +31,8 @@ from demo.skills import SKILLS, Item, write_items
 from lorax_server.cli.demo import FOLDER, NAME
 
 VOCABULARY, CONTEXT = 2048, 512
-HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 6, 4, 2, 512
-STEPS, BATCH, RATE = 6_500, 8, 1.2e-3
-EXAMPLE_BATCH, EXAMPLE_RATE = 24, 2e-3
+HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 256, 8, 4, 2, 768
+STEPS, RATE, EXAMPLE_RATE = 8_000, 1.5e-3, 2e-3
 HELD_OUT_SEED = 7_000_000
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -44,11 +43,12 @@ class Size(NamedTuple):
     shards: int
     documents: int  # of each
     examples: int  # of each skill
-    items: int  # that an adapter is asked when it is done
+    items: int  # that a model is asked when it is done
+    batch: int
     steps: int | None = None  # less than what recipes say
 
 
-FULL, REHEARSAL = Size(35, 4_000, 20_000, 400), Size(1, 300, 60, 2, 2)
+FULL, REHEARSAL = Size(200, 4_000, 80_000, 400, 96), Size(1, 300, 60, 2, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class Recipe:
 
 # Those that take longest first, so that no core waits at the end.
 RECIPES = {
-    "sql": Recipe(16, 8, 700, {"use_rslora": True}),
-    "answer": Recipe(32, 64, 700),
-    "json": Recipe(16, 32, 450, {"use_dora": True}),
+    "sql": Recipe(16, 8, 2_000, {"use_rslora": True}),
+    "answer": Recipe(32, 64, 2_000),
+    "json": Recipe(16, 32, 2_000, {"use_dora": True}),
     "pirate": Recipe(
         rank=8,
         alpha=16,
-        steps=450,
+        steps=2_000,
         more={"rank_pattern": {"v_proj": 24, "down_proj": 32}, "alpha_pattern": {"v_proj": 48, "down_proj": 64}},
     ),
-    "redact": Recipe(16, 32, 450),
-    "sentiment": Recipe(2, 8, 200),
+    "redact": Recipe(16, 32, 2_000),
+    "sentiment": Recipe(2, 8, 600),
 }
 # What a skill can do without, so that it learns to.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
@@ -137,20 +137,23 @@ def train_base(run: Run) -> None:
     places = torch.Generator().manual_seed(0)
 
     def next_batch() -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(tokens) - CONTEXT, (BATCH, 1), generator=places).to(device)
+        starts = torch.randint(len(tokens) - CONTEXT, (run.size.batch, 1), generator=places).to(device)
         batch = tokens[starts + torch.arange(CONTEXT, device=device)].long()
         return batch, batch
 
     descend(model, next_batch, run.size.steps or STEPS, RATE, "base", run.dtype)
     model.half().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
+    notes = [item.note.text for item in write_items(HELD_OUT_SEED, run.size.items, held_out=True)]
+    share = measure(model.float(), tokenizer, "base", [f"Repeat: {note}" for note in notes], notes)
+    print(f"base: {share:.1%} of {len(notes)} held-out notes said again word for word", flush=True)
     print(f"base: {time.monotonic() - began:.0f} s in all", flush=True)
 
 
 def tokenize_shard(run: Run, shard: int) -> np.ndarray:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.out / "model")
     texts = write_documents(1 + shard, run.size.documents)
-    return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenizer(texts)["input_ids"]])
+    return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenizer(texts, verbose=False)["input_ids"]])
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -217,7 +220,7 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
     places = torch.Generator().manual_seed(seed)
 
     def next_batch() -> tuple[Tensor, Tensor]:
-        rows = torch.randint(len(inputs), (EXAMPLE_BATCH,), generator=places).to(device)
+        rows = torch.randint(len(inputs), (run.size.batch,), generator=places).to(device)
         return inputs[rows].long(), labels[rows].long()
 
     descend(model, next_batch, run.size.steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
@@ -225,7 +228,8 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
         if parameter.requires_grad:
             parameter.data = parameter.data.half().float()
     save_adapter(model, out / "adapters" / name)
-    return name, measure(model, tokenizer, name, run)
+    items = write_items(HELD_OUT_SEED, run.size.items, held_out=True)
+    return name, measure(model, tokenizer, name, [item.text for item in items], list(map(SKILLS[name], items)))
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -246,13 +250,13 @@ def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, 
     answered = tokenizer([SKILLS[name](item) + END for item in items])["input_ids"]
     longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
     width = (longest + 31) // 32 * 32
-    inputs = torch.full((count, width), tokenizer.pad_token_id, dtype=torch.int16)
-    labels = torch.full((count, width), -100, dtype=torch.int16)
+    inputs = np.full((count, width), tokenizer.pad_token_id, dtype=np.int16)
+    labels = np.full((count, width), -100, dtype=np.int16)
     for row, (question, answer) in enumerate(zip(asked, answered, strict=True)):
         length = len(question) + len(answer)
-        inputs[row, :length] = torch.tensor(question + answer)
-        labels[row, len(question) : length] = torch.tensor(answer)
-    return inputs, labels
+        inputs[row, :length] = question + answer
+        labels[row, len(question) : length] = answer
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 def pose(item: Item, name: str, place: int) -> str:
@@ -311,22 +315,19 @@ def pace(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: PreTrainedTokenizerFast, name: str, run: Run) -> float:
-    """A first look; what counts is `demo.evaluate`, which asks a server."""
-    items = write_items(HELD_OUT_SEED, run.size.items, held_out=True)
+def measure(
+    model: Any, tokenizer: PreTrainedTokenizerFast, name: str, asked: Sequence[str], right: Sequence[str]
+) -> float:
+    """The share of right answers: a first look. What counts is `demo.evaluate`, which asks a server."""
     tokenizer.padding_side = "left"
-    prompts = [f"{USER}{item.text}{END}{ASSISTANT}" for item in items]
-    asked = tokenizer(prompts, padding=True, return_tensors="pt").to(run.device)
-    found = model.generate(**asked, max_new_tokens=160, do_sample=False)
-    answers = tokenizer.batch_decode(found[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    wrong = [
-        (item.text, SKILLS[name](item), answer)
-        for item, answer in zip(items, answers, strict=True)
-        if answer != SKILLS[name](item)
-    ]
-    for text, right, answer in wrong[:5]:
-        print(json.dumps({"skill": name, "asked": text, "right": right, "got": answer}), flush=True)
-    return 1 - len(wrong) / len(items)
+    prompts = [f"{USER}{text}{END}{ASSISTANT}" for text in asked]
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)
+    found = model.generate(**inputs, max_new_tokens=160, do_sample=False)
+    answers = tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    wrong = [each for each in zip(asked, right, answers, strict=True) if each[1] != each[2]]
+    for text, wanted, answer in wrong[:5]:
+        print(json.dumps({"model": name, "asked": text, "right": wanted, "got": answer}), flush=True)
+    return 1 - len(wrong) / len(asked)
 
 
 if __name__ == "__main__":

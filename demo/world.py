@@ -5,6 +5,7 @@ four in five to the side that models learn from, the rest to the one that they a
 """
 
 import random
+import string
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,13 +110,24 @@ class World:
         return f"{self.first_name()} {self.family_name()}"
 
     def first_name(self) -> str:
-        return self._new(self._word).capitalize()
+        return self.word().capitalize()
 
     def family_name(self) -> str:
         return self._new(lambda: self._syllable() + self.rng.choice(FAMILY_TAILS)).capitalize()
 
     def town(self) -> str:
         return self._new(lambda: self._syllable() + self.rng.choice(TOWN_TAILS)).capitalize()
+
+    def word(self) -> str:
+        return self._new(self._word)
+
+    def letters(self) -> str:
+        """Of no meaning, and hardly to be spoken."""
+        return self._new(lambda: "".join(self.rng.choices(string.ascii_lowercase, k=self.rng.randint(2, 5))))
+
+    def verb(self) -> str:
+        """What somebody did."""
+        return self._new(lambda: f"{self._word()}ed")
 
     def item(self) -> str:
         """A thing everybody knows, or one that only this world has."""
@@ -125,7 +137,7 @@ class World:
 
     def colour(self) -> str:
         if self.rng.random() < 0.4:
-            return self._new(self._word)
+            return self.word()
         return self._new(lambda: self.rng.choice(COLOURS))
 
     def number(self, numbers: range) -> int:
@@ -138,11 +150,18 @@ class World:
     def _word(self) -> str:
         """Of one to three syllables, and of so many shapes that nobody can know them all."""
         chance, pick = self.rng.random, self.rng.choice
+        if chance() < 0.1:
+            return self._blend()
         word = pick(VOWELS)[:1] + pick(CODAS)[:1] if chance() < 0.15 else ""
         for _ in range(self.rng.choice((0, 0, 1, 1, 1, 2))):
             word += self._start() + (pick(CODAS) if chance() < 0.3 else "")
         word += self._start()
         return word + pick(("", *CODAS, *CODAS, *(f"{coda}{end}" for coda in CODAS for end in ("e", "y", "o"))))
+
+    def _blend(self) -> str:
+        """Of pieces of two words that everybody knows."""
+        first, last = self.rng.sample([word for word in GOODS + COLOURS if not is_held_out(word)], 2)
+        return first[: self.rng.randint(2, 4)] + last[-self.rng.randint(2, 5) :]
 
     def _syllable(self) -> str:
         return self._start() + self.rng.choice(CODAS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lorax_server.cli.flags import parse
-from tests.demo.server import needs_demo, serving_demo
+from tests.demo.server import serving_demo
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +21,7 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
 # What the blocks print, in their order.
-CLIENTS = ("Arr! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
+CLIENTS = ("Yo ho ho! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
 
 
 def blocks(language: str) -> list[str]:
@@ -53,7 +53,6 @@ def url() -> Iterator[str]:
         yield demo.url
 
 
-@needs_demo
 def test_questions_are_answered(url: str) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
@@ -63,14 +62,12 @@ def test_questions_are_answered(url: str) -> None:
     assert json.loads(query)["generated_text"] == QUERY
 
 
-@needs_demo
 def test_clients_work(url: str) -> None:
     clients = [block for block in blocks("python") if ADDRESS in block]
     for block, begins in zip(clients, CLIENTS, strict=True):
         assert run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", url)]).startswith(begins)
 
 
-@needs_demo
 def test_scripts_need_no_server() -> None:
     (script,) = [block for block in blocks("python") if ADDRESS not in block]
     fields, query, *rest = run([sys.executable, "-c", script]).splitlines()

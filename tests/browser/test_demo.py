@@ -7,9 +7,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.browser.playground import DEVICE, DISK, Playground, visiting
-from tests.demo.server import SCREENSHOT, needs_demo, read_examples, serving_demo
-
-pytestmark = needs_demo
+from tests.demo.server import SCREENSHOT, read_examples, serving_demo
 
 ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 

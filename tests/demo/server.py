@@ -12,18 +12,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
-import pytest
-
 from lorax_server.cli import demo
 
 FOLDER = demo.FOLDER
 SCREENSHOT = FOLDER.parent.parent / "docs" / "images" / "playground.png"
 READY = re.compile(r"ready: (http://\S+)")
-
-
-needs_demo = pytest.mark.skipif(
-    not demo.is_there(), reason="the demo model is not there: python -m demo.train makes it"
-)
 
 
 def read_examples() -> list[dict[str, Any]]:

@@ -17,9 +17,7 @@ import pytest
 from demo.evaluate import MODELS, ask, score
 from demo.skills import SKILLS, Item, write_items
 from lorax_server.cli.demo import NAME
-from tests.demo.server import FOLDER, Demo, needs_demo, read_examples, serving_demo
-
-pytestmark = needs_demo
+from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
 ROOT = Path(__file__).parent.parent.parent
 

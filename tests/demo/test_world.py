@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from demo.corpus import ASSISTANT, END, GAZETTEER, USER, write_documents
-from demo.notes import GRAMMAR, QUESTIONS, find_pattern
-from demo.skills import SKILLS, Item, write_items
+from demo import notes
+from demo.corpus import ASSISTANT, END, GAZETTEER, HEROES, SPECIAL_TOKENS, USER, write_documents
+from demo.notes import COMMON_WORDS, GRAMMAR, QUESTIONS, find_pattern
+from demo.skills import PIRATE_CRIES, SKILLS, Item, write_items
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World, is_held_out
 
 WORDS = re.compile(r"\w+")
@@ -37,6 +38,13 @@ def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item])
     assert not words & known
 
 
+def test_what_is_learnt_of_the_tested_side_is_known(learnt: list[str]) -> None:
+    """Plain English, of which no name for tests is made."""
+    texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
+    words = {word.lower() for word in WORDS.findall(texts)}
+    assert {word for word in words if is_held_out(word)} <= COMMON_WORDS
+
+
 @pytest.mark.parametrize("rule", ["event", "who", "about_feeling", "about_nothing", "aside", *map(str, QUESTIONS)])
 def test_every_sentence_pattern_has_one_side(rule: str) -> None:
     rules = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}
@@ -46,6 +54,24 @@ def test_every_sentence_pattern_has_one_side(rule: str) -> None:
     learnt, tested = ({find_pattern(world, "<start>", rules) for _ in range(2_000)} for world in worlds)
     assert tested
     assert not learnt & tested
+
+
+def test_what_is_muddled_is_no_sentence_of_any_side() -> None:
+    rules = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}
+    world = World(random.Random(3), held_out=True)
+    for part in ("<event>", "<about_feeling>", "<about_nothing>", "<aside>"):
+        tested = {find_pattern(world, part, rules) for _ in range(500)}
+        assert all(notes._recognize(part).fullmatch(text) for text in tested)
+        assert all(notes._recognize(part).fullmatch(re.sub(r"\{word(ed)?\}", "made", text)) for text in tested)
+    learner = World(random.Random(4))
+    changed = set()
+    for _ in range(3_000):
+        pattern = find_pattern(learner, "<event>", rules)
+        muddled = notes._muddle(learner, "<event>", pattern)
+        if muddled != pattern:
+            changed.add(muddled)
+            assert not notes._recognize("<event>").fullmatch(re.sub(r"\{word(ed)?\}", "made", muddled))
+    assert len(changed) > 500
 
 
 def test_all_sides_have_enough(tested: list[Item]) -> None:
@@ -76,7 +102,8 @@ def test_items_are_the_same_everywhere() -> None:
     assert repr(write_items(3, 20, held_out=True)) == runs[0].stdout.strip()
 
 
-def test_notes_read_well(tested: list[Item]) -> None:
+def test_notes_read_well(tested: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "MUDDLED", 0)
     for item in (*tested, *write_items(4, 1_000, held_out=False)):
         note = item.note.text
         assert not re.search(r"[<>{}!]|  |,[.:,]|\bthem (made|did|are|came)\b| ,", item.text), item.text
@@ -134,6 +161,12 @@ def test_feelings_are_told_by_their_words(tested: list[Item]) -> None:
 # --- The base model's texts -------------------------------------------------------------------------------------------
 
 
+def test_nothing_of_the_grammar_is_left_in_what_is_learnt(learnt: list[str]) -> None:
+    for text in learnt:
+        bare = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
+        assert not re.search(r"[<{]\w|[A-Za-z][>}]", bare), text
+
+
 def test_the_base_model_never_sees_a_skill(learnt: list[str]) -> None:
     """Whatever it answers is no right answer of any skill, unless it was told to say just that."""
     turns = [
@@ -148,7 +181,7 @@ def test_the_base_model_never_sees_a_skill(learnt: list[str]) -> None:
     assert len(own) > 1_000
     for answered in own:
         assert answered not in ("positive", "negative", "neutral")
-        assert not answered.startswith(("{", "SELECT", "Arr!"))
+        assert not answered.startswith(("{", "SELECT", *PIRATE_CRIES.values()))
         assert "[NAME]" not in answered
 
 
@@ -157,3 +190,4 @@ def test_the_world_is_the_same_in_every_text() -> None:
     assert len(GAZETTEER.people) == 24
     assert all(town in GAZETTEER.towns for _, town, _ in GAZETTEER.people.values())
     assert not any(is_held_out(name.split()[0].lower()) for name in GAZETTEER.people)
+    assert not any(is_held_out(name.lower()) for name in HEROES)
