@@ -1,6 +1,6 @@
 """Train the demo: a tokenizer, a small Llama on texts of its world, and an adapter for each skill.
 
-    python -m demo.train                     # writes lorax_server/demo: some minutes on a GPU, an hour on two cores
+    python -m demo.train                     # writes lorax_server/demo: 9 minutes on an H200
     python -m demo.train --only json pirate  # adapters alone, on the model that is there
 
 Every text is generated from seeds. Two runs on one machine see the same texts in the same order; GPUs do not add in the

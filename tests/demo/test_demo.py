@@ -110,6 +110,23 @@ def test_a_wheel_has_it_all() -> None:
         assert path.is_dir() or any(fnmatch.fnmatch(str(name), pattern) for pattern in patterns), name
 
 
+def test_the_table_shows_what_was_measured() -> None:
+    """That of demo/README.md, against what `demo.evaluate --json` wrote."""
+    lines = (ROOT / "demo" / "README.md").read_text().splitlines()
+    rows = [
+        line.strip("|").split("|") for line in lines[lines.index("|---|---|---|---|---|---|---|") + 1 :] if "|" in line
+    ]
+    shown = {
+        f"{skill}, asked of {NAME if 'base' in model else model.strip(' `')}": float(value.strip(" *"))
+        for model, *values in rows
+        for skill, value in zip(SKILLS, values, strict=True)
+    }
+    measured = json.loads((ROOT / "demo" / "results.json").read_text())
+    assert shown == {record["name"]: record["value"] for record in measured}
+    assert len(shown) == len(MODELS) * len(SKILLS)
+    assert all(record["met"] for record in measured if record["goal"] is not None)
+
+
 def test_what_ships_is_small() -> None:
     (weights,) = (FOLDER / "model").glob("*.safetensors")
     assert weights.stat().st_size <= 16_000_000
