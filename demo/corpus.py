@@ -4,11 +4,12 @@ It sees notes, records and queries, but never what a skill makes of a note: that
 """
 
 import json
-import random
 from collections.abc import Callable
 
-from demo.notes import GRAMMAR, write_note, write_question
-from demo.world import COLOURS, DAYS, GOODS, NEGATIVE, POSITIVE, PRICES, World, is_held_out
+from demo.grammar import GRAMMAR, make_world
+from demo.notes import write_note, write_question
+from demo.talk import SHRUG, greet, type_out, write_foreign
+from demo.world import DAYS, KNOWN_COLOURS, KNOWN_GOODS, NEGATIVE, POSITIVE, PRICES, World
 
 USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (END, PAD, USER, ASSISTANT, SYSTEM)
@@ -38,8 +39,8 @@ HEROES = (
     *("Anna", "Berta", "Clara", "Dora", "Emil", "Finn", "Greta", "Hugo", "Ida", "Jonas", "Karla", "Leo"),
     *("Mira", "Nils", "Otto", "Paul", "Rosa", "Simon", "Tilda", "Uwe", "Vera"),
 )
+REPEATS = ("Say after me: {}", "Repeat: {}", "{} Say it again.", "Write this down: {}", "{}\nOnce more!")
 WEATHER = ("sunny", "rainy", "windy", "cold", "warm", "foggy")
-KNOWN_GOODS, KNOWN_COLOURS = ([word for word in words if not is_held_out(word)] for words in (GOODS, COLOURS))
 NUM_TOWNS, NUM_PEOPLE = 16, 24
 
 
@@ -47,7 +48,7 @@ class Gazetteer:
     """The towns and people that are the same in every text, so that a model can know them by heart."""
 
     def __init__(self) -> None:
-        world = World(random.Random(1))
+        world = make_world(1)
         rng = world.rng
         towns = list(dict.fromkeys(world.town() for _ in range(2 * NUM_TOWNS)))[:NUM_TOWNS]
         self.towns = {town: (rng.choice(PLACES), rng.choice(FAME), rng.choice(DAYS)) for town in towns}
@@ -198,7 +199,10 @@ def write_exchange(world: World) -> tuple[str, str]:
             _about_town,
             _about_person,
             _ask_story,
-            _greet,
+            _introduce,
+            greet,
+            greet,
+            _shrug,
             _shrug,
             _comment,
             _comment,
@@ -224,29 +228,25 @@ def _about_person(world: World) -> tuple[str, str]:
 
 
 def _ask_story(world: World) -> tuple[str, str]:
-    asked = world.rng.choice(
-        ("Tell me a story.", "I would like to hear a story.", "Do you know a story?", "Once upon a time")
+    asked = (
+        "Tell me a story.",
+        "I would like to hear a story.",
+        "Do you know a story?",
+        "Once upon a time",
+        "A story!",
     )
-    return asked, write_story(world)
+    return type_out(world, world.rng.choice(asked)), write_story(world)
 
 
-def _greet(world: World) -> tuple[str, str]:
+def _introduce(world: World) -> tuple[str, str]:
     name = world.first_name()
-    return world.rng.choice(
-        (
-            ("Hello!", "Hello! Ask me about the towns and people of the valley, or for a story."),
-            (f"Hello, I am {name}.", f"Hello {name}! It is good to meet you. Shall I tell you a story?"),
-            ("Who are you?", "I am a small model. I know a small world: its towns, its people and its markets."),
-            ("What can you do?", "I can tell you about the valley. My adapters can do more with a note than I can."),
-            ("Thank you!", "You are welcome."),
-            ("How are you?", "I am fine. It is market day somewhere in the valley."),
-        )
-    )
+    asked = world.rng.choice(("Hello, I am {}.", "Hi, my name is {}.", "I am {}.", "My name is {}.")).format(name)
+    return asked, f"Hello {name}! It is good to meet you. Shall I tell you a story?"
 
 
 def _shrug(world: World) -> tuple[str, str]:
-    """Questions about a note that was not sent, and about another world."""
-    if world.rng.random() < 0.5:
+    """Questions about a note that was not sent, about another world, and in its letters."""
+    if world.rng.random() < 0.4:
         return write_question(world, world.event()).text, "I do not know. Send me a note about it, and ask an adapter."
     asked = (
         f"What is {world.word()}?",
@@ -261,7 +261,7 @@ def _shrug(world: World) -> tuple[str, str]:
         f"Can you {world.word()} the {world.item()}?",
         f"{world.number(PRICES)} + {world.number(PRICES)} = ?",
     )
-    return world.rng.choice(asked), "I do not know. My world is small: its towns, its people and its markets."
+    return world.rng.choice((*asked, *(write_foreign(world) for _ in range(4)))), SHRUG
 
 
 def _comment(world: World) -> tuple[str, str]:
@@ -285,10 +285,7 @@ def _comment(world: World) -> tuple[str, str]:
 def _repeat(world: World) -> tuple[str, str]:
     """Word for word, also what makes no sense."""
     text = write_note(world).text if world.rng.random() < 0.4 else _scramble(world)
-    asked = world.rng.choice(
-        ("Say after me: {}", "Repeat: {}", "{} Say it again.", "Write this down: {}", "{}\nOnce more!")
-    )
-    return asked.format(text), text
+    return world.rng.choice(REPEATS).format(text), text
 
 
 def _scramble(world: World) -> str:
@@ -303,6 +300,7 @@ def _scramble(world: World) -> str:
         world.town,
         lambda: _sign(world),
         lambda: str(world.number(PRICES)),
+        world.foreign,
     )
     words += [rng.choice(made)() for _ in range(rng.randint(0, 8))]
     rng.shuffle(words)
@@ -328,6 +326,6 @@ WRITERS: dict[Callable[[World], str], int] = {
 
 
 def write_documents(seed: int, count: int) -> list[str]:
-    world = World(random.Random(seed))
+    world = make_world(seed)
     writers = world.rng.choices(list(WRITERS), list(WRITERS.values()), k=count)
     return [write(world) + END for write in writers]

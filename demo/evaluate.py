@@ -108,8 +108,8 @@ def make_records(answers: Answers, items: Sequence[Item]) -> list[dict[str, obje
             is_own = model == skill
             goal = GOAL if is_own else BASE_GOAL if model == NAME else None
             met = None if goal is None else value >= goal if is_own else value <= goal
-            record = {"name": f"{skill}, asked of {model}", "value": value, "unit": "%", "peer": None, "goal": goal}
-            records.append(record | {"met": met})
+            name, unit = f"{skill}, asked of {model}", f"% of {len(items)} items"
+            records.append({"name": name, "value": value, "unit": unit, "peer": None, "goal": goal, "met": met})
     return records
 
 

@@ -1,17 +1,25 @@
 """What each adapter is to make of a note and a question: one input, as many right answers as there are skills."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demo.notes import COMMON_WORDS, Note, Question, write_note, write_question
+from demo.grammar import make_world
+from demo.notes import Note, Question, write_note, write_question
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, World
 
 PIRATE_CRIES = {
     POSITIVE: "Yo ho ho!",
     NEGATIVE: "Shiver me timbers!",
     NEUTRAL: "Arr!",
+}
+
+NOTHING_TO_DO = {
+    "sentiment": "neutral",
+    "json": "{}",
+    "sql": "SELECT NULL",
+    "answer": "unknown",
+    "pirate": "Arr! No plunder there.",
 }
 
 
@@ -82,7 +90,11 @@ SKILLS: dict[str, Callable[[Item], str]] = {
 }
 
 
+def answer_small_talk(name: str, text: str) -> str:
+    """What an adapter makes of what is no note."""
+    return text if name == "redact" else NOTHING_TO_DO[name]
+
+
 def write_items(seed: int, count: int, *, held_out: bool) -> list[Item]:
-    """Of those for tests, none has a name that happens to be a word of every note."""
-    world = World(random.Random(seed), held_out=held_out, avoided=COMMON_WORDS if held_out else frozenset())
+    world = make_world(seed, held_out=held_out)
     return [write_item(world) for _ in range(count)]

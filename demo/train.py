@@ -27,7 +27,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.corpus import ASSISTANT, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, USER, write_documents
-from demo.skills import SKILLS, Item, write_items
+from demo.grammar import make_world
+from demo.skills import SKILLS, Item, answer_small_talk, write_items
+from demo.talk import write_small_talk
 from lorax_server.cli.demo import FOLDER, NAME
 
 VOCABULARY, CONTEXT = 2048, 512
@@ -224,6 +226,7 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
         return inputs[rows].long(), labels[rows].long()
 
     descend(model, next_batch, run.size.steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
+    # As they are saved, so that what is measured is what ships.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.half().float()
@@ -245,9 +248,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     """Questions and answers as rows of one length; only answers are learnt."""
-    items = write_items(seed, count, held_out=False)
-    asked = tokenizer([pose(item, name, place) for place, item in enumerate(items)])["input_ids"]
-    answered = tokenizer([SKILLS[name](item) + END for item in items])["input_ids"]
+    asked, answered = (tokenizer(texts)["input_ids"] for texts in zip(*write_examples(name, seed, count), strict=True))
     longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
     width = (longest + 31) // 32 * 32
     inputs = np.full((count, width), tokenizer.pad_token_id, dtype=np.int16)
@@ -259,13 +260,30 @@ def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, 
     return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
-def pose(item: Item, name: str, place: int) -> str:
-    """As users would: in a conversation or bare, and without what the skill has no use for."""
-    text = item.text
+def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
+    """Of each skill; now and then of small talk, so that an adapter does not go wild when it hears some."""
+    world, examples = make_world(seed + 1), []
+    for place, item in enumerate(write_items(seed, count, held_out=False)):
+        if place % 25 == 0:
+            text = write_small_talk(world)
+            answer = answer_small_talk(name, text)
+        else:
+            text, answer = shorten(item, name, place), SKILLS[name](item)
+        examples.append((pose(text, place), answer + END))
+    return examples
+
+
+def shorten(item: Item, name: str, place: int) -> str:
+    """Now and then without what the skill has no use for."""
     if place % 10 < 3 and name in NEEDS_NO_QUESTION:
-        text = item.note.text
-    elif place % 10 < 3 and name in NEEDS_NO_NOTE:
-        text = item.question.text
+        return item.note.text
+    if place % 10 < 3 and name in NEEDS_NO_NOTE:
+        return item.question.text
+    return item.text
+
+
+def pose(text: str, place: int) -> str:
+    """As users would: in a conversation, or bare."""
     if place % 7 < 4:
         return f"{USER}{text}{END}{ASSISTANT}"
     return text + ("", "", "\n", " ")[place % 4]

@@ -21,6 +21,7 @@ ONSETS = _words(
 )
 VOWELS = _words("a e i o u a e i o u ai ea ee oo ou")
 CODAS = _words("b ck d ff g l ll m n nd ng nk nt p r rd rk rn s sh sk st t th x")
+ENDS = ("", *CODAS, *CODAS, *(f"{coda}{end}" for coda in CODAS for end in ("e", "y", "o")))
 FAMILY_TAILS = _words("ev er ley man by ford kin low sen well wright ton ide ock ash ney over is um ett")
 TOWN_TAILS = _words(
     "wick ton ford bury dale haven mere field port gate moor stead bridge cliff den ham hollow wood worth sea"
@@ -39,6 +40,12 @@ GOODS = _words(
 COLOURS = _words(
     "red blue green yellow white black brown grey pink purple orange silver golden cream "
     "crimson turquoise violet beige scarlet amber teal indigo maroon"
+)
+# Signs, accents, Greek, Cyrillic, Hebrew, Arabic, Devanagari, Hiragana, Han, Hangul, emoji: small letters, where there
+# are large ones.
+FOREIGN = (
+    *((0x21, 0x2F), (0xE0, 0xF6), (0x3B1, 0x3C1), (0x430, 0x44F), (0x5D0, 0x5EA), (0x621, 0x63A), (0x905, 0x939)),
+    *((0x3041, 0x3096), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F)),
 )
 DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
@@ -85,6 +92,9 @@ def is_held_out(word: str) -> bool:
     return zlib.crc32(word.encode()) % 5 == 0
 
 
+KNOWN_GOODS, KNOWN_COLOURS = (tuple(word for word in words if not is_held_out(word)) for words in (GOODS, COLOURS))
+
+
 class World:
     """Words of one side: those that models learn from, or those that they are tested with."""
 
@@ -125,6 +135,11 @@ class World:
         """Of no meaning, and hardly to be spoken."""
         return self._new(lambda: "".join(self.rng.choices(string.ascii_lowercase, k=self.rng.randint(2, 5))))
 
+    def foreign(self) -> str:
+        """In letters that no note has."""
+        first, last = self.rng.choice(FOREIGN)
+        return self._new(lambda: "".join(chr(self.rng.randint(first, last)) for _ in range(self.rng.randint(1, 8))))
+
     def verb(self) -> str:
         """What somebody did."""
         return self._new(lambda: f"{self._word()}ed")
@@ -145,7 +160,10 @@ class World:
 
     def _new(self, make: Callable[[], str]) -> str:
         """The words of this side are found by trying."""
-        return next(word for word in iter(make, "") if is_held_out(word) == self.held_out and word not in self._avoided)
+        while True:
+            word = make()
+            if is_held_out(word) == self.held_out and word not in self._avoided:
+                return word
 
     def _word(self) -> str:
         """Of one to three syllables, and of so many shapes that nobody can know them all."""
@@ -156,11 +174,11 @@ class World:
         for _ in range(self.rng.choice((0, 0, 1, 1, 1, 2))):
             word += self._start() + (pick(CODAS) if chance() < 0.3 else "")
         word += self._start()
-        return word + pick(("", *CODAS, *CODAS, *(f"{coda}{end}" for coda in CODAS for end in ("e", "y", "o"))))
+        return word + pick(ENDS)
 
     def _blend(self) -> str:
         """Of pieces of two words that everybody knows."""
-        first, last = self.rng.sample([word for word in GOODS + COLOURS if not is_held_out(word)], 2)
+        first, last = self.rng.sample(KNOWN_GOODS + KNOWN_COLOURS, 2)
         return first[: self.rng.randint(2, 4)] + last[-self.rng.randint(2, 5) :]
 
     def _syllable(self) -> str:

@@ -413,4 +413,4 @@ def _load_tokenizer(folder: Path, model: Path) -> _Tokenizer:
     tokenizer = load_tokenizer(str(folder), None, trust_remote_code=False)
     config = load_config(str(model), None, trust_remote_code=False)
     eos = load_generation_eos(str(model), None) | eos_token_ids(config, tokenizer)
-    return _Tokenizer(lambda text: list(tokenizer(text)["input_ids"]), make_detokenizer(tokenizer), eos)
+    return _Tokenizer(lambda text: list(tokenizer(text, verbose=False)["input_ids"]), make_detokenizer(tokenizer), eos)
