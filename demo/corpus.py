@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from demo.grammar import GRAMMAR, make_world
 from demo.notes import write_note, write_question
-from demo.talk import SHRUG, greet, type_out, write_foreign
-from demo.world import DAYS, KNOWN_COLOURS, KNOWN_GOODS, NEGATIVE, POSITIVE, PRICES, World
+from demo.talk import SHRUG, ask_about_stranger, ask_elsewhere, greet, wish_for_story, write_foreign
+from demo.world import DAYS, KNOWN_COLOURS, KNOWN_GOODS, NEGATIVE, POSITIVE, World
 
 USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (END, PAD, USER, ASSISTANT, SYSTEM)
@@ -139,10 +139,8 @@ def write_facts(world: World) -> str:
 def write_roll_call(world: World) -> str:
     """Lists that are read out twice: from these a model learns to say again what it has never seen."""
     rng = world.rng
-    make = rng.choice(
-        (world.person, world.town, world.item, world.colour, lambda: str(world.number(PRICES)), lambda: _sign(world))
-    )
-    words = [make() for _ in range(rng.randint(3, 10))]
+    make = rng.choice((world.person, world.town, world.item, world.colour, world.number, lambda: _sign(world)))
+    words = [str(make()) for _ in range(rng.randint(3, 10))]
     first = ", ".join(words)
     if rng.random() < 0.5:
         rng.shuffle(words)
@@ -162,7 +160,8 @@ def write_records(world: World) -> str:
         event = world.event()
         row = {"person": event.person, "town": event.town, "item": event.item, "colour": event.colour}
         row |= {"count": event.count, "day": event.day, "price": event.price}
-        rows.append(json.dumps(dict(world.rng.sample(list(row.items()), world.rng.randint(3, len(row))))))
+        fields = world.rng.sample(list(row.items()), world.rng.randint(3, len(row)))
+        rows.append(json.dumps(dict(fields), ensure_ascii=False))
     return "\n".join(rows)
 
 
@@ -228,14 +227,7 @@ def _about_person(world: World) -> tuple[str, str]:
 
 
 def _ask_story(world: World) -> tuple[str, str]:
-    asked = (
-        "Tell me a story.",
-        "I would like to hear a story.",
-        "Do you know a story?",
-        "Once upon a time",
-        "A story!",
-    )
-    return type_out(world, world.rng.choice(asked)), write_story(world)
+    return wish_for_story(world), write_story(world)
 
 
 def _introduce(world: World) -> tuple[str, str]:
@@ -248,20 +240,7 @@ def _shrug(world: World) -> tuple[str, str]:
     """Questions about a note that was not sent, about another world, and in its letters."""
     if world.rng.random() < 0.4:
         return write_question(world, world.event()).text, "I do not know. Send me a note about it, and ask an adapter."
-    asked = (
-        f"What is {world.word()}?",
-        f"What is a {world.word()}?",
-        f"What is the {world.word()} of {world.town()}?",
-        f"Who is the {world.word()} of {world.town()}?",
-        f"Who is {world.person()}?",
-        f"Do you know {world.person()}?",
-        f"Where is {world.town()}?",
-        f"Why is the {world.item()} {world.colour()}?",
-        f"How do I {world.word()} {world.item()}?",
-        f"Can you {world.word()} the {world.item()}?",
-        f"{world.number(PRICES)} + {world.number(PRICES)} = ?",
-    )
-    return world.rng.choice((*asked, *(write_foreign(world) for _ in range(4)))), SHRUG
+    return world.rng.choice((ask_elsewhere, ask_elsewhere, ask_about_stranger, write_foreign))(world), SHRUG
 
 
 def _comment(world: World) -> tuple[str, str]:
@@ -284,8 +263,12 @@ def _comment(world: World) -> tuple[str, str]:
 
 def _repeat(world: World) -> tuple[str, str]:
     """Word for word, also what makes no sense."""
-    text = write_note(world).text if world.rng.random() < 0.4 else _scramble(world)
+    text = world.rng.choices((_write_note_text, _scramble, write_foreign), (4, 5, 1))[0](world)
     return world.rng.choice(REPEATS).format(text), text
+
+
+def _write_note_text(world: World) -> str:
+    return write_note(world).text
 
 
 def _scramble(world: World) -> str:
@@ -299,10 +282,10 @@ def _scramble(world: World) -> str:
         world.first_name,
         world.town,
         lambda: _sign(world),
-        lambda: str(world.number(PRICES)),
+        world.number,
         world.foreign,
     )
-    words += [rng.choice(made)() for _ in range(rng.randint(0, 8))]
+    words += [str(rng.choice(made)()) for _ in range(rng.randint(0, 8))]
     rng.shuffle(words)
     for place, word in enumerate(words):
         if rng.random() < 0.3:

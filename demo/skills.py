@@ -48,7 +48,7 @@ def classify_sentiment(item: Item) -> str:
 def extract_json(item: Item) -> str:
     event = item.note.event
     fields = ("person", "town", "item", "colour", "count", "day", "price")
-    return json.dumps({field: getattr(event, field) for field in fields})
+    return json.dumps({field: getattr(event, field) for field in fields}, ensure_ascii=False)
 
 
 def write_sql(item: Item) -> str:

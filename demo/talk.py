@@ -38,10 +38,46 @@ def greet(world: World) -> tuple[str, str]:
     return type_out(world, world.rng.choice(asked)), answered
 
 
+STORY_WISHES = (
+    "Tell me a story.",
+    "I would like to hear a story.",
+    "Do you know a story?",
+    "Once upon a time",
+    "A story!",
+)
+
+
 def write_small_talk(world: World) -> str:
-    if world.rng.random() < 0.6:
-        return greet(world)[0]
-    return write_foreign(world)
+    return world.rng.choice((greet(world)[0], wish_for_story(world), ask_elsewhere(world), write_foreign(world)))
+
+
+def wish_for_story(world: World) -> str:
+    return type_out(world, world.rng.choice(STORY_WISHES))
+
+
+def ask_elsewhere(world: World) -> str:
+    """About another world, and nobody in particular."""
+    asked = (
+        f"What is {world.word()}?",
+        f"What is a {world.word()}?",
+        f"Why are the {world.item()} {world.colour()}?",
+        f"How do I {world.word()} {world.item()}?",
+        f"Can you {world.word()} the {world.item()}?",
+        f"Write a {world.word()} about the {world.item()}.",
+        f"{world.number()} + {world.number()} = ?",
+    )
+    return type_out(world, world.rng.choice(asked))
+
+
+def ask_about_stranger(world: World) -> str:
+    asked = (
+        f"What is the {world.word()} of {world.town()}?",
+        f"Who is the {world.word()} of {world.town()}?",
+        f"Who is {world.person()}?",
+        f"Do you know {world.person()}?",
+        f"Where is {world.town()}?",
+    )
+    return world.rng.choice(asked)
 
 
 def write_foreign(world: World) -> str:

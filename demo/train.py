@@ -101,6 +101,8 @@ RECIPES = {
 # What a skill can do without, so that it learns to.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
 NEEDS_NO_NOTE = ("sql",)
+NEEDS_NOTE = ("answer",)  # without one, a question is small talk
+SMALL_TALK_EVERY = 19  # examples; a prime, so that it comes in all the ways of `pose`
 
 
 def main() -> None:
@@ -264,8 +266,9 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
     """Of each skill; now and then of small talk, so that an adapter does not go wild when it hears some."""
     world, examples = make_world(seed + 1), []
     for place, item in enumerate(write_items(seed, count, held_out=False)):
-        if place % 25 == 0:
-            text = write_small_talk(world)
+        if place % SMALL_TALK_EVERY == 0:
+            is_lost = name in NEEDS_NOTE and world.rng.random() < 0.3
+            text = item.question.text if is_lost else write_small_talk(world)
             answer = answer_small_talk(name, text)
         else:
             text, answer = shorten(item, name, place), SKILLS[name](item)

@@ -20,6 +20,7 @@ ONSETS = _words(
     "b br c ch cl cr d dr f fl fr g gl gr h j k kl l m n p pl pr qu r s sh sk sl sm sn sp st t th tr v w y z"
 )
 VOWELS = _words("a e i o u a e i o u ai ea ee oo ou")
+ACCENTED = _words("á à â ä å é è ê ë í ï ó ô ö ø ú ü")
 CODAS = _words("b ck d ff g l ll m n nd ng nk nt p r rd rk rn s sh sk st t th x")
 ENDS = ("", *CODAS, *CODAS, *(f"{coda}{end}" for coda in CODAS for end in ("e", "y", "o")))
 FAMILY_TAILS = _words("ev er ley man by ford kin low sen well wright ton ide ock ash ney over is um ett")
@@ -49,8 +50,7 @@ FOREIGN = (
 )
 DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
-COUNTS = range(2, 100)
-PRICES = range(5, 1000)
+COUNT_DIGITS, PRICE_DIGITS = 3, 4  # at most
 
 
 class Sentiment(NamedTuple):
@@ -110,9 +110,9 @@ class World:
             town=self.town(),
             item=self.item(),
             colour=self.colour(),
-            count=self.number(COUNTS),
+            count=self.number(COUNT_DIGITS),
             day=self.rng.choice(DAYS),
-            price=self.number(PRICES),
+            price=self.number(PRICE_DIGITS),
             sentiment=self.rng.choice(SENTIMENTS),
         )
 
@@ -155,8 +155,9 @@ class World:
             return self.word()
         return self._new(lambda: self.rng.choice(COLOURS))
 
-    def number(self, numbers: range) -> int:
-        return int(self._new(lambda: str(self.rng.choice(numbers))))
+    def number(self, most_digits: int = PRICE_DIGITS) -> int:
+        """Two or more. Short ones are as common as long ones, of which there are many more."""
+        return int(self._new(lambda: str(self._number(self.rng.randint(1, most_digits)))))
 
     def _new(self, make: Callable[[], str]) -> str:
         """The words of this side are found by trying."""
@@ -185,4 +186,8 @@ class World:
         return self._start() + self.rng.choice(CODAS)
 
     def _start(self) -> str:
-        return self.rng.choice(ONSETS) + self.rng.choice(VOWELS)
+        vowels = VOWELS if self.rng.random() > 0.02 else ACCENTED
+        return self.rng.choice(ONSETS) + self.rng.choice(vowels)
+
+    def _number(self, digits: int) -> int:
+        return self.rng.randrange(max(2, 10 ** (digits - 1)), 10**digits)
