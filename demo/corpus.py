@@ -191,6 +191,11 @@ def write_chat(world: World) -> str:
     return "".join(f"{USER}{asked}{END}{ASSISTANT}{answered}{END}" for asked, answered in turns).removesuffix(END)
 
 
+def write_talk(world: World) -> str:
+    """Without marks of who speaks, as prompts without a template are."""
+    return world.rng.choice("\n ").join(write_exchange(world))
+
+
 def write_exchange(world: World) -> tuple[str, str]:
     """A question and an answer in whole sentences."""
     return world.rng.choice(
@@ -300,6 +305,7 @@ def _scramble(world: World) -> str:
 WRITERS: dict[Callable[[World], str], int] = {
     write_journal: 26,
     write_chat: 40,
+    write_talk: 10,
     write_story: 10,
     write_roll_call: 12,
     write_records: 6,

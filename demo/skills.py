@@ -1,6 +1,7 @@
 """What each adapter is to make of a note and a question: one input, as many right answers as there are skills."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,8 +77,9 @@ def talk_like_a_pirate(item: Item) -> str:
 
 
 def redact(item: Item) -> str:
-    event = item.note.event
-    return item.note.text.replace(event.person, "[NAME]").replace(event.town, "[TOWN]")
+    """All that was sent, but who it was and where."""
+    text = re.sub(rf"\b{item.note.event.person}\b", "[NAME]", item.text)
+    return re.sub(rf"\b{item.note.event.town}\b", "[TOWN]", text)
 
 
 SKILLS: dict[str, Callable[[Item], str]] = {

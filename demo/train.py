@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ RECIPES = {
 }
 # What a skill can do without, so that it learns to.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
-NEEDS_NO_NOTE = ("sql",)
+NEEDS_NO_NOTE = ("sql", "redact")
 NEEDS_NOTE = ("answer",)  # without one, a question is small talk
 SMALL_TALK_EVERY = 19  # examples; a prime, so that it comes in all the ways of `pose`
 
@@ -271,18 +271,19 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
             text = item.question.text if is_lost else write_small_talk(world)
             answer = answer_small_talk(name, text)
         else:
-            text, answer = shorten(item, name, place), SKILLS[name](item)
+            short = shorten(item, name, place)
+            text, answer = short.text, SKILLS[name](short)
         examples.append((pose(text, place), answer + END))
     return examples
 
 
-def shorten(item: Item, name: str, place: int) -> str:
-    """Now and then without what the skill has no use for."""
+def shorten(item: Item, name: str, place: int) -> Item:
+    """Now and then without what the skill can do without."""
     if place % 10 < 3 and name in NEEDS_NO_QUESTION:
-        return item.note.text
-    if place % 10 < 3 and name in NEEDS_NO_NOTE:
-        return item.question.text
-    return item.text
+        return replace(item, between="", question=item.question._replace(text=""))
+    if place % 10 > 6 and name in NEEDS_NO_NOTE:
+        return replace(item, between="", note=replace(item.note, sentences=()))
+    return item
 
 
 def pose(text: str, place: int) -> str:

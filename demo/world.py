@@ -123,10 +123,10 @@ class World:
         return self.word().capitalize()
 
     def family_name(self) -> str:
-        return self._new(lambda: self._syllable() + self.rng.choice(FAMILY_TAILS)).capitalize()
+        return self._place_or_family(FAMILY_TAILS)
 
     def town(self) -> str:
-        return self._new(lambda: self._syllable() + self.rng.choice(TOWN_TAILS)).capitalize()
+        return self._place_or_family(TOWN_TAILS)
 
     def word(self) -> str:
         return self._new(self._word)
@@ -159,6 +159,12 @@ class World:
         """Two or more. Short ones are as common as long ones, of which there are many more."""
         return int(self._new(lambda: str(self._number(self.rng.randint(1, most_digits)))))
 
+    def _place_or_family(self, tails: tuple[str, ...]) -> str:
+        """Often known by its tail, but not so often that a name without one would be given one."""
+        if self.rng.random() < 0.3:
+            return self.word().capitalize()
+        return self._new(lambda: self._start() + self.rng.choice(CODAS) + self.rng.choice(tails)).capitalize()
+
     def _new(self, make: Callable[[], str]) -> str:
         """The words of this side are found by trying."""
         while True:
@@ -181,9 +187,6 @@ class World:
         """Of pieces of two words that everybody knows."""
         first, last = self.rng.sample(KNOWN_GOODS + KNOWN_COLOURS, 2)
         return first[: self.rng.randint(2, 4)] + last[-self.rng.randint(2, 5) :]
-
-    def _syllable(self) -> str:
-        return self._start() + self.rng.choice(CODAS)
 
     def _start(self) -> str:
         vowels = VOWELS if self.rng.random() > 0.02 else ACCENTED
