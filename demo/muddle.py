@@ -4,21 +4,26 @@ others."""
 import re
 from functools import cache
 
-from demo.grammar import FEELINGS, GRAMMAR, bare
+from demo.grammar import FEELINGS, GRAMMAR, QUESTIONS, bare
 from demo.world import World
 
 MUDDLED, CHANGED = 0.4, 0.2  # shares of sentences, and of the words of such a one
-KEPT = frozenset(("coins", "not", *FEELINGS))  # what a right answer goes by
+# What a right answer goes by.
+KEPT = frozenset(("coins", "not", *FEELINGS))
+KEPT_IN_QUESTIONS = KEPT | frozenset(
+    (
+        *("how", "many", "much", "number", "what", "which", "colour", "when", "day", "who", "whom", "name", "person"),
+        *("where", "town", "house", "live", "lives", "come", "comes", "goods", "something"),
+        *("price", "cost", "pay", "paid", "spend", "spent", "gave", "counted"),
+    )
+)
 MADE_UP = r"(?:[^\W\d_]+|\{word(?:ed)?\})"  # one, or the place for one
-FILLERS = sorted(
-    {
-        word
-        for texts in GRAMMAR.values()
-        for text in texts
-        if not text.startswith("!")
-        for word in re.findall(r"(?<![<{\w])[a-z]+(?![\w>}])", text)
-    }
-    - KEPT
+FILLERS = frozenset(
+    word
+    for texts in GRAMMAR.values()
+    for text in texts
+    if not text.startswith("!")
+    for word in re.findall(r"(?<![<{\w])[a-z]+(?![\w>}])", text)
 )
 
 
@@ -29,7 +34,10 @@ def muddle(world: World, part: str, pattern: str) -> str:
     """
     if world.rng.random() > MUDDLED:
         return pattern
-    words = [new for place, word in enumerate(pattern.split()) for new in _change(world, word, is_first=place == 0)]
+    kept = KEPT_IN_QUESTIONS if part == "<question>" else KEPT
+    words = [
+        new for place, word in enumerate(pattern.split()) for new in _change(world, word, kept, is_first=place == 0)
+    ]
     return pattern if is_sentence(part, " ".join(words)) else " ".join(words)
 
 
@@ -38,12 +46,12 @@ def is_sentence(part: str, pattern: str) -> bool:
     return _spell_out(part).fullmatch(bare(pattern)) is not None
 
 
-def _change(world: World, word: str, *, is_first: bool) -> list[str]:
+def _change(world: World, word: str, kept: frozenset[str], *, is_first: bool) -> list[str]:
     """What stands in its place. Sentences do not begin with a made-up word, which would look like a name."""
-    rng, stem = world.rng, word.rstrip(".,:")
-    if rng.random() > CHANGED or not stem.isalpha() or stem in KEPT:
+    rng, stem = world.rng, word.rstrip(".,:?")
+    if rng.random() > CHANGED or not stem.isalpha() or stem.lower() in kept:
         return [word]
-    new = rng.choice(FILLERS) if is_first or rng.random() < 0.5 else world.word()
+    new = rng.choice(_list_fillers(kept)) if is_first or rng.random() < 0.5 else world.word()
     what = rng.choice(("replace", "replace", "put in", "leave out"))
     if what == "replace":
         return [new + word[len(stem) :]]
@@ -53,9 +61,15 @@ def _change(world: World, word: str, *, is_first: bool) -> list[str]:
 
 
 @cache
+def _list_fillers(kept: frozenset[str]) -> list[str]:
+    return sorted(FILLERS - kept)
+
+
+@cache
 def _spell_out(text: str) -> re.Pattern[str]:
     """The grammar as a regular expression over bare patterns. Blanks do not count: some alternatives are empty."""
-    rules = GRAMMAR | {"feeling": FEELINGS, "opposite": FEELINGS}
+    questions = tuple(pattern for patterns in QUESTIONS.values() for pattern in patterns)
+    rules = GRAMMAR | {"feeling": FEELINGS, "opposite": FEELINGS, "question": questions}
 
     def spell(text: str) -> str:
         pieces = re.split(r"<(\w+)>", text)

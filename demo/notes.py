@@ -44,9 +44,11 @@ def write_note(world: World) -> Note:
     return Note(event, tuple(_tidy(_fill(world, pattern, event)) for pattern in patterns))
 
 
-def write_question(world: World, event: Event) -> Question:
+def write_question(world: World, event: Event, *, is_muddled: bool = False) -> Question:
     wanted, given = world.rng.choice(list(QUESTIONS))
     pattern = find_pattern(world, "<question>", GRAMMAR | {"question": QUESTIONS[wanted, given]})
+    if is_muddled:
+        pattern = muddle(world, "<question>", pattern)
     return Question(_tidy(_fill(world, pattern, event)), wanted, given)
 
 

@@ -39,7 +39,8 @@ class Item:
 
 def write_item(world: World) -> Item:
     note = write_note(world)
-    return Item(note, write_question(world, note.event), world.rng.choice(" \n"))
+    question = write_question(world, note.event, is_muddled=not world.held_out)
+    return Item(note, question, world.rng.choice(" \n"))
 
 
 def classify_sentiment(item: Item) -> str:

@@ -157,7 +157,13 @@ def train_base(run: Run) -> None:
 def tokenize_shard(run: Run, shard: int) -> np.ndarray:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.out / "model")
     texts = write_documents(1 + shard, run.size.documents)
-    return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenizer(texts, verbose=False)["input_ids"]])
+    return np.concatenate([np.array(ids, dtype=np.int16) for ids in tokenize(tokenizer, texts)])
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Just what is written there."""
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -181,8 +187,10 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        bos_token=END,  # as in what it reads, where one text ends and the next begins
         eos_token=END,
         pad_token=PAD,
+        add_bos_token=True,
         chat_template=CHAT_TEMPLATE,
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
@@ -199,7 +207,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=KEY_HEADS,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        bos_token_id=None,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -250,7 +258,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     """Questions and answers as rows of one length; only answers are learnt."""
-    asked, answered = (tokenizer(texts)["input_ids"] for texts in zip(*write_examples(name, seed, count), strict=True))
+    asked, answered = (tokenize(tokenizer, texts) for texts in zip(*write_examples(name, seed, count), strict=True))
     longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
     width = (longest + 31) // 32 * 32
     inputs = np.full((count, width), tokenizer.pad_token_id, dtype=np.int16)
@@ -287,10 +295,10 @@ def shorten(item: Item, name: str, place: int) -> Item:
 
 
 def pose(text: str, place: int) -> str:
-    """As users would: in a conversation, or bare."""
+    """As users would: in a conversation, or bare. The tokenizer begins with `END` what has no template."""
     if place % 7 < 4:
         return f"{USER}{text}{END}{ASSISTANT}"
-    return text + ("", "", "\n", " ")[place % 4]
+    return END + text + ("", "", "\n", " ")[place % 4]
 
 
 def descend(
@@ -343,7 +351,7 @@ def measure(
     """The share of right answers: a first look. What counts is `demo.evaluate`, which asks a server."""
     tokenizer.padding_side = "left"
     prompts = [f"{USER}{text}{END}{ASSISTANT}" for text in asked]
-    inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)
+    inputs = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)
     found = model.generate(**inputs, max_new_tokens=160, do_sample=False)
     answers = tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     wrong = [each for each in zip(asked, right, answers, strict=True) if each[1] != each[2]]
