@@ -45,7 +45,7 @@ def main() -> None:
     items = write_items(SEED, given.items, held_out=True)
     with _reach(given.url) as url:
         began = time.monotonic()
-        answers = asyncio.run(ask(url, items, MODELS, given.concurrency, is_chat=not given.plain))
+        answers = asyncio.run(ask(url, texts_of(items), MODELS, given.concurrency, is_chat=not given.plain))
         seconds = time.monotonic() - began
     show(answers, items, given.wrong)
     print(f"\n{len(MODELS) * len(items)} answers to {len(items)} held-out items in {seconds:.0f} s")
@@ -53,12 +53,16 @@ def main() -> None:
         given.json.write_text(json.dumps(make_records(answers, items), indent=2) + "\n")
 
 
+def texts_of(items: Sequence[Item]) -> list[str]:
+    return [item.text for item in items]
+
+
 async def ask(
-    url: str, items: Sequence[Item], models: Sequence[str], concurrency: int, *, is_chat: bool = True
+    url: str, texts: Sequence[str], models: Sequence[str], concurrency: int, *, is_chat: bool = True
 ) -> Answers:
-    """What each model answers to each item, asked in no order."""
-    answers = {model: [""] * len(items) for model in models}
-    jobs = [(model, place) for model in models for place in range(len(items))]
+    """What each model answers to each text, asked in no order."""
+    answers = {model: [""] * len(texts) for model in models}
+    jobs = [(model, place) for model in models for place in range(len(texts))]
     random.Random(0).shuffle(jobs)
     waiting = iter(jobs)
 
@@ -66,7 +70,7 @@ async def ask(
 
         async def work() -> None:
             for model, place in waiting:
-                answers[model][place] = await _ask_one(client, model, items[place].text, is_chat)
+                answers[model][place] = await _ask_one(client, model, texts[place], is_chat)
 
         await asyncio.gather(*(work() for _ in range(concurrency)))
     return answers

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from demo.evaluate import MODELS, ask, score
-from demo.skills import SKILLS, Item, write_items
+from demo.evaluate import MODELS, ask, score, texts_of
+from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, write_items
 from lorax_server.cli.demo import NAME
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
@@ -41,7 +41,7 @@ def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
     """What each model answers when nobody else is asked."""
     answers: dict[str, list[str]] = {}
     for model in MODELS:
-        answers |= asyncio.run(ask(demo.url, items, [model], 8))
+        answers |= asyncio.run(ask(demo.url, texts_of(items), [model], 8))
     return answers
 
 
@@ -53,13 +53,13 @@ def test_each_adapter_has_its_skill_and_the_base_model_has_none(alone: dict[str,
 
 
 def test_a_mixed_load_gets_the_same_answers(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:
-    assert asyncio.run(ask(demo.url, items, MODELS, 32)) == alone
+    assert asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)) == alone
 
 
 def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: dict[str, list[str]]) -> None:
     assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ROOM
     with serving_demo(f"--adapter-bytes={ROOM}") as demo:
-        assert asyncio.run(ask(demo.url, items, MODELS, 32)) == alone
+        assert asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)) == alone
         metrics = httpx2.get(f"{demo.url}/metrics").text
     evicted = [line for line in metrics.splitlines() if line.startswith("lorax_adapter_evictions_total")]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in evicted) > 0
@@ -67,13 +67,30 @@ def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: di
 
 def test_prompts_without_a_template(demo: Demo, items: list[Item]) -> None:
     """Bare, and with a blank or a newline at the end, as people paste them."""
-    answers = asyncio.run(ask(demo.url, items, tuple(SKILLS), 16, is_chat=False))
+    answers = asyncio.run(ask(demo.url, texts_of(items), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
         assert score(answers[skill], items, skill) >= 90
     for end in (" ", "\n"):
         body = {"inputs": items[0].text + end, "parameters": {"adapter_id": "sentiment", "max_new_tokens": 20}}
         found = httpx2.post(f"{demo.url}/generate", json=body).json()
         assert found["generated_text"] == SKILLS["sentiment"](items[0])
+
+
+SMALL_TALK = ("hi", "Hello!", "Who are you?", "What can you do?", "Tell me a story.", "thanks")
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_small_talk_is_no_note(demo: Demo, is_chat: bool) -> None:
+    answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
+    for name in SKILLS:
+        assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
+    assert all(len(answer) > 10 for answer in answers[NAME])  # the base model talks
+
+
+def test_what_is_not_in_latin_letters(demo: Demo) -> None:
+    texts = ("你好", "😀", "Привет, как дела?")
+    answers = asyncio.run(ask(demo.url, texts, tuple(NOTHING_TO_DO), 16))
+    assert answers == {name: [answer] * len(texts) for name, answer in NOTHING_TO_DO.items()}
 
 
 def test_the_commands_it_shows_work(demo: Demo) -> None:
@@ -117,12 +134,13 @@ def test_the_table_shows_what_was_measured() -> None:
         line.strip("|").split("|") for line in lines[lines.index("|---|---|---|---|---|---|---|") + 1 :] if "|" in line
     ]
     shown = {
-        f"{skill}, asked of {NAME if 'base' in model else model.strip(' `')}": float(value.strip(" *"))
+        f"{skill}, asked of {NAME if 'base' in model else model.strip(' `')}": value.strip(" *")
         for model, *values in rows
         for skill, value in zip(SKILLS, values, strict=True)
     }
     measured = json.loads((ROOT / "demo" / "results.json").read_text())
-    assert shown == {record["name"]: record["value"] for record in measured}
+    assert shown == {record["name"]: f"{record['value']:.1f}" for record in measured}
+    assert {record["unit"] for record in measured} == {"% of 400 items"}
     assert len(shown) == len(MODELS) * len(SKILLS)
     assert all(record["met"] for record in measured if record["goal"] is not None)
 
