@@ -47,7 +47,7 @@ def is_sentence(part: str, pattern: str) -> bool:
 
 
 def _change(world: World, word: str, kept: frozenset[str], *, is_first: bool) -> list[str]:
-    """What stands in its place. Sentences do not begin with a made-up word, which would look like a name."""
+    """What stands in its place. The first word is not replaced by a made-up one, which would look like a name."""
     rng, stem = world.rng, word.rstrip(".,:?")
     if rng.random() > CHANGED or not stem.isalpha() or stem.lower() in kept:
         return [word]

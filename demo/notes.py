@@ -16,6 +16,7 @@ class Note:
 
     event: Event
     sentences: tuple[str, ...]
+    main: int  # which of them tells of it
 
     @property
     def text(self) -> str:
@@ -41,7 +42,8 @@ def write_note(world: World) -> Note:
     patterns = [find_pattern(world, part, rules) for part in parts]
     if not world.held_out:
         patterns = list(map(muddle, repeat(world), parts, patterns))
-    return Note(event, tuple(_tidy(_fill(world, pattern, event)) for pattern in patterns))
+    sentences = tuple(_tidy(_fill(world, pattern, event)) for pattern in patterns)
+    return Note(event, sentences, parts.index("<event>"))
 
 
 def write_question(world: World, event: Event, *, is_muddled: bool = False) -> Question:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from demo.grammar import make_world
 from demo.notes import Note, Question, write_note, write_question
@@ -41,6 +41,13 @@ def write_item(world: World) -> Item:
     note = write_note(world)
     question = write_question(world, note.event, is_muddled=not world.held_out)
     return Item(note, question, world.rng.choice(" \n"))
+
+
+def cut_short(item: Item) -> Item:
+    """Without what somebody felt or did then, and whatever else the note says beside what happened."""
+    note = item.note
+    event = replace(note.event, sentiment=NEUTRAL)
+    return replace(item, note=replace(note, event=event, sentences=(note.sentences[note.main],), main=0))
 
 
 def classify_sentiment(item: Item) -> str:

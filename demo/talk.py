@@ -31,13 +31,6 @@ EXCHANGES = (
     (("How are you?", "How do you do?", "How is it going?"), "I am fine. It is market day somewhere in the valley."),
     (("Good bye!", "Bye!", "Good night!", "See you!"), "Good bye! Come back on market day."),
 )
-
-
-def greet(world: World) -> tuple[str, str]:
-    asked, answered = world.rng.choice(EXCHANGES)
-    return type_out(world, world.rng.choice(asked)), answered
-
-
 STORY_WISHES = (
     "Tell me a story.",
     "I would like to hear a story.",
@@ -45,10 +38,28 @@ STORY_WISHES = (
     "Once upon a time",
     "A story!",
 )
+MENTIONS = (
+    "Hello, I am {person}.",
+    "I am {person} from {town}.",
+    "My name is {person}.",
+    "My name is {person} and I live in {town}.",
+    "{person} lives in {town}.",
+    "{town} is a nice town, said {person}.",
+    "Who is {person}?",
+    "Do you know {person} from {town}?",
+    "Where is {town}?",
+    "Tell me about {town}.",
+)
 
 
 def write_small_talk(world: World) -> str:
+    """In which nobody is named."""
     return world.rng.choice((greet(world)[0], wish_for_story(world), ask_elsewhere(world), write_foreign(world)))
+
+
+def greet(world: World) -> tuple[str, str]:
+    asked, answered = world.rng.choice(EXCHANGES)
+    return type_out(world, world.rng.choice(asked)), answered
 
 
 def wish_for_story(world: World) -> str:
@@ -78,6 +89,13 @@ def ask_about_stranger(world: World) -> str:
         f"Where is {world.town()}?",
     )
     return world.rng.choice(asked)
+
+
+def mention_somebody(world: World) -> tuple[str, str]:
+    """By name, and with the name hidden."""
+    person, town = world.rng.choice((world.person, world.first_name))(), world.town()
+    form = world.rng.choice(MENTIONS)
+    return form.format(person=person, town=town), form.format(person="[NAME]", town="[TOWN]")
 
 
 def write_foreign(world: World) -> str:

@@ -28,8 +28,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from demo.corpus import ASSISTANT, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, USER, write_documents
 from demo.grammar import make_world
-from demo.skills import SKILLS, Item, answer_small_talk, write_items
-from demo.talk import write_small_talk
+from demo.skills import SKILLS, Item, answer_small_talk, cut_short, write_items
+from demo.talk import mention_somebody, write_small_talk
+from demo.world import World
 from lorax_server.cli.demo import FOLDER, NAME
 
 VOCABULARY, CONTEXT = 2048, 512
@@ -101,7 +102,6 @@ RECIPES = {
 # What a skill can do without, so that it learns to.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
 NEEDS_NO_NOTE = ("sql", "redact")
-NEEDS_NOTE = ("answer",)  # without one, a question is small talk
 SMALL_TALK_EVERY = 19  # examples; a prime, so that it comes in all the ways of `pose`
 
 
@@ -275,9 +275,7 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
     world, examples = make_world(seed + 1), []
     for place, item in enumerate(write_items(seed, count, held_out=False)):
         if place % SMALL_TALK_EVERY == 0:
-            is_lost = name in NEEDS_NOTE and world.rng.random() < 0.3
-            text = item.question.text if is_lost else write_small_talk(world)
-            answer = answer_small_talk(name, text)
+            text, answer = write_odd_example(world, name, item)
         else:
             short = shorten(item, name, place)
             text, answer = short.text, SKILLS[name](short)
@@ -285,8 +283,19 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
     return examples
 
 
+def write_odd_example(world: World, name: str, item: Item) -> tuple[str, str]:
+    """Of small talk, of names in it, or of a question about a note that is not there."""
+    if name == "redact" and world.rng.random() < 0.4:
+        return mention_somebody(world)
+    is_lost = name not in NEEDS_NO_NOTE and world.rng.random() < 0.3
+    text = item.question.text if is_lost else write_small_talk(world)
+    return text, answer_small_talk(name, text)
+
+
 def shorten(item: Item, name: str, place: int) -> Item:
     """Now and then without what the skill can do without."""
+    if place % 13 < 2 and name in NEEDS_NO_QUESTION:
+        item = cut_short(item)
     if place % 10 < 3 and name in NEEDS_NO_QUESTION:
         return replace(item, between="", question=item.question._replace(text=""))
     if place % 10 > 6 and name in NEEDS_NO_NOTE:
@@ -295,7 +304,7 @@ def shorten(item: Item, name: str, place: int) -> Item:
 
 
 def pose(text: str, place: int) -> str:
-    """As users would: in a conversation, or bare. The tokenizer begins with `END` what has no template."""
+    """As users would: in a conversation, or bare, where the tokenizer puts an `END` in front."""
     if place % 7 < 4:
         return f"{USER}{text}{END}{ASSISTANT}"
     return END + text + ("", "", "\n", " ")[place % 4]
