@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx2
 
-from demo.skills import SKILLS, Item, write_items
+from demo.skills import SKILLS, Item, cut_short, write_items
 from lorax_server.cli.demo import NAME
 
 ROOT = Path(__file__).parent.parent
@@ -39,10 +39,13 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--plain", action="store_true", help="prompts without the chat template")
+    parser.add_argument("--short", action="store_true", help="notes of what happened alone, without what came of it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--wrong", type=int, default=0, metavar="N", help="show so many wrong answers of each adapter")
     given = parser.parse_args()
     items = write_items(SEED, given.items, held_out=True)
+    if given.short:
+        items = list(map(cut_short, items))
     with _reach(given.url) as url:
         began = time.monotonic()
         answers = asyncio.run(ask(url, texts_of(items), MODELS, given.concurrency, is_chat=not given.plain))
