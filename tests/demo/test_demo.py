@@ -88,10 +88,9 @@ def test_prompts_without_a_template(demo: Demo, items: list[Item]) -> None:
         assert found["generated_text"] == SKILLS["sentiment"](items[0])
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_short_notes(demo: Demo, items: list[Item], is_chat: bool) -> None:
-    short = list(map(cut_short, items))
-    answers = asyncio.run(ask(demo.url, texts_of(short), tuple(SKILLS), 16, is_chat=is_chat))
+def test_short_notes(demo: Demo, items: list[Item]) -> None:
+    short = list(map(cut_short, items[:12]))
+    answers = asyncio.run(ask(demo.url, texts_of(short), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
         assert score(answers[skill], short, skill) >= 85
 
