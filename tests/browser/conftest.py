@@ -17,7 +17,7 @@ from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 NAMES = ("third", "moved", HOSTILE, "team/deep")  # beside first and second; the last one is not listed
-LENGTH = 2048  # long enough to do something meanwhile
+LENGTH = 32_768  # long enough to do something meanwhile, also where the browser is slow
 
 
 def write_models(folder: Path) -> None:
