@@ -171,11 +171,7 @@ def test_nobody_is_named_in_what_is_redacted(tested: list[Item]) -> None:
     for item in tested:
         text = SKILLS["redact"](item)
         assert not re.search(rf"\b({item.note.event.person}|{item.note.event.town})\b", text)
-        assert (
-            text.count("[")
-            == text.count("]")
-            == sum(item.text.count(value) for value in (item.note.event.person, item.note.event.town))
-        )
+        assert text.replace("[NAME]", item.note.event.person).replace("[TOWN]", item.note.event.town) == item.text
         assert "[NAME]" in text
         assert "[TOWN]" in text
 
