@@ -265,6 +265,7 @@ class Resolved(NamedTuple):
     identity: str
     folder: str | None = None  # of the tokenizer's files
     tokenizer_files: tuple[str, ...] = ()
+    tier: str = ""  # where its weights were when it was named: device, host, disk, or fetched from its source just now
 
 
 def _check(holds: bool, message: str) -> None:
