@@ -179,6 +179,8 @@ class ServerConfig:
 
     max_concurrent_requests: int = 1024
     """Answers under way; more are refused."""
+    new_adapters_per_minute: int | None = None
+    """Adapters that a key may name and that are new here. None: 60; where there are no keys, no limit."""
     max_body_bytes: int = 2 * 2**20
     max_best_of: int = 2
     max_choices: int = 128
@@ -208,7 +210,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be at least 0 and at most 65535")
         counts = ("max_concurrent_requests", "max_body_bytes", "max_best_of", "max_choices", "max_stop_sequences")
-        for name in (*counts, "max_input_length"):
+        for name in (*counts, "max_input_length", "new_adapters_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")

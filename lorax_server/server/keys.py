@@ -9,6 +9,7 @@ Secrets are kept as digests only, so that none can turn up in a log, an error or
     max_concurrent = 8
     requests_per_minute = 60
     tokens_per_minute = 10_000
+    new_adapters_per_minute = 60
     weight = 2.0
     admin = false
 """
@@ -52,6 +53,8 @@ class Key:
     max_concurrent: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    new_adapters_per_minute: int | None = None
+    """Adapters that it may name and that the server has not found before. None: what the server says."""
     weight: float = 1.0
     """What it gets, compared to others, of an engine that has too much to do."""
     is_admin: bool = False
@@ -182,6 +185,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     max_concurrent: AtLeastOne | None = None
     requests_per_minute: AtLeastOne | None = None
     tokens_per_minute: AtLeastOne | None = None
+    new_adapters_per_minute: AtLeastOne | None = None
     weight: float = 1.0
     admin: bool = False
 
@@ -245,6 +249,7 @@ def _key(where: str, name: str, entry: _Entry) -> tuple[bytes, Key]:
         max_concurrent=entry.max_concurrent,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
+        new_adapters_per_minute=entry.new_adapters_per_minute,
         weight=entry.weight,
         is_admin=entry.admin,
     )

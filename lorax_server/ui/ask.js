@@ -3,7 +3,7 @@
 import { ApiError, getKey, postJson, stream, urlOf } from "./api.js";
 
 const ALTERNATIVES = 5;
-const NO_TEMPLATE = /has no chat template/; // there is no code for it
+const NO_TEMPLATE = "no_chat_template";
 const withoutTemplate = new Set();
 
 /** There may be another server now, with other models of the same names. */
@@ -31,7 +31,7 @@ export async function* ask(model, prompt, parameters, signal) {
   try {
     for await (const event of stream(request.path, request.body, signal)) yield read(event);
   } catch (error) {
-    const isPlain = error instanceof ApiError && NO_TEMPLATE.test(error.message) && isChat(model, parameters);
+    const isPlain = error instanceof ApiError && error.code === NO_TEMPLATE && isChat(model, parameters);
     if (!isPlain) throw error;
     withoutTemplate.add(model);
     yield* ask(model, prompt, parameters, signal);
