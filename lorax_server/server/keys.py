@@ -53,11 +53,11 @@ class Key:
     max_concurrent: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    new_adapters_per_minute: int | None = None
-    """Adapters that it may name and that the server has not found before. None: what the server says."""
     weight: float = 1.0
     """What it gets, compared to others, of an engine that has too much to do."""
     is_admin: bool = False
+    new_adapters_per_minute: int | None = None
+    """Adapters that it may name and that the server has not found before. None: what the server says."""
 
     def may_use(self, source: str, name: str, default_source: str) -> bool:
         """A pattern speaks of the default source unless it begins with another one, as in `s3:team-*`.

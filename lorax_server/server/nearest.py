@@ -9,12 +9,13 @@ from difflib import SequenceMatcher
 from heapq import nlargest
 
 from lorax_server.errors import LoraxError
-from lorax_server.server.adapter_pages import FEW, off_loop
+from lorax_server.server.adapter_pages import off_loop
 from lorax_server.server.keys import Key
 from lorax_server.server.names import Listing, Names, signature_of
 
+FEW = 100  # names, which are compared sooner than a thread has begun
 MAX_CHARACTERS = 128  # of a name that are compared
-MAX_CHECKS = 20_000  # patterns of a key that are held against names
+MAX_CHECKS = 2000  # patterns of a key that are held against names
 NUM_COMPARED = 24
 NUM_TOLD = 3
 LEAST_RATIO = 0.6
@@ -22,8 +23,7 @@ LEAST_RATIO = 0.6
 
 async def with_nearest(error: LoraxError, wanted: str, source: str | None, names: Names, key: Key) -> LoraxError:
     """The same error, with the names that may have been meant, if there are any."""
-    is_much = len(names.adapters) > FEW
-    found = await off_loop(is_much, lambda: find_nearest(wanted, source, names, key))
+    found = await off_loop(len(names.adapters) > FEW, lambda: find_nearest(wanted, source, names, key))
     if not found:
         return error
     told = type(error)(f"{error}; did you mean {' or '.join(map(repr, found))}?")

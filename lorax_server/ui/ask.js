@@ -25,7 +25,7 @@ export function requestOf(model, prompt, parameters) {
   };
 }
 
-/** Yields `{tokens, reason, usage}`, of which each may be missing. */
+/** Yields `{tokens, reason, usage, tier}`, of which each may be missing; `tier` is where the adapter was. */
 export async function* ask(model, prompt, parameters, signal) {
   const request = requestOf(model, prompt, parameters);
   try {
@@ -50,9 +50,10 @@ export function curlOf({ path, body }) {
 
 function read(event) {
   const [choice] = event.choices;
-  if (!choice) return { tokens: [], usage: event.usage };
+  const tier = event.adapter_tier;
+  if (!choice) return { tokens: [], usage: event.usage, tier };
   const text = choice.delta ? choice.delta.content ?? "" : choice.text;
-  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason };
+  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason, tier };
 }
 
 function tokensOf(logprobs) {
