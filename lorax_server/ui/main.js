@@ -95,7 +95,7 @@ async function look() {
   }
 }
 
-/** The first page of adapters. Where there are more: of those that the filter asks for, and with those that are chosen. */
+/** The first page of adapters. Where there are more: of those that the filter asks for, with those that are chosen. */
 async function list() {
   const search = hasMore ? residency.wanted : "";
   const names = hasMore ? [...new Set([...models.named, ...models.chosenAdapters])].slice(-MOST_NAMED) : models.named;

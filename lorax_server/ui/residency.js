@@ -59,8 +59,8 @@ export class Residency {
     this.chips = shown;
     this.#move(before);
     const running = this.adapters.reduce((sum, adapter) => sum + (adapter.requests ?? 0), 0);
-    const known = this.hasMore ? `${this.adapters.length} of many shown, filter to find others` : `${this.adapters.length} known`;
-    byId("residency-note").textContent = `${known} · ${count(running, "request")} running`;
+    const known = this.hasMore ? "of many shown, filter to find others" : "known";
+    byId("residency-note").textContent = `${this.adapters.length} ${known} · ${count(running, "request")} running`;
   }
 
   #fill(lane, adapters, shown, isAlways) {
