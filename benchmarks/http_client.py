@@ -2,8 +2,8 @@
 `http_load.py`.
 
 It must leave a core to the server, so it parses nothing: a stream is searched for the bytes that a token and an end
-look like. Neither can stand within a JSON string, which has its quotes and line ends escaped. A whole answer says in its
-headers how many tokens and bytes it has.
+look like. Neither can stand within a JSON string, which has its quotes and line ends escaped. A whole answer says how
+many tokens and bytes it has in its headers.
 """
 
 import argparse

@@ -216,7 +216,7 @@ def measure_shares(quick: bool, num_pairs: int | None) -> list[Record]:
         folder = Path(name)
         make_files(folder, SMALL if quick else LARGE)
         settings = {"max_rows": 8, "cache_bytes": CACHE_BYTES}
-        with serving(folder, {"--max-rows": 8}) as server, LLM(folder / "model", **settings) as llm:
+        with serving(folder, {"--max-rows": 8}) as server, LLM(folder / "model", device="cpu", **settings) as llm:
             seeds = iter(range(10**6))
             for number in range(pairs + 1):
                 for at_once, path in cases:
