@@ -152,7 +152,7 @@ class DiskBudget:
                 if self._used + self._coming <= FILL * self._limit:
                     return
                 if self._leave(version, shelf):
-                    owners.subtract(version.files)
+                    owners.subtract(list(version.files))
                     self._used -= sum(size for path, size in version.files.items() if not owners[path])
 
     def _find_limit(self) -> int:
