@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.server.completions import ERRORS
+from lorax_server.server.keys import HUB
 from lorax_server.server.names import HUB_NAME, Choice, Named
 from lorax_server.server.openai_schemas import (
     Adapter,
@@ -125,7 +126,7 @@ async def _list(service: Service, http: Request, also: Sequence[str] = ()) -> li
     for name in (*named, *dict.fromkeys(name for name in also if name not in named)):
         choice = parts.names.find(name, None)
         (ref,), (allowed,) = choice.refs, choice.named
-        if not key.may_use(*allowed, parts.names.default_source):
+        if not key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
             continue
         place = Named(ref.source, ref.name)
         found = [identity for identity in parts.seen.identities(place) if identity in states]
