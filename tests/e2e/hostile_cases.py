@@ -171,7 +171,9 @@ class Raw(NamedTuple):
 
 
 def get(*headers: bytes, target: bytes = b"/health", version: bytes = b"1.1") -> bytes:
-    return b"\r\n".join([b"GET %s HTTP/%s" % (target, version), b"host: x", b"connection: close", *headers, b"", b""])
+    return b"\r\n".join(
+        [b"GET %s HTTP/%s" % (target, version), b"host: localhost", b"connection: close", *headers, b"", b""]
+    )
 
 
 def loose(method: str, path: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:
@@ -201,7 +203,7 @@ RAW: dict[str, Raw] = {
     "a percent sign": Raw(get(target=b"/%zz%"), (404,)),
     "percent bytes": Raw(get(target=b"/%ff%fe%00"), (404,)),
     "a lone surrogate in a path": Raw(get(target=b"/v1/models/%ed%a0%80"), (404,), "/v1/models"),
-    "the server itself": Raw(b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", (400, 404)),
+    "the server itself": Raw(b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", (400, 404)),
     "HTTP/0.9": Raw(b"GET /health\r\n\r\n", (200, 400)),
     "HTTP/1.0": Raw(b"GET /health HTTP/1.0\r\n\r\n", (200,)),
     "HTTP/2": Raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),

@@ -275,7 +275,7 @@ def test_a_large_body_does_not_count_as_the_next_headers(server: Server) -> None
     with connect(server.port) as connection:
         connection.sendall(first)
         assert read(connection, 1)[0].status == 200
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
         assert exchange(server.port, ALIVE)[0].status == 200
         connection.sendall(b"\r\n")
         assert read(connection, 1)[0].status == 200
