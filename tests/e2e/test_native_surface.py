@@ -332,7 +332,9 @@ def test_errors_before_a_route_are_json_too(
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_comes(server: Server) -> None:
-    head = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 2097153\r\n\r\n"
+    head = (
+        b"POST /generate HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 2097153\r\n\r\n"
+    )
     answer = raw(server, head)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b'{"error":"Failed to buffer the request body: at most 2097152 bytes are taken"' in answer
