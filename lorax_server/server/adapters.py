@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.server.completions import ERRORS
+from lorax_server.server.keys import HUB
 from lorax_server.server.names import HUB_NAME, Choice, Named
 from lorax_server.server.openai_schemas import (
     Adapter,
@@ -46,7 +47,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     @router.post("/v1/adapters/load", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
         """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
-        service.check_admin(http)
+        service.check_admin(http, "load", body.adapter_id)
         names = service.parts.names
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await _load(service, choice, body.pin)
@@ -58,7 +59,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     async def unload(http: Request, body: AdapterRequest) -> Response:
         """Let an adapter go as soon as no request needs it, also if it is pinned. Who names it again gets it again,
         unless it had its name from here."""
-        service.check_admin(http)
+        service.check_admin(http, "unload", body.adapter_id)
         await _unload(service, body.adapter_id, body.adapter_source)
         return json_response({"object": "list", "data": await _list(service, http)})
 
@@ -72,7 +73,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/load_lora_adapter", response_model=None, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
         """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
-        service.check_admin(http)
+        service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.parts.config.engine.sources.hub else "local"
         choice = service.parts.names.find(body.lora_path, source)
         await _load(service, choice, None)
@@ -82,7 +83,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/unload_lora_adapter", response_model=None, responses=as_text)
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: let an adapter go, and its name with it."""
-        service.check_admin(http)
+        service.check_admin(http, "unload", body.lora_name)
         await _unload(service, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
@@ -125,7 +126,7 @@ async def _list(service: Service, http: Request, also: Sequence[str] = ()) -> li
     for name in (*named, *dict.fromkeys(name for name in also if name not in named)):
         choice = parts.names.find(name, None)
         (ref,), (allowed,) = choice.refs, choice.named
-        if not key.may_use(*allowed, parts.names.default_source):
+        if not key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
             continue
         place = Named(ref.source, ref.name)
         found = [identity for identity in parts.seen.identities(place) if identity in states]

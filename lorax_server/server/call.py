@@ -20,7 +20,7 @@ from starlette.responses import Response
 from lorax_server.errors import AdapterAccessError, DeadlineError, InputError, LoraxError
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
 from lorax_server.server.parts import Parts
@@ -107,8 +107,8 @@ class Call:
         if not choice.refs:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
-        for source, name in choice.named:
-            self.key.check_may_use(source, name, self.parts.names.default_source)
+        for ref, (source, name) in zip(choice.refs, choice.named, strict=True):
+            self.key.check_may_use(source, name, self.parts.names.default_source, ref.source == HUB)
         resolved = await self._resolve(choice)
         record.adapter_hash = resolved.identity
         if choice.merge is None:
@@ -139,7 +139,7 @@ class Call:
             stop,
             identity,
             tenant=self.key.name or identity,
-            salt=question.salt,
+            salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )
         return Job(self.parts.engine, request, found.tokenizer)

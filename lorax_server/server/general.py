@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.native import ERRORS
 from lorax_server.server.native_schemas import (
     DetokenizeRequest,
@@ -183,7 +183,8 @@ def _models(service: Service, key: Key, created: int) -> list[dict[str, Any]]:
     if key.base_model:
         others = [name for name in config.served_names if name != primary]
         found = [{"id": name, **base, "root": config.model_id, "parent": None} for name in (primary, *others)]
-    for name, (_, root) in sorted(parts.names.adapters.items()):
-        if key.may_use(parts.names.default_source, name, parts.names.default_source):
+    default = parts.names.default_source
+    for name, (source, root) in sorted(parts.names.adapters.items()):
+        if key.may_use(default, name, default, source == HUB):
             found.append({"id": name, **base, "root": root, "parent": primary})
     return found
