@@ -190,6 +190,8 @@ class ServerConfig:
     """Those of one client's address. 0: as many as there are, since behind a proxy everybody has one address."""
     max_concurrent_requests: int = 1024
     """Answers under way; more are refused."""
+    new_adapters_per_minute: int | None = None
+    """Adapters that a key may name and that are new here. None: 60; where there are no keys, no limit."""
     max_body_bytes: int = 2 * 2**20
     max_best_of: int = 2
     max_choices: int = 128
@@ -222,7 +224,7 @@ class ServerConfig:
             if re.fullmatch(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]", name) is None:
                 raise ConfigError(f"allowed_hosts {name!r} must be a name such as api.example.com, without a port")
         counts = ("max_concurrent_requests", "max_body_bytes", "max_best_of", "max_choices", "max_stop_sequences")
-        for name in (*counts, "max_connections", "max_input_length"):
+        for name in (*counts, "max_connections", "max_input_length", "new_adapters_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")

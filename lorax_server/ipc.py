@@ -84,7 +84,7 @@ class ForgetAdapter(Call, frozen=True):
 
 
 class ListAdapters(Call, frozen=True):
-    pass
+    identities: tuple[str, ...]
 
 
 class Stop(Message, frozen=True):

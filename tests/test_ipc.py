@@ -99,7 +99,7 @@ merges = st.builds(
     st.sampled_from(["total", "frequency"]),
     ids,
 )
-resolved = st.builds(Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple))
+resolved = st.builds(Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple), texts)
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
@@ -111,7 +111,7 @@ TO_ENGINE = {
     ipc.Resolve: st.builds(ipc.Resolve, ids, refs, st.none() | merges),
     ipc.LoadAdapter: st.builds(ipc.LoadAdapter, ids, texts, st.none() | st.booleans()),
     ipc.ForgetAdapter: st.builds(ipc.ForgetAdapter, ids, texts, texts),
-    ipc.ListAdapters: st.builds(ipc.ListAdapters, ids),
+    ipc.ListAdapters: st.builds(ipc.ListAdapters, ids, st.lists(texts, max_size=3).map(tuple)),
     ipc.UnloadAdapter: st.builds(ipc.UnloadAdapter, ids, texts),
     ipc.GetStatus: st.builds(ipc.GetStatus, ids),
     ipc.Stop: st.builds(ipc.Stop),

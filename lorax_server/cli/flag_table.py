@@ -186,6 +186,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
             "integer",
             "server.max_connections_per_address",
         ),
+        _own(
+            "--new-adapters-per-minute",
+            "adapters that a key may name and that are new here (default: 60; without keys: no limit)",
+            "integer",
+            "server.new_adapters_per_minute",
+        ),
         _own("--max-body-bytes", "size of a request", "size", "server.max_body_bytes"),
         _own(
             "--request-timeout-s",

@@ -121,9 +121,9 @@ class Engine:
         """Ask the source again the next time that this name is resolved."""
         self._resolver.forget(source, name)
 
-    def list_adapters(self) -> list[AdapterState]:
-        """Those that are known, the one that was named last first."""
-        return self._table.list_adapters()
+    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        """Describe those of the adapters that are known."""
+        return self._table.list_adapters(identities)
 
     def step(self) -> list[Output]:
         """One turn: submit the next step, and collect the one before, or the one before that."""

@@ -9,6 +9,7 @@ Secrets are kept as digests only, so that none can turn up in a log, an error or
     max_concurrent = 8
     requests_per_minute = 60
     tokens_per_minute = 10_000
+    new_adapters_per_minute = 60
     weight = 2.0
     group = "team"                   # shares cached prompts with other keys of this group; absent: with none
     admin = false
@@ -58,6 +59,8 @@ class Key:
     is_admin: bool = False
     group: str = ""
     """The keys of a group share cached prompts. "": this key shares with no other."""
+    new_adapters_per_minute: int | None = None
+    """Adapters that it may name and that the server has not found before. None: what the server says."""
 
     def may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> bool:
         """A pattern speaks of the default source unless it begins with another one, as in `s3:team-*`.
@@ -200,6 +203,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     max_concurrent: AtLeastOne | None = None
     requests_per_minute: AtLeastOne | None = None
     tokens_per_minute: AtLeastOne | None = None
+    new_adapters_per_minute: AtLeastOne | None = None
     weight: float = 1.0
     group: str | None = None
     admin: bool = False
@@ -266,6 +270,7 @@ def _key(where: str, name: str, entry: _Entry) -> tuple[bytes, Key]:
         max_concurrent=entry.max_concurrent,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
+        new_adapters_per_minute=entry.new_adapters_per_minute,
         weight=entry.weight,
         is_admin=entry.admin,
         group=entry.group or "",

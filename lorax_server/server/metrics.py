@@ -40,6 +40,7 @@ FAILURE_OF_TYPE = {
     "incomplete_generation": "incomplete",
     "internal": "generation",
     "missing_template_variable": "template",
+    "no_chat_template": "template",
     "overloaded": "overloaded",
     "permission": "forbidden",
     "template_error": "template",

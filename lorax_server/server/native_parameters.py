@@ -54,6 +54,7 @@ def to_question(
         ignore_eos=bool(parameters.ignore_eos_token),
         stop_strings=tuple(parameters.stop or ()),
         truncate=truncate,
+        logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
     )
 

@@ -99,7 +99,7 @@ class Service:
             engine=self.engine,
             keys=self._keys,
             names=self._names,
-            gate=Gate(config.max_concurrent_requests),
+            gate=Gate(config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute),
             tokenizers=self._tokenizers,
             defaults=defaults,
             metrics=Metrics(max_input_length=most, max_total_tokens=total),

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from lorax_server.adapters.spec import Stamp
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.converter import Converter
-from lorax_server.errors import AdapterError, ConfigError, TemplateError
+from lorax_server.errors import AdapterError, ConfigError, NoTemplateError
 from lorax_server.model_files import TokenizerFolder
 from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
@@ -95,7 +95,7 @@ class Tokenizers:
         """Messages as one prompt, by the adapter's template if it has one."""
         source = self.template_of(tokenizer)
         if source is None:
-            raise TemplateError(
+            raise NoTemplateError(
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "--tokenizer-config-path and a file that has one"
             )

@@ -21,7 +21,7 @@ from lorax_server.engine import adapter_table, device_tier, host_tier
 from lorax_server.engine.adapter_entry import State
 from lorax_server.engine.adapter_table import MAX_PREPARING, AdapterTable
 from lorax_server.engine.device_tier import FRESH_S
-from lorax_server.errors import AdapterError, LoraxError, SourceError
+from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
 from lorax_server.types import AdapterRef
 from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
@@ -759,6 +759,14 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     assert desk.state("b") == [State.DEVICE]
     with pytest.raises(AdapterError, match="name it again"):
         desk.table.add_request("c")
+
+
+def test_only_those_are_described_that_are_asked_for() -> None:
+    desk = Desk()
+    desk.know(a=1, b=1, c=1)
+    assert [each.identity for each in desk.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
+    with pytest.raises(InputError, match="at most 2000 adapters are described at once, not 2001"):
+        desk.table.list_adapters(["a"] * 2001)
 
 
 def test_news_are_told_until_they_are_taken() -> None:

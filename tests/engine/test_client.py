@@ -308,7 +308,7 @@ def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
 
 def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
-        assert await client.list_adapters() == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
+        assert await client.list_adapters(["hash"]) == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
         await client.forget("hub", "a")
         with pytest.raises(InputError, match="no b"):
             await client.forget("nowhere", "b")
