@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.files import (
@@ -62,6 +62,15 @@ class Source(Protocol):
         """The `model_type` of a base model that is kept here; None, and never an error, when it cannot be known."""
 
 
+@runtime_checkable
+class Watchable(Protocol):
+    """A source whose adapters lie on this machine, so that a look at some paths tells whether one has changed."""
+
+    def places(self, name: str) -> Sequence[Path]:
+        """Folders of which one at least gets another stamp when the name means another folder, or when a known file
+        comes, goes or is replaced. Most of them need not exist."""
+
+
 BaseModelType = Callable[[str], str | None]
 CheckConfig = Callable[[Mapping[str, Any], BaseModelType], None]
 
@@ -74,6 +83,7 @@ class FetchedAdapter:
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
+    is_new: bool = False  # some of its files had to be brought here just now
 
 
 class AdapterSources:
@@ -96,6 +106,11 @@ class AdapterSources:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
+    def places(self, source: str, name: str) -> Sequence[Path]:
+        """Folders to watch for changes of an adapter; none where its source has to be asked."""
+        origin: object = self._sources.get(source)
+        return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else ()
+
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
         """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
         started = self._clock()
@@ -108,12 +123,14 @@ class AdapterSources:
         self._authorize(source, name, token)
         files = origin.find(name, token)
         wanted = _choose(files, self._max_bytes)
-        config = read_json(origin.fetch(files, [CONFIG_FILE], token) / CONFIG_FILE, f"adapter {name!r}")
+        config_folder = origin.fetch(files, [CONFIG_FILE], token)
+        config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}")
         check_config(config, partial(self._base_model_type, source, token))
+        is_new = not all((config_folder / file).is_file() for file in wanted)
         folder = origin.fetch(files, wanted, token)
         total = sum(files.sizes[file] for file in wanted)
         logger.debug("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
-        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)))
+        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)), is_new)
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:
         key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())

@@ -1,5 +1,6 @@
 """A rank does what plans say, in their order; and knows what it has, and what it can."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,9 @@ class Record:
             raise AttributeError(name)
         return lambda *args: self.said.append((name, *args))
 
+    def load(self, *args: Any) -> None:
+        self.said.append(("load", *args))
+
     def get(self, identity: str) -> str:
         return f"host {identity}"
 
@@ -134,6 +138,48 @@ def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, re
     assert worker.collect().loaded == []
     worker.submit(make_plan(4, [Unload(2), Load("d", 2, 5)]))
     assert worker.collect().loaded == [2]  # the index again
+
+
+def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Record) -> None:
+    worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
+    assert worker.collect().loaded == []
+    assert worker.take_loaded() == []
+    record.arrived = {2}
+    assert worker.take_loaded() == [2]
+    record.arrived = {1, 2}
+    worker.submit(make_plan(1))
+    assert worker.collect().loaded == [1]
+    assert worker.take_loaded() == []
+
+
+def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, record: Record) -> None:
+    """Of a stand-in for an event of a GPU; that nobody has to ask again and again is the point."""
+
+    class Copy:
+        def synchronize(self) -> None:
+            assert may_end.wait(60)
+            record.arrived = {1}
+
+    may_end, was_told = threading.Event(), threading.Event()
+    record.load = lambda *_: Copy()  # type: ignore[method-assign]
+    worker.on_news(was_told.set)
+    worker.submit(make_plan(0, [Load("a", 1, 0)]))
+    assert worker.collect().loaded == []
+    assert not was_told.is_set()
+    may_end.set()
+    assert was_told.wait(60)
+    assert worker.take_loaded() == [1]
+    worker.close()
+    assert not any(thread.name == "await adapters" for thread in threading.enumerate())
+
+
+def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
+    for step in range(100):
+        worker.submit(make_plan(step, [Load("a", 1, 0)]))
+        worker.forget()
+        record.arrived = {1}
+    assert worker._loading == []
+    assert not worker._tickets
 
 
 def test_steps_end_in_their_order(worker: Worker) -> None:

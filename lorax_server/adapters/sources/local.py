@@ -29,6 +29,11 @@ class LocalSource:
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - what is below a root is for all
         self._folder(name)
 
+    def places(self, name: str) -> list[Path]:
+        """The folder that a name has below each root, and those in it that hold known files."""
+        folders = [root / name for root in self._roots] if _is_plain(name) else []
+        return [*folders, *(folder / TEMPLATES_FOLDER for folder in folders)]
+
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder, root = self._folder(name)
         known = {file: folder / file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")}
