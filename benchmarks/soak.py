@@ -1,9 +1,9 @@
 """What a server keeps of the requests that it has served: nothing, if all is well.
 
-`lorax serve` runs its demo, a model with six adapters. Rounds of requests come over sockets, 48 at a time: streams,
-whole answers and chats, with prompts and answers of random lengths, for the base model and for every adapter. A
-quarter of the streams is dropped by the client after some tokens. Some requests are greedy ones that were answered
-alone at the start, and must be answered the same way in company.
+`lorax serve` runs a tiny model with six adapters (`--demo`: the bundled ones, which takes six times as long). Rounds of
+requests come over sockets, 48 at a time: streams, whole answers and chats, with prompts and answers of random lengths,
+for the base model and for every adapter. A quarter of them is dropped by the client after some tokens. Some are greedy
+ones that were answered alone at the start, and must be answered the same way in company.
 
 After each round the server is left until it is quiet; then the resident memory, the file descriptors and the threads of
 each of its processes are read, and the blocks of the cache that are free. The first requests are for warming up. From
@@ -29,14 +29,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
+import torch
+from adapter_scale import write_adapter
+from http_load import make_tokenizer
 from report import Record, report
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 ROOT = Path(__file__).parent.parent
-ADAPTERS = (None, "answer", "json", "pirate", "redact", "sentiment", "sql")
-WORDS = (
-    "the kite tailor from harbour bought seven amber lanterns on Friday for coins and was delighted umbrella".split()
-)
+NAMES = (None, "answer", "json", "pirate", "redact", "sentiment", "sql")
+WORDS = ("the", "kite", "from", "harbour", "bought", "seven", "amber", "lanterns", "on", "Friday", "and", "was")
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+HIDDEN, LAYERS, HEADS, INNER, RANK = 64, 2, 2, 128, 8
 MOST_GROWTH = 0.02
 AT_ONCE = 48
 DROPPED, CHECKED, CHATS, WHOLE = 0.25, 0.1, 0.1, 0.2  # of the requests
@@ -99,10 +105,13 @@ def main() -> None:
     args = parse_args()
     amounts = QUICK if args.quick else Amounts(requests=args.requests, warm_up=args.warm_up, minutes=args.minutes)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as name, serving(Path(name) / "log") as server:
-        seen = asyncio.run(soak(server, amounts))
-        blocks = server.metrics()[BLOCKS]
-    report(judge(seen, amounts, blocks), args.json)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = [] if args.demo else make_files(folder)
+        with serving(folder / "log", flags) as server:
+            seen = asyncio.run(soak(server, amounts))
+            blocks = server.metrics()[BLOCKS]
+    report(judge(seen, blocks), args.json)
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,6 +120,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=Amounts.requests, metavar="N", help="after those to warm up")
     parser.add_argument("--warm-up", type=int, default=Amounts.warm_up, metavar="N", help="requests that come first")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="M", help="go on for at least so long")
+    parser.add_argument("--demo", action="store_true", help="serve the bundled model and its adapters")
     parser.add_argument("--quick", action="store_true", help="so little that only crashes can be found by it")
     return parser.parse_args()
 
@@ -126,12 +136,13 @@ async def soak(server: "Server", amounts: Amounts) -> list[Seen]:
         since = time.monotonic()
         problems = await send_all(server, load)
         done += len(load)
-        seen.append(Seen(done, server.usage(), await server.be_quiet(), problems))
+        free_blocks = await server.be_quiet()
+        seen.append(Seen(done, server.usage(), free_blocks, problems))
         print_round(seen[-1], time.monotonic() - since)
     return [each for each in seen if each.requests >= amounts.warm_up]
 
 
-def judge(seen: Sequence[Seen], amounts: Amounts, blocks: float) -> list[Record]:
+def judge(seen: Sequence[Seen], blocks: float) -> list[Record]:
     first, last = seen[0], seen[-1]
     num_requests = last.requests - first.requests
     problems = [problem for each in seen for problem in each.problems]
@@ -171,6 +182,37 @@ def print_round(seen: Seen, seconds: float) -> None:
     print(f"{seen.requests:6} requests, {seconds:5.1f} s{wrong}: {usage}", flush=True)
 
 
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def make_files(folder: Path) -> list[str]:
+    """A model and its adapters; the flags to serve them with."""
+    transformers_logging.disable_progress_bar()
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        initializer_range=0.2,  # answers differ
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    chance = np.random.default_rng(0)
+    for name in filter(None, NAMES):
+        write_adapter(folder / "adapters" / name, chance, RANK, HIDDEN, LAYERS, ("q_proj", "v_proj"))
+    flags = {"--model-id": "model", "--adapters-dir": "adapters", "--huggingface-hub-cache": "cache"}
+    paths = [word for flag, name in flags.items() for word in (flag, str(folder / name))]
+    return [*paths, "--no-hub", "--device", "cpu", "--cache-bytes", str(2**26), "--adapter-bytes", str(2**26)]
+
+
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +220,7 @@ def make_request(chance: random.Random, probes: Sequence[Wanted]) -> Wanted:
     kind = chance.random()
     if kind < CHECKED:
         return chance.choice(probes)
-    adapter, prompt, count = chance.choice(ADAPTERS), make_prompt(chance), chance.randint(1, 48)
+    adapter, prompt, count = chance.choice(NAMES), make_prompt(chance), chance.randint(1, 24)
     if kind < CHECKED + CHATS:
         message = {"role": "user", "content": prompt}
         body = {"model": adapter or "", "messages": [message], "max_tokens": count}
@@ -191,7 +233,7 @@ def make_request(chance: random.Random, probes: Sequence[Wanted]) -> Wanted:
 
 
 def make_prompt(chance: random.Random) -> str:
-    return " ".join(chance.choice(WORDS) + str(chance.randrange(100)) for _ in range(chance.randint(1, 40)))
+    return " ".join(chance.choice(WORDS) + str(chance.randrange(100)) for _ in range(chance.randint(1, 24)))
 
 
 def make_body(prompt: str, adapter: str | None, count: int, **parameters: Any) -> dict[str, Any]:
@@ -203,7 +245,7 @@ async def answer_alone(server: "Server", chance: random.Random, count: int) -> l
     """Greedy requests with their answers, each of which was the only one under way."""
     probes = []
     for number in range(count):
-        body = make_body(make_prompt(chance), ADAPTERS[number % len(ADAPTERS)], chance.randint(4, 32))
+        body = make_body(make_prompt(chance), NAMES[number % len(NAMES)], chance.randint(4, 24))
         answer = await ask(server, Wanted("/generate", body))
         probes.append(Wanted("/generate", body, expected=json.loads(answer)["generated_text"]))
     return probes
@@ -303,9 +345,9 @@ def usage_of(process: psutil.Process) -> Usage:
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[Server]:
+def serving(log: Path, flags: Sequence[str]) -> Iterator[Server]:
     """`lorax serve` until it is left."""
-    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0", *flags]
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT) as process:
         try:
             yield Server(wait_for_url(process, log), process.pid)

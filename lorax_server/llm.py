@@ -30,7 +30,7 @@ from lorax_server.build import build_engine
 from lorax_server.completion import Chunk, Completion, Run
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos
 from lorax_server.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import (

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -688,6 +689,16 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
         assert len(llm._tokenizers) == 2
     assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
+
+
+def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    try:
+        with LLM(world.model, **SMALL):
+            assert sys.getswitchinterval() == pytest.approx(0.004)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _not_here(*args: Any, **kwargs: Any) -> Any:
