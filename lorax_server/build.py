@@ -30,9 +30,13 @@ TURN_S = 0.0005
 WARM_UP_TOKENS = 8
 
 
+def switch_threads_often() -> None:
+    """Set it for the whole process, which an engine must have to itself."""
+    sys.setswitchinterval(TURN_S)
+
+
 def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
     """Load the model on all ranks, make an engine of them, bring the first adapters. `on_death`: a rank has ended."""
-    sys.setswitchinterval(TURN_S)
     engine = assemble(config, build_executor(config, on_death))
     try:
         preload(engine, config)

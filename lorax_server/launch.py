@@ -30,8 +30,9 @@ def make_client(config: EngineConfig, *, restart: bool = True) -> EngineClient:
 
 def run_engine(config: EngineConfig, address: str) -> None:
     """What the engine process runs: build, serve, and tell the other side if that fails or a rank dies."""
-    from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
+    from lorax_server.build import build_engine, switch_threads_often, warm_up  # noqa: PLC0415
 
+    switch_threads_often()
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)

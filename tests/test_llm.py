@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from lorax_server import adapter_tokenizers
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.llm import LLM, Completion
 from lorax_server.models.registry import MODELS
@@ -668,6 +670,39 @@ def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None
     assert len(other) - 1 in ids
     assert changed.prompt_ids == ids
     assert (changed.token_ids, changed.text) == answer(oracle, other, ids)
+
+
+def test_tokenizers_of_adapters_are_kept_up_to_a_number(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they read by transformers in this process, which has no limits."""
+    monkeypatch.setattr(adapter_tokenizers, "MAX_TOKENIZERS", 2)
+    folders = {str(number): tmp_path / str(number) for number in range(4)}
+    for number, folder in folders.items():
+        shutil.copytree(world.adapters["first"], folder)
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens([f"<{number}>"])
+        tokenizer.save_pretrained(folder)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _not_here)
+    with LLM(world.model, folders, **SMALL) as llm:
+        names = [*folders, "0", "3", "3"]
+        completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
+        assert len(llm._tokenizers) == 2
+    assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
+
+
+def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    try:
+        with LLM(world.model, **SMALL):
+            assert sys.getswitchinterval() == pytest.approx(0.004)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _not_here(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("transformers was asked in this process")
 
 
 # --- Models that there is no code of ours for -------------------------------------------------------------------------
