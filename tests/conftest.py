@@ -8,6 +8,8 @@ import torch
 
 from tests.ranks import RankPool
 
+pytest_plugins = ["tests.leaks"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where models run: cpu (the default) or cuda")
