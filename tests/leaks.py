@@ -24,6 +24,7 @@ PAUSE_S = 0.002
 MARK = "LEAKS_OF"  # a variable that all descendants have, whoever is their parent by then
 DATA = (Path, str, type(None))  # a fixture of this kind makes nothing after it was set up
 HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until it ends
+CACHES = ("torchinductor_",)  # torch makes it on import, once for all processes
 FOREVER = ("pytest_timeout ",)  # where there are no signals, it waits until all is over
 
 
@@ -91,7 +92,8 @@ def find_sockets() -> Iterator[Thing]:
 
 def find_files() -> Iterator[Thing]:
     for name in os.listdir(tempfile.gettempdir()):
-        yield Thing("temporary file", name)
+        if not name.startswith(CACHES):
+            yield Thing("temporary file", name)
 
 
 # --- What it is called ------------------------------------------------------------------------------------------------
