@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -295,8 +296,8 @@ class Uneven(FakeGroup):
 
 def test_the_rank_with_the_least_room_decides() -> None:
     model = make_paged("llama-gqa", CPU)
-    found = paged_worker(model, CONFIG, Uneven(0, 2)).capabilities
-    assert (found.num_blocks, found.max_length) == (3, 12)
+    with closing(paged_worker(model, CONFIG, Uneven(0, 2))) as worker:
+        assert (worker.capabilities.num_blocks, worker.capabilities.max_length) == (3, 12)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
