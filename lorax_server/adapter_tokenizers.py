@@ -4,12 +4,14 @@ import threading
 from pathlib import Path
 
 from lorax_server.adapters.finder import Recent
-from lorax_server.adapters.spec import Stamp, stamp_of
+from lorax_server.adapters.spec import Stamp
 from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError
-from lorax_server.tokenizer import TextTokenizer, load_adapter_tokenizer
+from lorax_server.model_files import TokenizerFolder
+from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
+_Key = tuple[Path, tuple[str, ...], tuple[Stamp, ...]]  # a folder, its files and their stamps
 MAX_TOKENIZERS = 64  # each of which may take tens of megabytes
 
 
@@ -21,7 +23,7 @@ class AdapterTokenizers:
         self._base_folder = base_folder
         self._converter = Converter()
         self._lock = threading.Lock()
-        self._found: Recent[tuple[Path, tuple[Stamp, ...]], TextTokenizer | ConfigError] = Recent(MAX_TOKENIZERS)
+        self._found: Recent[_Key, TextTokenizer | ConfigError] = Recent(MAX_TOKENIZERS)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -31,15 +33,13 @@ class AdapterTokenizers:
         if adapter.folder is None or not adapter.tokenizer_files:
             return self._base
         folder = Path(adapter.folder)
-        try:
-            # Not by the identity, which is that of the weights.
-            key = folder, tuple(stamp_of(folder / file) for file in adapter.tokenizer_files)
-            with self._lock:
-                found = self._found.recall(key)
-            found = found or self._load(folder)
-        except OSError as error:
-            found = ConfigError(str(error))
-        else:
+        # Not by the identity, which is that of the weights.
+        key = folder, adapter.tokenizer_files, adapter.tokenizer_stamps
+        with self._lock:
+            found = self._found.recall(key)
+        if found is None:
+            vouched = dict(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
+            found = self._load(TokenizerFolder(folder, vouched))
             with self._lock:
                 self._found[key] = found
         if isinstance(found, ConfigError):
@@ -50,8 +50,9 @@ class AdapterTokenizers:
         """End what other processes do for it."""
         self._converter.close()
 
-    def _load(self, folder: Path) -> TextTokenizer | ConfigError:
+    def _load(self, files: TokenizerFolder) -> TextTokenizer | ConfigError:
         try:
-            return load_adapter_tokenizer(folder, self._base, self._base_folder, self._converter)
+            shared = share_base_tokenizer(files, self._base, self._base_folder)
+            return shared or load_own_tokenizer(files, self._base_folder, self._converter)
         except ConfigError as error:
             return error

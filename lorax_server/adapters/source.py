@@ -83,7 +83,7 @@ class FetchedAdapter:
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
-    is_new: bool = False  # some of its files had to be brought here just now
+    is_new: bool = field(default=False, compare=False)  # some of its files had to be brought here just now
 
 
 class AdapterSources:
