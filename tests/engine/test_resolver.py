@@ -236,7 +236,8 @@ def test_an_adapter_of_this_machine(bench: Bench) -> None:
     config = parse_config(RAW, "team/tuned")
     part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
-    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",))
+    stamps = (stamp_of(folder / "tokenizer.json"),)
+    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
 def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) -> None:
