@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server import protocol
 from lorax_server.server.audit import Trail
 from lorax_server.server.connections import Connections, network
 from lorax_server.server.metrics import Metrics
 from lorax_server.server.protocol import make_protocol
+from lorax_server.server.run import _fit_connections
 from tests.server.edge import HEALTH, Edge, Wire, head, listening
 
 
@@ -92,6 +95,13 @@ def test_one_that_has_gone_leaves_nothing_behind() -> None:
 )
 def test_what_counts_as_one_address(one: str, other: str, is_same: bool) -> None:
     assert (network(one) == network(other)) is is_same
+
+
+@pytest.mark.parametrize(("max_files", "expected"), [(10_000, 8192), (4096, 3584), (100, 1)])
+def test_there_are_files_for_all_connections(max_files: int, expected: int, caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
+    assert _fit_connections(config, max_files).max_connections == expected
+    assert ("LimitNOFILE" in caplog.text) is (expected < config.max_connections)
 
 
 # --- On sockets -------------------------------------------------------------------------------------------------------
