@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from lorax_server.errors import InputError
 from lorax_server.server.keys import HUB, Key
 from lorax_server.server.names import Named, Names
 from lorax_server.server.parts import Parts
@@ -22,6 +21,7 @@ MAX_ALSO = 100
 FEW = 1000  # names, which are looked through sooner than a thread has begun
 ON_DISK = "on disk"
 BY_NAME, BY_HASH = "name:", "hash:"
+MARK = f"^({BY_NAME}|{BY_HASH})"  # how `after` begins
 Made = TypeVar("Made")
 
 
@@ -43,10 +43,7 @@ class _Row(NamedTuple):
 
 async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str, Any]:  # noqa: B008 - never changed
     """Describe the adapters of a page, as the body of an answer."""
-    is_by_name = asked.after.startswith(BY_NAME)
-    if not is_by_name and not asked.after.startswith(BY_HASH):
-        raise InputError(f"`after` is what the page before had as `next`, not {asked.after[:64]!r}")
-    rows = await _named(parts, key, asked) if is_by_name else []
+    rows = [] if asked.after.startswith(BY_HASH) else await _named(parts, key, asked)
     if key.is_admin and len(rows) <= asked.limit:
         rows += islice(_others(parts, asked), asked.limit + 1 - len(rows))
     page = rows[: asked.limit]

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from lorax_server.errors import AdapterNotFoundError, LoraxError
-from lorax_server.server.adapter_pages import BY_NAME, MAX_ALSO, MAX_LIMIT, MAX_TEXT, Asked, describe, list_page
+from lorax_server.server.adapter_pages import BY_NAME, MARK, MAX_ALSO, MAX_LIMIT, MAX_TEXT, Asked, describe, list_page
 from lorax_server.server.completions import ERRORS
 from lorax_server.server.keys import Key
 from lorax_server.server.names import HUB_NAME, Choice, Named
@@ -24,7 +24,10 @@ from lorax_server.server.service import Service
 
 TAG = "Adapters"
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Adapters of a page.")]
-After = Annotated[str, Query(max_length=MAX_TEXT, description="`next` of the page before; left out: the first page.")]
+After = Annotated[
+    str,
+    Query(max_length=MAX_TEXT, pattern=MARK, description="`next` of the page before; left out: the first page."),
+]
 Search = Annotated[str, Query(max_length=MAX_TEXT, description="Only adapters whose name has this text.")]
 Also = Annotated[
     list[str],

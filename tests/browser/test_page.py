@@ -337,7 +337,7 @@ def test_more_adapters_than_a_page_has(visit: Visit) -> None:
     playground = visit()
     playground.page.route("**/v1/adapters*", answer)
     playground.open()
-    expect(playground.at("#residency-note")).to_contain_text("1 of many shown")
+    expect(playground.at("#residency-note")).to_contain_text("of many shown")
     playground.at("#filter").fill("far")
     expect(playground.resident(DISK, "far-away")).to_be_visible()
     assert "search=far" in asked[-1]

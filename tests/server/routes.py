@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 
 from lorax_server import ipc
-from lorax_server.errors import LoraxError
+from lorax_server.errors import InputError, LoraxError
 from lorax_server.server.app import make_app
 from lorax_server.server.gate import Gate
 from lorax_server.server.keys import KeyRing
@@ -73,6 +73,10 @@ class Routes(Bench):
         self.service.engine, self.service._parts, self.service._keys = self.engine, self.parts, keys
 
     def _obey(self, message: ipc.ToEngine) -> None:
+        try:
+            ipc.encode(message)
+        except ipc.ChannelError as error:
+            raise InputError(str(error)) from error
         soon = asyncio.get_running_loop().call_soon
         self.engine.sent.append(message)
         match message:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import lorax
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
 
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError
 from lorax_server.server import rules
@@ -142,6 +145,18 @@ def test_the_first_event_says_where_the_adapter_was(path: str, body: dict[str, A
     assert first["adapter_tier"] == tier
     assert others
     assert not any("adapter_tier" in event for event in others)
+
+
+def test_the_clients_that_there_are_read_the_first_event() -> None:
+    routes = Routes(["poet"])
+    routes.answers["poet"] = Resolved("hash", tier="disk")
+    _give_template(routes)
+    native = routes.post(STREAM, generate(adapter_id="poet")).events[0]
+    assert lorax.types.StreamResponse(**native).token.id == native["token"]["id"]
+    chunk = ChatCompletionChunk.model_validate(routes.post(CHAT, chat("poet", stream=True)).events[0])
+    assert (chunk.model_extra or {})["adapter_tier"] == "disk"
+    text = Completion.model_validate(routes.post(COMPLETIONS, complete("poet", stream=True)).events[0])
+    assert (text.model_extra or {})["adapter_tier"] == "disk"
 
 
 def test_whole_answers_and_errors_say_where_the_adapter_was() -> None:
