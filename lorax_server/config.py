@@ -55,15 +55,18 @@ class SourceConfig:
     s3_endpoint: str | None = None
     max_bytes: int = 4 * 2**30
     """The most that an adapter's files may have."""
+    disk_bytes: int | None = None
+    """The most that fetched adapters take of the disk. None: half of what it would have free without them."""
     num_threads: int = 16
     """Adapters that are fetched at once, from each source."""
 
     def __post_init__(self) -> None:
         if self.cache is None and (self.hub or self.s3_bucket):
             raise ConfigError("adapters of a hub or of S3 need a folder to be kept in: set cache")
-        for name in ("max_bytes", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("max_bytes", "disk_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} must be at least 1")
 
 
 @dataclass(frozen=True)

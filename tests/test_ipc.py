@@ -99,7 +99,10 @@ merges = st.builds(
     st.sampled_from(["total", "frequency"]),
     ids,
 )
-resolved = st.builds(Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple))
+stamps = st.lists(st.lists(ids, max_size=4).map(tuple), max_size=3).map(tuple)
+resolved = st.builds(
+    Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple), texts, tokenizer_stamps=stamps
+)
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}

@@ -13,15 +13,9 @@ from typing import Any, TypeVar
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
+from lorax_server.adapters.files import REQUIRED_FILES
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.source import (
-    MAX_NAME_LENGTH,
-    REQUIRED_FILES,
-    AdapterSources,
-    BaseModelType,
-    FetchedAdapter,
-    read_json,
-)
+from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources, BaseModelType, FetchedAdapter, read_json
 from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, is_settled, stamp_of
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef, Resolved
@@ -141,7 +135,9 @@ class AdapterFinder:
             return None
         part = StoredPart(folder, config, stamp, identity, settled)
         spec = AdapterSpec(identity, name, (part,), num_elements)
-        return Found(spec, Resolved(identity, str(folder), fetched.tokenizer_files), files, is_new=fetched.is_new)
+        vouched = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
+        resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=vouched)
+        return Found(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
         """Who it is, and how many elements it has. The weights are read only if they are not known by their stamp."""

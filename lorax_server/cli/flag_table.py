@@ -120,6 +120,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         ),
         _own("--s3-endpoint", "address of the S3 service, if it is not Amazon's", to="sources.s3_endpoint"),
         _own("--adapter-timeout-s", "how long a request waits for its adapter", "number", "engine.adapter_timeout_s"),
+        _own(
+            "--adapter-disk-bytes",
+            "disk space for fetched adapters (default: half of what is free without them)",
+            "size",
+            "sources.disk_bytes",
+        ),
         Flag("--huggingface-hub-cache", "where models and adapters are kept (default: ~/.cache/lorax)", "path"),
     ),
     "network and access": (
