@@ -23,8 +23,9 @@ from lorax_server.adapters import finder
 from lorax_server.adapters import source as source_module
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_header
 from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.source import REQUIRED_FILES, AdapterFiles, AdapterSources, Source, read_json
+from lorax_server.adapters.source import AdapterFiles, AdapterSources, Source, read_json
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, Stamp, StoredPart, stamp_of
@@ -940,7 +941,7 @@ def test_what_is_known_takes_one_look_at_each_file_and_none_by_the_caller(
     for _ in range(3):
         looks.clear()
         assert bench.ask("tuned", source) == identity
-        folders = {folder} if source == "local" else set()
+        folders = {folder, folder / TEMPLATES_FOLDER} if source == "local" else set()
         assert sorted(looks.stats) == sorted({folder / file for file in (*REQUIRED_FILES, "tokenizer.json")} | folders)
         assert not looks.reads
     assert not found
@@ -961,14 +962,16 @@ def put_earlier(bench: Bench) -> None:
         (lambda bench: replace(bench.root / "tuned", {CONFIG_FILE: files_of(1, lora_alpha=9)[CONFIG_FILE]}), True),
         (put_earlier, True),
         (lambda bench: write(bench.root / "tuned", {"tokenizer.json": b"{}"}), False),
+        (lambda bench: write(bench.root / "tuned" / TEMPLATES_FOLDER, {"tools.jinja": b"{}"}), False),
         (lambda bench: write(bench.root / "tuned", {"README.md": b""}), False),
     ],
-    ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "readme"],
+    ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "template", "readme"],
 )
 def test_a_change_is_seen_by_the_next_request_though_all_was_known(
     bench: Bench, change: Callable[[Bench], None], is_another: bool
 ) -> None:
     first = bench.put("tuned", 1)
+    (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
     sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
     now_ns = time.time_ns() + SETTLED_NS + 10**9
     bench.resolver = AdapterResolver(
@@ -983,9 +986,8 @@ def test_a_change_is_seen_by_the_next_request_though_all_was_known(
     change(bench)
     spec, resolved = result(bench.begin("tuned", "local"))
     assert (spec.identity != first) == is_another
-    assert resolved.tokenizer_files == tuple(
-        file for file in ("tokenizer.json",) if (bench.root / "tuned" / file).exists()
-    )
+    listed = ("tokenizer.json", f"{TEMPLATES_FOLDER}/tools.jinja")
+    assert resolved.tokenizer_files == tuple(file for file in listed if (bench.root / "tuned" / file).exists())
 
 
 def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(

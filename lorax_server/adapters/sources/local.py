@@ -31,8 +31,8 @@ class LocalSource:
 
     def places(self, name: str) -> list[Path]:
         """The folder that a name has below each root, and those in it that hold known files."""
-        folders = [root / name for root in self._roots] if _is_plain(name) else []
-        return [*folders, *(folder / TEMPLATES_FOLDER for folder in folders)]
+        folders = ("", TEMPLATES_FOLDER) if _is_plain(name) else ()
+        return [root / name / folder for root in self._roots for folder in folders]
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder, root = self._folder(name)
