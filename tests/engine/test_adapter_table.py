@@ -900,7 +900,7 @@ def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: s
     world = World(10, 10)
     world.put("a", 1, 4)
     identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
-    found = getattr(world.engine, method)(*([] if method == "list_adapters" else [identity]))
+    found = getattr(world.engine, method)([identity] if method == "list_adapters" else identity)
     assert world.table.state(identity) is State.DISK
     if method == "list_adapters":
         assert [state.identity for state in found] == [identity]
@@ -916,7 +916,7 @@ def test_what_never_fits_is_said_when_it_is_named() -> None:
     error = world.engine.resolve([AdapterRef("local", "a")]).exception()
     assert isinstance(error, AdapterError)
     assert "adapter_host_bytes" in str(error)
-    assert world.engine.list_adapters() == []
+    assert world.engine.list_adapters(["a@1"]) == []
 
 
 def tier_of(world: World, *names: str) -> str:
