@@ -178,8 +178,7 @@ def decode_question(data: bytes) -> Resolve | ForgetAdapter | None:
         message = decode_to_engine(data)
     except (msgspec.DecodeError, ChannelError, RecursionError, UnicodeDecodeError):
         return None
-    assert isinstance(message, Resolve | ForgetAdapter)
-    return message
+    return message if isinstance(message, Resolve | ForgetAdapter) else None
 
 
 def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:

@@ -183,6 +183,14 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
             except ipc.ChannelError as error:
                 answer = ipc.answer_to_unreadable(damaged, error)
                 assert answer is None or isinstance(answer, ipc.Message)
+        assert isinstance(ipc.decode_question(damaged), ipc.Resolve | ipc.ForgetAdapter | None)
+
+
+@given(st.one_of(*TO_ENGINE.values()))
+@settings(max_examples=100, deadline=None)
+def test_questions_are_those_about_names(message: ipc.ToEngine) -> None:
+    is_question = isinstance(message, ipc.Resolve | ipc.ForgetAdapter)
+    assert ipc.decode_question(ipc.encode(message)) == (message if is_question else None)
 
 
 def request_with(**fields: Any) -> Request:

@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
 # --- Models and adapters ----------------------------------------------------------------------------------------------
 
 
-def write_adapter(base: Any, folder: Path, seed: int, **settings: Any) -> Path:
+def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **settings: Any) -> Path:
     """As PEFT saves it."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings)
     with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def write_adapter(base: Any, folder: Path, seed: int, **settings: Any) -> Path:
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.data.normal_(0, 0.2)
+                parameter.data.normal_(0, size)
         model.save_pretrained(folder, save_embedding_layers=base.config.vocab_size != VOCAB)
     return folder
 
@@ -550,6 +550,27 @@ def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.Monke
     count = itertools.count()
     with pytest.raises(Exception, match="not numbers"):
         list(llm.stream(TEXTS[0], stop=STOP))
+
+
+@pytest.mark.parametrize(
+    "poison", [{"size": 1e18}, {"size": 3e10, "lora_alpha": 1e18}], ids=["huge weights", "huge scale"]
+)
+def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
+    world: World, tmp_path: Path, poison: dict[str, Any]
+) -> None:
+    """Each of its numbers is one, but what they come to is not. Neighbours share its steps, then get its blocks."""
+    write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
+    adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
+    with LLM(world.model, adapters, **SMALL) as llm:
+        prompts, names = [*TEXTS, *TEXTS], ["poison", None, "first", "poison", "first", "poison", None, "first"]
+        for _ in range(3):
+            for prompt, name, found in zip(
+                prompts, names, llm.generate(prompts, stop=STOP, adapter=names, on_error="return"), strict=True
+            ):
+                if name == "poison":
+                    assert "not numbers" in str(found.error)
+                else:
+                    assert found.text == world.answer(prompt, name)[1]
 
 
 # --- Where adapters lie -----------------------------------------------------------------------------------------------
