@@ -48,6 +48,7 @@ AT_ONCE = 48
 DROPPED, CHECKED, CHATS, WHOLE = 0.25, 0.1, 0.1, 0.2  # of the requests
 READY = re.compile(r"ready: (http://\S+)")
 START_S, QUIET_S, ANSWER_S = 120, 60, 120
+REST_S = 1.5  # until an idle engine has given back what it does not need
 QUIET = {"lorax_batch_current_size": 0.0, "lorax_queue_length": 0.0, "lorax_waiting_for_adapters": 0.0}
 BLOCKS, FREE = "lorax_kv_blocks", "lorax_kv_blocks_free"
 HEAD = (
@@ -325,8 +326,10 @@ class Server:
         while True:
             found = self.metrics()
             if all(found[name] == value for name, value in QUIET.items()) or time.monotonic() > deadline:
-                return found[FREE]
+                break
             await asyncio.sleep(0.1)
+        await asyncio.sleep(REST_S)
+        return found[FREE]
 
     def _processes(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]

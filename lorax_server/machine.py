@@ -1,5 +1,6 @@
 """The memory that this process may use: the machine's, or what its container has been given of it."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+ARENA_MAX, MAX_ARENAS = -8, 2  # the name of a setting of glibc's malloc, and its value
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # as the two kinds of groups call it
 
 
@@ -29,6 +31,24 @@ def free_bytes() -> int:
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
     return max(0, min([available, *(group.limit - group.used for group in _groups())]))
+
+
+def share_arenas() -> None:
+    """Have the threads that this process starts from now on allocate from the same few arenas. By default glibc has
+    eight for each core, and what is free in one is of no use to threads of another."""
+    _call_malloc("mallopt", ARENA_MAX, MAX_ARENAS)
+
+
+def give_back_memory() -> None:
+    """Return to the system what malloc keeps of what was freed, which is as much as the largest step ever needed."""
+    _call_malloc("malloc_trim", 0)
+
+
+def _call_malloc(name: str, *args: int) -> None:
+    """Other systems than glibc's have other ways, and need none of this."""
+    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    if function is not None:
+        function(*args)
 
 
 def _physical_bytes() -> int:

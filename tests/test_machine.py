@@ -1,5 +1,7 @@
 """The memory that there is: the machine's, unless a container has less of it."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 
 from lorax_server import machine
-from lorax_server.machine import free_bytes, machine_bytes
+from lorax_server.machine import free_bytes, give_back_memory, machine_bytes
 
 PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
 NEW = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
@@ -68,6 +70,30 @@ def test_without_containers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
     write(tmp_path, {**NEW, "memory.current": LIMIT + 2 * OF_FILES})
     assert free_bytes() == 0
+
+
+def test_malloc_can_be_told() -> None:
+    give_back_memory()
+
+
+def test_threads_share_arenas() -> None:
+    """In a process of its own, since it cannot be undone."""
+    script = (
+        "import ctypes, threading\n"
+        "from lorax_server.machine import share_arenas\n"
+        "share_arenas()\n"
+        "malloc, all_here, go = ctypes.CDLL(None).malloc, threading.Barrier(9), threading.Barrier(9)\n"
+        "malloc.restype = ctypes.c_void_p\n"
+        "def work(): malloc(2**16), all_here.wait(), go.wait()\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "[thread.start() for thread in threads]\n"
+        "all_here.wait()\n"
+        "ctypes.CDLL(None).malloc_info(0, ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'stdout'))\n"
+        "ctypes.CDLL(None).fflush(None)\n"
+        "go.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.count("<heap nr=") <= machine.MAX_ARENAS
 
 
 def _no_file(*args: Any, **kwargs: Any) -> Any:

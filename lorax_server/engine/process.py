@@ -16,12 +16,14 @@ from typing import Protocol, TypeVar
 
 from lorax_server import ipc
 from lorax_server.errors import EngineError, LoraxError
+from lorax_server.machine import give_back_memory
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 IDLE_S = 0.05  # how often it is looked for what depends on time alone
+REST_AFTER = 20  # times that it had nothing to do
 
 
 class Engine(Protocol):
@@ -87,6 +89,7 @@ class _Server:
         self._refused: list[Output] = []  # goes out with those of the step
         self._is_stopping = False
         self._idle_s = 0.0
+        self._num_idle = 0  # since something was told
 
     def run(self, info: ipc.Info) -> None:
         engine, channel = self._engine, self._channel
@@ -104,6 +107,13 @@ class _Server:
                 since = time.monotonic()
                 engine.wake.wait(IDLE_S)
                 self._idle_s += time.monotonic() - since
+                self._rest()
+
+    def _rest(self) -> None:
+        """After some idle turns memory is given back, once: it takes milliseconds, and the next step takes it again."""
+        self._num_idle += 1
+        if self._num_idle == REST_AFTER:
+            give_back_memory()
 
     # --- What comes ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +190,7 @@ class _Server:
         """All of it in one message. What cannot be sent fails alone."""
         outputs, self._refused = self._refused + outputs, []
         if outputs:
+            self._num_idle = 0
             try:
                 self._channel.send(ipc.Outputs(outputs))
             except ipc.ChannelError:

@@ -105,6 +105,19 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     stop(peer)
 
 
+def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, given_back = waiting_peer, queue.Queue[None]()
+    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    monkeypatch.setattr(process, "give_back_memory", lambda: given_back.put(None))
+    peer.start()
+    given_back.get(timeout=60)
+    peer.send(ipc.Add(ask_for(1, (7,))))
+    assert isinstance(peer.receive(), ipc.Outputs)
+    given_back.get(timeout=60)
+    stop(peer)
+    assert given_back.empty()
+
+
 def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
     peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
