@@ -1,7 +1,7 @@
 """The nearest names to one that does not exist, of those that the caller may see.
 
 Signatures of names find the few that are worth a real comparison, so that a flood of misspelt names costs little:
-`benchmarks/listing.py` measures it.
+`benchmarks/shared_costs.py` measures it.
 """
 
 from collections.abc import Iterator
