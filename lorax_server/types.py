@@ -266,6 +266,7 @@ class Resolved(NamedTuple):
     folder: str | None = None  # of the tokenizer's files
     tokenizer_files: tuple[str, ...] = ()
     tier: str = ""  # where its weights were when it was named: device, host, disk, or fetched from its source just now
+    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # of those files when their source vouched for them
 
 
 def _check(holds: bool, message: str) -> None:

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests.ranks import RankPool
+
+pytest_plugins = ["tests.leaks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where models run: cpu (the default) or cuda")
+    tqdm.monitor_interval = 0  # or the first bar leaves a thread that looks at bars
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,6 +79,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """What tests share does not depend on which test asks for it first."""
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Real processes for tests of tensor parallelism: one pool, joined once by gloo, used by the whole session."""
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -31,18 +32,19 @@ class RankPool:
             context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
+            theirs.close()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(group, *args)` returns on each rank; the first failure is raised here."""
         for connection in self._connections[:size]:
-            connection.send((size, function, args))
+            connection.send_bytes(pickle.dumps((size, function, args)))  # whole: torch would leave what shares tensors
         replies = []
         for connection in self._connections[:size]:
             if not connection.poll(TIMEOUT_S):
                 raise TimeoutError("a rank did not answer")
-            replies.append(connection.recv())
+            replies.append(pickle.loads(connection.recv_bytes()))
         for succeeded, reply in replies:
             if not succeeded:
                 raise AssertionError(f"a rank failed:\n{reply}")
@@ -52,6 +54,8 @@ class RankPool:
         for process in self._processes:
             process.terminate()
             process.join()
+        for connection in self._connections:
+            connection.close()
         self._folder.cleanup()
 
 
@@ -60,8 +64,9 @@ def _serve(rank: int, meeting: str, connection: Connection) -> None:
     join_group(rank, POOL_SIZE, meeting, torch.device("cpu"))
     groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
     while True:
-        size, function, args = connection.recv()
+        size, function, args = pickle.loads(connection.recv_bytes())
         try:
-            connection.send((True, function(TorchGroup(groups[size]), *args)))
+            reply = pickle.dumps((True, function(TorchGroup(groups[size]), *args)))
         except Exception:
-            connection.send((False, traceback.format_exc()))
+            reply = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(reply)

@@ -29,7 +29,8 @@ MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough th
 
 
 class AdapterTable:
-    """One engine's adapters. Not thread-safe: only the engine's loop calls it."""
+    """One engine's adapters. Only the engine's loop calls it, but for `find_problem` and `state`, which look at nothing
+    that is in between."""
 
     def __init__(
         self,
@@ -58,11 +59,15 @@ class AdapterTable:
 
     # --- What the engine does with it ---------------------------------------------------------------------------------
 
+    def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
+        """Why an adapter can never be used here."""
+        if not self._capabilities.num_adapter_units:
+            return AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
+        return self._host.find_problem(spec)
+
     def register(self, spec: AdapterSpec, prefetch: bool = True) -> None:
         """Know an adapter from now on. A request that names it is about to come, so it is prepared where room is."""
-        if not self._capabilities.num_adapter_units:
-            raise AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
-        problem = self._host.find_problem(spec)
+        problem = self.find_problem(spec)
         if problem is not None:
             raise problem
         entry = self._known.get(spec.identity)
@@ -269,7 +274,13 @@ class AdapterTable:
     def completed(self, step: int, loaded: Iterable[int]) -> None:
         """A step has ended, and these loads have."""
         self._is_stirred = True
-        for entry in self._device.completed(step, loaded, self._clock()):
+        self._device.completed(step)
+        self.loaded(loaded)
+
+    def loaded(self, indices: Iterable[int]) -> None:
+        """These loads have ended."""
+        for entry in self._device.loaded(indices, self._clock()):
+            self._is_stirred = True
             if entry.is_wanted:
                 self._arrive(entry)
             self._leave_if_dismissed(entry)

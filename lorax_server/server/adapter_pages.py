@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.names import Named, Names
 from lorax_server.server.parts import Parts
 from lorax_server.types import AdapterState
@@ -63,7 +63,9 @@ async def select(
     listed = listing.names
 
     def keep(name: str) -> bool:
-        return wanted in name.casefold() and key.may_use(default_source, name, default_source)
+        return wanted in name.casefold() and key.may_use(
+            default_source, name, default_source, listing.places[name].source == HUB
+        )
 
     def look() -> list[tuple[str, Named]]:
         start = bisect_right(listed, after) if after else 0
@@ -106,7 +108,7 @@ def _also(parts: Parts, key: Key, also: Sequence[str], on_page: set[str]) -> Ite
     for name in dict.fromkeys(name for name in also if name not in on_page):
         choice = parts.names.find(name, None)
         (ref,), (allowed,) = choice.refs, choice.named
-        if key.may_use(*allowed, parts.names.default_source):
+        if key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
             place = Named(ref.source, ref.name)
             yield _Row(name, place, parts.seen.latest(place), name in parts.names.adapters)
 

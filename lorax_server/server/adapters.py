@@ -59,7 +59,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     @router.post("/v1/adapters/load", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
         """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
-        service.check_admin(http)
+        service.check_admin(http, "load", body.adapter_id)
         names = service.parts.names
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await _load(service, service.identify(http), choice, body.pin)
@@ -71,7 +71,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     async def unload(http: Request, body: AdapterRequest) -> Response:
         """Let an adapter go as soon as no request needs it, also if it is pinned. Who names it again gets it again,
         unless it had its name from here."""
-        service.check_admin(http)
+        service.check_admin(http, "unload", body.adapter_id)
         await _unload(service, service.identify(http), body.adapter_id, body.adapter_source)
         return json_response(await list_page(service.parts, service.identify(http)))
 
@@ -85,7 +85,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/load_lora_adapter", response_model=None, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
         """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
-        service.check_admin(http)
+        service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.parts.config.engine.sources.hub else "local"
         choice = service.parts.names.find(body.lora_path, source)
         await _load(service, service.identify(http), choice, None)
@@ -95,7 +95,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/unload_lora_adapter", response_model=None, responses=as_text)
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: let an adapter go, and its name with it."""
-        service.check_admin(http)
+        service.check_admin(http, "unload", body.lora_name)
         await _unload(service, service.identify(http), body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 

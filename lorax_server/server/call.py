@@ -27,7 +27,7 @@ from lorax_server.errors import (
 )
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
 from lorax_server.server.nearest import with_nearest
@@ -121,8 +121,8 @@ class Call:
         if not choice.refs:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
-        for named in choice.named:
-            await self._check_may_use(named, choice)
+        for ref, named in zip(choice.refs, choice.named, strict=True):
+            await self._check_may_use(ref, named, choice)
         resolved = await self._resolve(choice)
         record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
         return Found(resolved, await self.parts.tokenizers.find(resolved))
@@ -153,9 +153,9 @@ class Call:
         self._num_logprobs += each * len(question.seeds)
         check_logprobs(self._num_logprobs)
 
-    async def _check_may_use(self, named: Named, choice: Choice) -> None:
+    async def _check_may_use(self, ref: AdapterRef, named: Named, choice: Choice) -> None:
         try:
-            self.key.check_may_use(*named, self.parts.names.default_source)
+            self.key.check_may_use(*named, self.parts.names.default_source, ref.source == HUB)
         except ForbiddenError as error:
             raise await self.with_nearest(error, named.name, choice.asked_source) from None
 
@@ -172,7 +172,7 @@ class Call:
             stop,
             identity,
             tenant=self.key.name or identity,
-            salt=question.salt,
+            salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )
         return Job(self.parts.engine, request, found.tokenizer)

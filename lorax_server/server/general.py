@@ -12,7 +12,7 @@ from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
 from lorax_server.server.adapter_pages import FEW, off_loop, select
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.names import Named
 from lorax_server.server.native import ERRORS
 from lorax_server.server.native_schemas import (
@@ -201,7 +201,7 @@ def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str
     if name in (names.primary, *config.served_names) and key.base_model:
         return _model(service, created, name, config.model_id, None)
     place = names.adapters.get(name)
-    if place is None or not key.may_use(names.default_source, name, names.default_source):
+    if place is None or not key.may_use(names.default_source, name, names.default_source, place.source == HUB):
         return None
     return _model(service, created, name, place.name, names.primary)
 

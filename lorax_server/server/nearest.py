@@ -1,7 +1,7 @@
 """The nearest names to one that does not exist, of those that the caller may see.
 
 Signatures of names find the few that are worth a real comparison, so that a flood of misspelt names costs little:
-`benchmarks/listing.py` measures it.
+`benchmarks/shared_costs.py` measures it.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from heapq import nlargest
 
 from lorax_server.errors import LoraxError
 from lorax_server.server.adapter_pages import off_loop
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.names import Listing, Names, signature_of
 
 FEW = 100  # names, which are compared sooner than a thread has begun
@@ -53,7 +53,8 @@ def _candidates(wanted: str, source: str | None, names: Names, key: Key) -> list
     for name in _by_likeness(wanted, listing):
         checks_left -= max(1, len(key.adapters or ()))
         place = listing.places[name]
-        if source is None and key.may_use(names.default_source, name, names.default_source):
+        is_hub = place.source == HUB
+        if source is None and key.may_use(names.default_source, name, names.default_source, is_hub):
             found.append(name)
         elif source == place.source and key.may_use(*place, names.default_source):
             found.append(place.name)

@@ -17,6 +17,7 @@ from lorax_server.server.record import Record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.util.types import AttributeValue
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class Tracer:
 
     def __init__(self, endpoint: str | None, service: str = "lorax.server", model: str = "") -> None:
         self._model = model
-        self._provider = None if endpoint is None else _make_provider(_traces_url(endpoint), service)
+        self._exporter = None if endpoint is None else _make_exporter(_traces_url(endpoint))
+        self._provider = None if self._exporter is None else _make_provider(self._exporter, service)
 
     def end(self, record: Record) -> None:
         """A request ended. Whatever is wrong with it, or with tracing, is not the caller's concern."""
@@ -60,6 +62,8 @@ class Tracer:
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
+        if closing.is_alive() and self._exporter is not None:
+            self._exporter.shutdown()  # it drops the rest instead of trying for half a minute: its threads end
         self._provider = None
 
     def _trace(self, provider: "TracerProvider", record: Record) -> None:
@@ -156,14 +160,19 @@ def _traces_url(endpoint: str) -> str:
     return endpoint if parsed.path.strip("/") else parsed._replace(path=TRACES_PATH).geturl()
 
 
-def _make_provider(url: str, service: str) -> "TracerProvider":
+def _make_exporter(url: str) -> "SpanExporter":
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError("traces need more packages: pip install lorax_server[otel]") from error
+    return OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)
+
+
+def _make_provider(exporter: "SpanExporter", service: str) -> "TracerProvider":
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

@@ -36,6 +36,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
+    Resolved,
     SamplingParams,
     StopParams,
 )
@@ -257,7 +258,7 @@ def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
         merge = Merge((0.5,), "ties", density=0.25)
         resolved = await client.resolve([AdapterRef("hub", "a", "token")], merge)
-        assert resolved == (f"hub:a:token:{merge}", "folder", ("tokenizer.json",), "")
+        assert resolved == Resolved(f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
 
     shared(test)
 

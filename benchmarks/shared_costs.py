@@ -1,32 +1,40 @@
-"""What it costs others to list many adapters, or to misspell one: CPU time of the event loop's thread, of the engine's
-step thread, and of a search for near names on a thread of its own.
+"""What one caller can make everybody pay, now and as it was before: lists of many adapters, misspelt names, many keys,
+watermarks.
 
-    python benchmarks/listing.py [--json FILE]
+    python benchmarks/shared_costs.py [--json FILE]
 
-"before" is how the list was made without pages: every name looked for in a list of all, every state described.
+All figures are CPU time of one thread: of the event loop, of the engine's step, or, for near names, of a thread beside
+them. "as before" is how it was done until it was bounded: every name looked for in a list of all, every state
+described, every key compared, the vocabulary shuffled for each row and step.
 """
 
 import asyncio
+import hmac
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from report import Record, parse_args, report
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.plan import Capabilities
+from lorax_server.sampling.watermark import favour_green, hash_tokens
 from lorax_server.server.adapter_pages import Asked, list_page
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import Key, KeyRing
 from lorax_server.server.names import Named, Names
 from lorax_server.server.nearest import find_nearest
 from lorax_server.server.parts import Seen
 from lorax_server.types import AdapterState
 
 COUNT = 10_000
+VOCAB, ROWS = 128_256, 32
 ROUNDS = 20
 WORDS = ("poet", "bard", "tutor", "legal", "medical", "support", "sql", "json", "summary", "german", "french")
 MISSPELT = ("team-poet-brad-000017", "x", "z" * 128, "teem-legal-sql-000500")
@@ -118,10 +126,45 @@ def measure_names() -> list[Record]:
     return records
 
 
+def measure_keys() -> list[Record]:
+    keys = [secrets.token_hex(16) for _ in range(COUNT)]
+    ring, digests = KeyRing(keys), [sha256(key.encode()).digest() for key in keys]
+
+    def compare_all() -> list[bool]:
+        given = sha256(keys[0].encode()).digest()
+        return [hmac.compare_digest(digest, given) for digest in digests]
+
+    return [
+        record("a key of 10,000, as before, event loop", milliseconds(compare_all)),
+        record("a key of 10,000, event loop", milliseconds(lambda: ring.identify(f"Bearer {keys[0]}")), 0.1),
+    ]
+
+
+def measure_watermark() -> list[Record]:
+    """Of a vocabulary of 128k, for 32 rows."""
+    torch.set_num_threads(1)  # so that this thread's time is all
+    scores, hashes = torch.randn(ROWS, VOCAB), hash_tokens(VOCAB)
+    previous = torch.randint(VOCAB, (ROWS,))
+
+    def shuffle_all() -> None:
+        for row, token in zip(scores, previous.tolist(), strict=True):
+            generator = torch.Generator().manual_seed(15485863 * token)
+            row[torch.randperm(VOCAB, generator=generator)[: VOCAB // 2]] += 2.0
+
+    return [
+        record("a watermark, as before, for each row and step", milliseconds(shuffle_all, 5) / ROWS),
+        record(
+            "a watermark, for each row and step",
+            milliseconds(lambda: favour_green(scores, previous, hashes)) / ROWS,
+            0.2,
+        ),
+    ]
+
+
 def main() -> None:
     args = parse_args(__doc__)
-    print(f"{COUNT} adapters; milliseconds of CPU")
-    report([*measure_list(), *measure_names()], args.json)
+    print(f"{COUNT} adapters, {COUNT} keys, {VOCAB} tokens; milliseconds of CPU")
+    report([*measure_list(), *measure_names(), *measure_keys(), *measure_watermark()], args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,264 @@
+"""A pytest plugin: no test leaves a thread, a process, a socket or a temporary file behind.
+
+What is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the session
+hold what they made until they end: what is left then fails the last test before that, and names where it came from.
+"""
+
+import os
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+GRACE_S = 5.0  # for what is just ending
+PAUSE_S = 0.002
+MARK = "LEAKS_OF"  # a variable that all descendants have, whoever is their parent by then
+DATA = (Path, str, type(None))  # a fixture of this kind makes nothing after it was set up
+HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until it ends
+CACHES = ("torchinductor_",)  # torch makes it on import, once for all processes
+FOREVER = ("pytest_timeout ",)  # where there are no signals, it waits until all is over
+
+
+class Thing(NamedTuple):
+    """Something that a test can leave behind: its kind, and what tells it from all others of that kind."""
+
+    kind: str
+    key: Any
+
+
+# --- What there is ----------------------------------------------------------------------------------------------------
+
+
+def find_all() -> set[Thing]:
+    return {*find_threads(), *find_processes(), *find_sockets(), *find_files()}
+
+
+def find_threads() -> Iterator[Thing]:
+    for thread in threading.enumerate():
+        if not thread.name.startswith(FOREVER):
+            yield Thing("thread", thread)
+
+
+def find_processes() -> Iterator[Thing]:
+    """Children that run; one that has ended and was not waited for disturbs nobody."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return  # there is none, which costs a microsecond to find out
+    for child in psutil.Process().children():
+        if _runs(child):
+            yield Thing("process", child)
+
+
+def find_orphans() -> Iterator[Thing]:
+    """Descendants of this process whose parents have ended. It reads the variables of all processes: 10 ms."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            is_ours = mark in path.read_bytes().split(b"\0")
+            process = psutil.Process(int(path.parent.name))
+        except (OSError, psutil.Error):
+            continue
+        if is_ours and process.pid != os.getpid() and _runs(process):
+            yield Thing("process", process)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in HELPERS)
+    except psutil.Error:
+        return False
+
+
+def find_sockets() -> Iterator[Thing]:
+    for name in os.listdir("/dev/fd"):
+        try:
+            found = os.fstat(int(name))
+        except OSError:
+            continue  # the descriptor of the listing itself
+        if stat.S_ISSOCK(found.st_mode):
+            yield Thing("socket", (found.st_dev, found.st_ino))
+
+
+def find_files() -> Iterator[Thing]:
+    for name in os.listdir(tempfile.gettempdir()):
+        if not name.startswith(CACHES):
+            yield Thing("temporary file", name)
+
+
+# --- What it is called ------------------------------------------------------------------------------------------------
+
+
+def describe(thing: Thing) -> str:
+    try:
+        return f"{thing.kind} {DESCRIBE[thing.kind](thing.key)}"
+    except (OSError, psutil.Error):
+        return f"{thing.kind} that has just ended"
+
+
+def describe_thread(thread: threading.Thread) -> str:
+    target = getattr(thread, "_target", None)
+    frame = sys._current_frames().get(thread.ident or 0)
+    place = f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    return f"{thread.name!r} (runs {getattr(target, '__qualname__', target)}{place})"
+
+
+def describe_process(process: psutil.Process) -> str:
+    return f"{process.pid}: {' '.join(process.cmdline())[:300]}"
+
+
+def describe_socket(key: tuple[int, int]) -> str:
+    for name in os.listdir("/dev/fd"):
+        try:
+            found = os.fstat(int(name))
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == key:
+            with socket.socket(fileno=os.dup(int(name))) as it:
+                return f"{name} ({it.family.name}, {_ends(it)})"
+    return "that has just been closed"
+
+
+def _ends(it: socket.socket) -> str:
+    here = it.getsockname() or "no address"
+    try:
+        return f"from {here} to {it.getpeername() or 'its pair'}"
+    except OSError:
+        return f"at {here}"
+
+
+def describe_file(name: str) -> str:
+    path = Path(tempfile.gettempdir()) / name
+    return f"{path}{' (a folder)' if path.is_dir() else ''}"
+
+
+DESCRIBE: dict[str, Callable[[Any], str]] = {
+    "thread": describe_thread,
+    "process": describe_process,
+    "socket": describe_socket,
+    "temporary file": describe_file,
+}
+
+
+# --- Whose it is ------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Knows what there was before a test, what fixtures hold, and what to say about the rest."""
+
+    def __init__(self) -> None:
+        self._known = find_all()
+        self._of_session: dict[Thing, str] = {}  # and the name of the fixture that made it
+        self._of_module: dict[Thing, str] = {}  # the same, or the test
+
+    def hold(self, scope: str, owner: str, things: set[Thing]) -> None:
+        held = self._of_session if scope in ("session", "package") else self._of_module
+        held.update((thing, held.get(thing, owner)) for thing in things - self._known)
+
+    def after_test(self, owner: str, is_shared: bool) -> str:
+        """Names what a test left. `is_shared`: a fixture of its module may have made it, which shows at its end."""
+        allowed = self._known | self._of_session.keys() | self._of_module.keys()
+        left = find_all() - allowed
+        if left and not is_shared:
+            left = _wait_for(allowed)
+        if not left:
+            return ""
+        self._of_module |= dict.fromkeys(left, owner)
+        return "" if is_shared else self._report(dict.fromkeys(left, ""))
+
+    def after_module(self, is_last: bool) -> str:
+        """Names what its fixtures and tests left; once the session's fixtures have ended, also what those did."""
+        held = self._of_module | (self._of_session if is_last else {})
+        allowed = self._known if is_last else self._known | self._of_session.keys()
+        left = _wait_for(allowed, lambda: find_all() | set(find_orphans()))
+        self._of_module = {}
+        return self._report({thing: f", made by {held[thing]}" if thing in held else "" for thing in left})
+
+    def _report(self, left: dict[Thing, str]) -> str:
+        self._known |= left.keys()  # one test fails for it, not all that follow
+        return "\n".join(sorted(f"  {describe(thing)}{origin}" for thing, origin in left.items()))
+
+
+def _wait_for(allowed: set[Thing], find: Callable[[], set[Thing]] = find_all) -> set[Thing]:
+    """What is left beside `allowed` after a while, at once if that is nothing."""
+    end = time.monotonic() + GRACE_S
+    while (left := find() - allowed) and time.monotonic() < end:
+        time.sleep(PAUSE_S)
+    return left
+
+
+# --- When to look -----------------------------------------------------------------------------------------------------
+
+WATCH = pytest.StashKey[Watch]()
+FOLDER = pytest.StashKey[tuple[str, str | None, str | None]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Each process of tests has its own folder for temporary files, and marks its descendants."""
+    config = session.config
+    config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
+    folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit
+    config.stash[FOLDER] = folder, tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    os.environ[MARK] = str(os.getpid())
+    config.stash[WATCH] = Watch()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if FOLDER not in session.config.stash:
+        return
+    folder, tempfile.tempdir, variable = session.config.stash[FOLDER]
+    os.environ.pop("TMPDIR")
+    if variable is not None:
+        os.environ["TMPDIR"] = variable
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    if fixturedef.scope == "function":
+        return (yield)
+    before = find_all()
+    try:
+        return (yield)
+    finally:
+        request.config.stash[WATCH].hold(fixturedef.scope, fixturedef.argname, find_all() - before)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    is_shared = any(_may_grow(each[-1]) for each in _fixtures(item))
+    result = yield
+    watch = item.config.stash[WATCH]
+    left = watch.after_test(item.name, is_shared)
+    is_last = nextitem is None or nextitem.getparent(pytest.Module) is not item.getparent(pytest.Module)
+    if not left and is_last:
+        left = watch.after_module(nextitem is None)
+    if left:
+        pytest.fail(f"left behind:\n{left}", pytrace=False)
+    return result
+
+
+def _fixtures(item: pytest.Item) -> list[Any]:
+    found = getattr(item, "_fixtureinfo", None)
+    return list(found.name2fixturedefs.values()) if found else []
+
+
+def _may_grow(fixture: pytest.FixtureDef[Any]) -> bool:
+    """A fixture of the module made something that may start a thread later, when a test uses it."""
+    made = fixture.cached_result
+    return fixture.scope in ("module", "class") and made is not None and not isinstance(made[0], DATA)
