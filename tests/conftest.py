@@ -1,12 +1,14 @@
 """Options and fixtures of the whole suite."""
 
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
 
+from tests.forks import engines_of, forking
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.leaks"]
@@ -89,7 +91,20 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
+def forks() -> Iterator[ForkServerContext]:
+    with forking() as context:
+        yield context
+
+
+@pytest.fixture
+def forked_engines(forks: ForkServerContext) -> Iterator[None]:
+    """Engines of this test need not import torch: that takes longer than the test."""
+    with engines_of(forks):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ranks(forks: ForkServerContext) -> Iterator[RankPool]:
+    pool = RankPool(forks)
     yield pool
     pool.close()

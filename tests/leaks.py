@@ -4,6 +4,7 @@ What is there after a test and was not there before it fails that test, by name.
 hold what they made until they end: what is left then fails the last test before that, and names where it came from.
 """
 
+import multiprocessing.util
 import os
 import shutil
 import socket
@@ -60,15 +61,16 @@ def find_processes() -> Iterator[Thing]:
 
 
 def find_orphans() -> Iterator[Thing]:
-    """Descendants of this process whose parents have ended. It reads the variables of all processes: 10 ms."""
+    """Descendants whose parents have ended. It reads the variables of all processes, which takes 10 ms."""
     mark = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             is_ours = mark in path.read_bytes().split(b"\0")
             process = psutil.Process(int(path.parent.name))
+            is_lost = is_ours and os.getpid() not in (process.pid, *[each.pid for each in process.parents()])
         except (OSError, psutil.Error):
             continue
-        if is_ours and process.pid != os.getpid() and _runs(process):
+        if is_lost and _runs(process):
             yield Thing("process", process)
 
 
@@ -208,6 +210,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Each process of tests has its own folder for temporary files, and marks its descendants."""
     config = session.config
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
+    multiprocessing.util.get_temp_dir()  # Python keeps it until it ends
     folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit
     config.stash[FOLDER] = folder, tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = folder

@@ -1,11 +1,11 @@
 """Real processes for tests of tensor parallelism: one pool, joined once by gloo, used by the whole session."""
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ TIMEOUT_S = 120
 class RankPool:
     """Runs a function on the first ranks of a pool of processes, each in a group of the size asked for."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, context: BaseContext) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meeting = f"file://{Path(self._folder.name) / 'meeting'}"
         pipes = [context.Pipe() for _ in range(POOL_SIZE)]

@@ -16,7 +16,7 @@ tests.leaks.GRACE_S = 0.5
 pytest_plugins = ["tests.leaks"]
 
 def pytest_unconfigure():
-    for found in tests.leaks.find_orphans():
+    for found in (*tests.leaks.find_processes(), *tests.leaks.find_orphans()):
         found.key.kill()
 """
 

@@ -136,6 +136,7 @@ def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
 # --- The same as alone ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
     assert (status.num_blocks, status.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
@@ -174,6 +176,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: 
 # --- What goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     (tmp_path / "broken").mkdir()
@@ -270,6 +273,7 @@ def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart
         asyncio.run(make_client(make_config(tmp_path, preload=(("local", "rank-7"),))).start())
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
     """One adapter with half of its weight, and another with none: what half of it alone gives."""
     write_models("llama-gqa", tmp_path)
@@ -289,6 +293,7 @@ def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(EngineError, match=r"config\.json"):
@@ -297,6 +302,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     """Three ranks for four heads."""
     write_models("llama-gqa", tmp_path)

@@ -26,31 +26,42 @@ def through_float8(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * scale
 
 
+class Request:
+    """One request: a prompt, then one token at a time; the logits of each."""
+
+    def __init__(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._cache: Any = DynamicCache(config=model.config)
+        if getattr(model.config, "quantize", None) == "fp8-kv":
+            names = [f"model.layers.{layer}.self_attn" for layer in range(model.config.num_hidden_layers)]
+            scales = [(float(tensors[f"{name}.k_scale"]), float(tensors[f"{name}.v_scale"])) for name in names]
+            self._cache = Float8Cache(scales, model.config)
+
+    def feed(self, ids: Sequence[int]) -> torch.Tensor:
+        tokens = torch.tensor([list(ids)], device=self._model.device)
+        return self._model(tokens, past_key_values=self._cache, use_cache=True).logits[0]  # type: ignore[no-any-return]
+
+    def begin(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Rotary angles that depend on the length stay those of the prompt, as for a request that is served."""
+        logits = self.feed(prompt)
+        self._rotary = _rotary(self._model)
+        if self._rotary is not None:
+            self._kind, self._rotary.rope_type = self._rotary.rope_type, "default"  # no more updates of its frequencies
+        return logits
+
+    def end(self) -> None:
+        if self._rotary is not None:
+            self._rotary.rope_type = self._kind
+            _reset(self._rotary)
+
+
 @torch.no_grad()
 def oracle_logits(model: Any, ids: Sequence[int], prompt_length: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of every token of one request: a prompt, then one token at a time.
-
-    Rotary angles that depend on the length stay those of the prompt, as they do for a request that is served.
-    """
-    device = model.device
-    tokens = torch.tensor([list(ids)], device=device)
-    cache: Any = DynamicCache(config=model.config)
-    if getattr(model.config, "quantize", None) == "fp8-kv":
-        names = [f"model.layers.{layer}.self_attn" for layer in range(model.config.num_hidden_layers)]
-        cache = Float8Cache(
-            [(float(tensors[f"{name}.k_scale"]), float(tensors[f"{name}.v_scale"])) for name in names], model.config
-        )
-    rotary = _rotary(model)
-    kind = None if rotary is None else rotary.rope_type
-    logits = [model(tokens[:, :prompt_length], past_key_values=cache, use_cache=True).logits[0]]
-    if rotary is not None:
-        rotary.rope_type = "default"  # no more updates of its frequencies
-    for position in range(prompt_length, len(ids)):
-        step = tokens[:, position : position + 1]
-        logits.append(model(step, past_key_values=cache, use_cache=True).logits[0])
-    if rotary is not None:
-        rotary.rope_type = kind
-        _reset(rotary)
+    """Logits of every token of one request."""
+    request = Request(model, tensors)
+    logits = [request.begin(ids[:prompt_length])]
+    logits += [request.feed([token_id]) for token_id in ids[prompt_length:]]
+    request.end()
     return torch.cat(logits)
 
 
@@ -67,11 +78,13 @@ def _reset(rotary: Any) -> None:
 @torch.no_grad()
 def oracle_greedy(model: Any, prompt: Sequence[int], count: int, tensors: dict[str, torch.Tensor]) -> list[int]:
     """Greedy tokens of one request, up to where two tokens are so close that rounding may decide."""
-    tokens: list[int] = []
+    request, tokens = Request(model, tensors), list[int]()
+    last = request.begin(prompt)[-1]
     for _ in range(count):
-        last = oracle_logits(model, [*prompt, *tokens], len(prompt), tensors)[-1]
         first, second = last.topk(2).values
         if first - second < 1e-4:
             break
         tokens.append(int(last.argmax()))
+        last = request.feed(tokens[-1:])[-1]
+    request.end()
     return tokens
