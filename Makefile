@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve browser test lint format format-check types imports check proto bench clean
+.PHONY: help venv serve browser test test-all lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -39,9 +39,15 @@ serve: $(RUNTIME) ## Start a server with the model of the package, or with yours
 browser: venv ## Install Chromium for the tests in a browser, where there is none and it can be done
 	@$(BIN)/python tests/browser/install.py
 
-# Two processes with a thread each are nearly twice as fast as one with two: models in tests are tiny.
-test: browser ## Run the tests, e.g. make test ARGS="-k llama -n 8"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+# Two processes with a thread each are nearly twice as fast as one with two: models in tests are tiny. Files go to them in
+# the order that tests/conftest.py gives them, those that take longest first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: browser ## Run all tests; the slow ones alone: make test-all ARGS="-m slow"
+	$(PYTEST) $(ARGS)
 
 lint: venv ## Lint with ruff
 	$(BIN)/ruff check .
@@ -59,7 +65,7 @@ types: venv ## Type-check the package with mypy --strict
 imports: venv ## Check the import contracts (imports point down)
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test ## Everything CI runs
+check: format-check lint types imports test-all ## Everything CI runs
 
 proto: venv ## Write lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto

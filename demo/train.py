@@ -51,7 +51,7 @@ class Size(NamedTuple):
     steps: int | None = None  # less than what recipes say
 
 
-FULL, REHEARSAL = Size(200, 4_000, 80_000, 400, 96), Size(1, 300, 60, 2, 2, 2)
+FULL, REHEARSAL = Size(200, 4_000, 80_000, 400, 96), Size(1, 300, 60, 1, 1, 2)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     tqdm.monitor_interval = 0  # or the first bar leaves a thread that looks at bars
 
 
+# Where tests take longest. They come first, or one process would be left with them when the other has nothing to do.
+LONG = (
+    "tests/demo/",
+    "tests/browser/",
+    "tests/e2e/",
+    "tests/parity/",
+    "tests/models/",
+    "tests/engine/",
+    "tests/worker/",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONG])
     if torch.cuda.is_available():
         return
     for item in items:

@@ -96,7 +96,12 @@ def check_answers(client: Both, model: Any, adapter: str | None) -> int:
     return len(expected)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+QUICK = ("llama-gqa", "bloom")  # one of each kind of engine; engines of all are tested in test_engine_process.py
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_every_architecture_answers_as_transformers_and_peft(name: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, name)
     assert len(models) == (1 if name == "bloom" else 3)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +206,16 @@ def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
-    prompt = make_prompts()[0]
+    prompt, others = make_prompts()[0], forked()
 
     async def run() -> None:
         async with started(make_config(tmp_path, ranks=2, max_length=None, cache_bytes=2**20)) as client:
             alone = [output.token_id for output in await ask(client, prompt)]
-            engine, rank = processes_of(client)
+            engine = engine_of(client)
+            (rank,) = forked() - others - {engine}
             running = asyncio.create_task(ask(client, prompt, max_new_tokens=100))
             stop = StopParams(max_new_tokens=100)
             stream = client.generate(Request(client.new_id(), prompt, SamplingParams(), stop))
@@ -227,23 +230,26 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
             while not client.is_healthy:
                 await asyncio.sleep(0.05)
             assert not is_alive(engine)
-            assert set(processes_of(client)).isdisjoint({engine, rank})
+            assert not is_alive(rank)
             assert [output.token_id for output in await ask(client, prompt)] == alone
-            last = processes_of(client)
+            last = forked() - others
+            assert len(last) == 2
         assert not any(is_alive(process) for process in last)
 
     asyncio.run(run())
 
 
-def processes_of(client: EngineClient) -> list[int]:
-    """The engine process and its ranks."""
+def engine_of(client: EngineClient) -> int:
     assert client._child is not None
     assert client._child._process is not None
-    engine = client._child._process.pid
-    assert engine is not None
-    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    ranks = [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return [engine, *ranks]
+    assert client._child._process.pid is not None
+    return client._child._process.pid
+
+
+def forked() -> set[int]:
+    """All processes that come from the one that has torch: engines and ranks."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return {int(child) for child in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
 
 def is_alive(process: int) -> bool:
@@ -254,6 +260,7 @@ def is_alive(process: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     config = make_config(tmp_path, preload=(("local", "rank-2"), ("local", "rank-5")))
@@ -261,7 +268,7 @@ def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart
     async def run() -> None:
         async with started(config) as client:
             assert (await client.status()).adapters_on_device == 2
-            os.kill(processes_of(client)[0], signal.SIGKILL)
+            os.kill(engine_of(client), signal.SIGKILL)
             while client.is_healthy:
                 await asyncio.sleep(0.01)
             while not client.is_healthy:

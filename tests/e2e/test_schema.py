@@ -43,6 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 def test_the_server_does_what_its_document_says(server: Server) -> None:
     """All checks, over every operation. Most requests for text are answered by the model."""
     config = schemathesis.Config.from_dict(CONFIG)
