@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from lorax_server.adapters.finder import Recent
-from lorax_server.adapters.spec import Stamp
+from lorax_server.adapters.plain_file import Stamp
 from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.model_files import TokenizerFolder

@@ -25,10 +25,11 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_hea
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.adapters.identity import identify
+from lorax_server.adapters.plain_file import Stamp, stamp_of
 from lorax_server.adapters.source import AdapterFiles, AdapterSources, Source, read_json
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, Stamp, StoredPart, stamp_of
+from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, StoredPart
 from lorax_server.engine import resolver as resolver_module
 from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.errors import (
@@ -386,8 +387,8 @@ def test_who_asks_while_a_folder_is_looked_at_gets_a_look_of_their_own(bench: Be
     swap_link(bench.root / "tuned", files_of(1))
     gate, second = bench.gate(), files_of(2)
 
-    def slow(config: Any, path: Path, tensors: Any) -> str:
-        identity = identify(config, path, tensors)
+    def slow(*args: Any) -> str:
+        identity = identify(*args)
         if not gate.opened.is_set():
             gate()
         return identity
@@ -438,8 +439,8 @@ def test_a_file_that_changes_while_it_is_read(bench: Bench, monkeypatch: Any, ti
     bench.put("tuned", 0)
     numbers = iter(range(1, times + 1))
 
-    def disturbed(config: Any, path: Path, tensors: Any) -> str:
-        identity = identify(config, path, tensors)
+    def disturbed(config: Any, path: Path, *rest: Any) -> str:
+        identity = identify(config, path, *rest)
         for number in itertools.islice(numbers, 1):
             replace(path.parent, files_of(number))
         return identity
@@ -458,11 +459,11 @@ def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench
     first = bench.put("tuned", 1)
     broken = iter([True])
 
-    def cut(path: Path, name: str) -> Any:
+    def cut(path: Path, *rest: Any) -> Any:
         if next(broken, False):
             replace(path.parent, {WEIGHTS_FILE: files_of(1)[WEIGHTS_FILE]})
             raise AdapterError("half of it is missing")
-        return read_header(path, name)
+        return read_header(path, *rest)
 
     monkeypatch.setattr(finder, "read_header", cut)
     assert bench.ask("tuned", "local") == first
@@ -557,10 +558,10 @@ def test_all_who_ask_for_the_same_share_one_fetch(bench: Bench, source: str, mon
     identity = bench.put("tuned", 1)
     gate, looks = bench.gate(), []
 
-    def slow(path: Path, name: str) -> Any:
+    def slow(path: Path, name: str, *rest: Any) -> Any:
         looks.append(name)
         gate()
-        return read_header(path, name)
+        return read_header(path, name, *rest)
 
     monkeypatch.setattr(finder, "read_header", slow)
     futures = [bench.begin("tuned", source) for _ in range(100)]
@@ -911,9 +912,9 @@ class Looks:
         self.threads.add(threading.get_ident())
         return stamp_of(path)
 
-    def _read(self, path: Path, what: str) -> dict[str, Any]:
+    def _read(self, path: Path, *rest: Any) -> dict[str, Any]:
         self.reads.append(path)
-        return read_json(path, what)
+        return read_json(path, *rest)
 
     def clear(self) -> None:
         self.stats.clear()
