@@ -84,6 +84,7 @@ class HubShelf:
     def remove(self, version: Version) -> None:
         repo = version.folder.parent.parent
         aside = _marks(repo) / f"{ASIDE}{uuid.uuid4().hex}"
+        aside.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # no file of it ever came
             os.rename(version.folder, aside)
         version.mark.unlink(missing_ok=True)
