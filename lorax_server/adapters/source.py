@@ -82,6 +82,14 @@ class Watchable(Protocol):
         """Where to look whether what a name means has changed."""
 
 
+@runtime_checkable
+class Keeping(Protocol):
+    """A source that keeps what it fetched in folders, of which the longest unused leave."""
+
+    def mark_used(self, folder: Path) -> None:
+        """Note that a version is still used. Takes as long as the file system does."""
+
+
 BaseModelType = Callable[[str], str | None]
 CheckConfig = Callable[[Mapping[str, Any], BaseModelType], None]
 
@@ -122,6 +130,12 @@ class AdapterSources:
         """What to watch for changes of an adapter; nothing where its source has to be asked."""
         origin: object = self._sources.get(source)
         return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else Places()
+
+    def mark_used(self, source: str, folder: Path) -> None:
+        """Note that a version, which was fetched before, is still used."""
+        origin: object = self._sources.get(source)
+        if isinstance(origin, Keeping):
+            origin.mark_used(folder)
 
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
         """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
