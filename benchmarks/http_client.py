@@ -1,12 +1,15 @@
-"""Sends requests for streams to a server, many at once, in a process of its own: the other side of `http_load.py`.
+"""Sends requests for streams or whole answers to a server, many at once, in a process of its own: the other side of
+`http_load.py`.
 
-It must leave a core to the server, so it parses nothing: a response is searched for the bytes that a token and an end
-look like. Neither can stand within a JSON string, which has its quotes and line ends escaped.
+It must leave a core to the server, so it parses nothing: a stream is searched for the bytes that a token and an end
+look like. Neither can stand within a JSON string, which has its quotes and line ends escaped. A whole answer says how
+many tokens and bytes it has in its headers.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import resource
 import time
 from collections.abc import Iterator, Sequence
@@ -15,12 +18,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PATH = "/generate_stream"
+PATHS = ("/generate_stream", "/generate")
 HEAD = "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 OK = b"HTTP/1.1 200 "
 TOKEN = b'"token":{'
 END = b"\r\n0\r\n\r\n"  # the last chunk of a body, which has no length
 TAIL = len(TOKEN) - 1  # of what came before: not enough to count a token twice
+HEAD_END = b"\r\n\r\n"
+GENERATED = re.compile(rb"x-generated-tokens: (\d+)")
+LENGTH = re.compile(rb"content-length: (\d+)")
 
 
 @dataclass
@@ -66,31 +72,51 @@ class Connection(asyncio.Protocol):
         self.tokens += data.count(TOKEN)
         if self.tokens and not self.first_at:
             self.first_at = time.perf_counter()
-        if data.endswith(END) and self._ended is not None and not self._ended.done():
-            self._ended.set_result("" if self.tokens else data.decode(errors="replace"))
+        if data.endswith(END):
+            self._finish("" if self.tokens else data.decode(errors="replace"))
         self._tail = data[-TAIL:]
 
     def close(self) -> None:
         self._transport.close()
 
+    def _finish(self, error: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(error)
+
     def _end(self, error: str) -> None:
         """What is left of such a response is not waited for."""
         self.is_open = False
         self._transport.close()
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(error)
+        self._finish(error)
+
+
+class WholeConnection(Connection):
+    """One request for a whole answer after the other."""
+
+    def data_received(self, data: bytes) -> None:
+        self._tail += data
+        head, mark, body = self._tail.partition(HEAD_END)
+        if not mark:
+            return
+        length, generated = LENGTH.search(head), GENERATED.search(head)
+        if not head.startswith(OK) or length is None or generated is None:
+            self._end(self._tail.decode(errors="replace"))
+        elif len(body) >= int(length[1]):
+            self.tokens, self.first_at = int(generated[1]), time.perf_counter()
+            self._finish("")
 
 
 class Load:
     """All requests, and what became of them."""
 
-    def __init__(self, url: str, bodies: Sequence[Any]) -> None:
+    def __init__(self, url: str, path: str, bodies: Sequence[Any]) -> None:
         parsed = urlsplit(url)
+        self._kind = Connection if path == PATHS[0] else WholeConnection
         self.samples = [Sample() for _ in bodies]
         self.most_open = 0
         self._num_open = 0
         self._host, self._port = parsed.hostname, parsed.port
-        self._requests = [_request(body, parsed.netloc) for body in bodies]
+        self._requests = [_request(path, body, parsed.netloc) for body in bodies]
         self._left: Iterator[int] = iter(range(len(bodies)))
         self._start = 0.0
 
@@ -123,7 +149,7 @@ class Load:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        _, connection = await loop.create_connection(self._kind, self._host, self._port)
         return connection
 
     def _now(self) -> float:
@@ -134,7 +160,7 @@ def main() -> None:
     args = parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    load = Load(args.url, json.loads(args.bodies.read_text()))
+    load = Load(args.url, args.path, json.loads(args.bodies.read_text()))
     cpu_s = time.process_time()
     seconds = asyncio.run(load.run(args.at_once))
     result = {
@@ -152,15 +178,16 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", help="of the server, such as http://127.0.0.1:3000")
-    parser.add_argument("bodies", type=Path, help=f"a file with a JSON list of what to send to {PATH}")
-    parser.add_argument("--at-once", type=int, default=64, metavar="N", help="streams that are open at once")
+    parser.add_argument("bodies", type=Path, help="a file with a JSON list of what to send")
+    parser.add_argument("--path", choices=PATHS, default=PATHS[0], help="where to send it (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=64, metavar="N", help="requests that are under way at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of each request to this file")
     return parser.parse_args()
 
 
-def _request(body: Any, host: str) -> bytes:
+def _request(path: str, body: Any, host: str) -> bytes:
     content = json.dumps(body).encode()
-    return HEAD.format(path=PATH, host=host, length=len(content)).encode() + content
+    return HEAD.format(path=path, host=host, length=len(content)).encode() + content
 
 
 if __name__ == "__main__":

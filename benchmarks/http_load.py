@@ -8,6 +8,9 @@ Either engine computes on one core, and takes part in no measurement but its own
 same twice, and the two are measured in turn, since machines have moods.
 
 At last 1,000 streams are opened at once, of which most wait for a place.
+
+`--size 135m` measures something else: how much slower a model of 135 million parameters decodes behind the server than
+in `LLM`, one sequence and eight, streams and whole answers, with as many threads as torch takes by itself.
 """
 
 import argparse
@@ -40,6 +43,7 @@ from transformers.utils import logging as transformers_logging
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.launch import make_client
+from lorax_server.llm import LLM
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS, RANK = 8, 8
@@ -49,6 +53,8 @@ ROWS, CACHE_BYTES = 64, 2**28
 PROMPT = 32  # tokens, each a character
 EOS = "</s>"
 MOST_ADDED = 0.15  # of the engine's own time
+MOST_LOST = 0.08  # of the tokens that `LLM` makes in a second
+STREAM, WHOLE = "/generate_stream", "/generate"
 READY = re.compile(r"ready: (http://\S+)")
 START_S, RUN_S = 120, 1200
 IDLE, STEPS = "lorax_engine_idle_seconds_total", "lorax_engine_steps_total"
@@ -69,18 +75,35 @@ class Amounts:
     stream_answer: int = 16
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's."""
+
+    hidden: int = HIDDEN
+    layers: int = LAYERS
+    heads: int = HEADS
+    kv_heads: int = HEADS
+    inner: int = INNER
+    vocab: int | None = None  # None: as many as the tokenizer has
+
+
+SMALL = Shape()
+LARGE = Shape(hidden=576, layers=30, heads=9, kv_heads=3, inner=1536, vocab=49152)
+
 QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_answer=4)
 
 
 @dataclass(frozen=True)
 class Wanted:
     prompt: str
-    adapter: str
+    adapter: str | None
     answer: int
 
     @property
     def body(self) -> dict[str, Any]:
-        parameters = {"adapter_id": self.adapter, "max_new_tokens": self.answer, "ignore_eos_token": True}
+        parameters = {"max_new_tokens": self.answer, "ignore_eos_token": True}
+        if self.adapter is not None:
+            parameters["adapter_id"] = self.adapter
         return {"inputs": self.prompt, "parameters": parameters}
 
 
@@ -100,8 +123,12 @@ def main() -> None:
     args = parse_args()
     amounts = QUICK if args.quick else Amounts()
     amounts = replace(amounts, spread=0.0) if args.equal else amounts
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started from here
+    amounts = replace(amounts, pairs=args.pairs or amounts.pairs)
     transformers_logging.disable_progress_bar()
+    if args.size == "135m":
+        report(measure_shares(args.quick, args.pairs), args.json)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started from here
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
@@ -115,6 +142,8 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument("--size", choices=("small", "135m"), default="small", help="of the model; see above")
+    parser.add_argument("--pairs", type=int, metavar="N", help="how often each is measured")
     parser.add_argument("--equal", action="store_true", help="answers of the same length")
     parser.add_argument("--quick", action="store_true", help="so little that only crashes can be found by it")
     return parser.parse_args()
@@ -175,21 +204,86 @@ def count(many: "Served", crowd: Sequence[Wanted]) -> list[Record]:
     ]
 
 
+# --- What is left of the tokens that `LLM` makes ----------------------------------------------------------------------
+
+
+def measure_shares(quick: bool, num_pairs: int | None) -> list[Record]:
+    """The same requests to `LLM` in this process and over HTTP, in turn, while the other one is idle."""
+    pairs, answer = (1, 4) if quick else (num_pairs or 7, 48)
+    cases = [(at_once, path) for at_once in (1, 8) for path in (STREAM, WHOLE)]
+    lost: dict[tuple[int, str], list[tuple[float, float, Run]]] = {case: [] for case in cases}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_files(folder, SMALL if quick else LARGE)
+        settings = {"max_rows": 8, "cache_bytes": CACHE_BYTES}
+        with serving(folder, {"--max-rows": 8}) as server, LLM(folder / "model", device="cpu", **settings) as llm:
+            seeds = iter(range(10**6))
+            for number in range(pairs + 1):
+                for at_once, path in cases:
+                    alone = in_script(llm, plain_load(next(seeds), at_once, answer), at_once)
+                    load = plain_load(next(seeds), at_once, answer)
+                    served = server.run(load, at_once, path)
+                    assert served.num_whole(load) == len(load), served.errors
+                    if number:  # the first of either has what is slow only once
+                        lost[at_once, path].append((alone, rate_of(served.run), served.run))
+                    print(f"{at_once} at once, {path}: {alone:.1f} and {rate_of(served.run):.1f} tokens/s", flush=True)
+    return [record for case in cases for record in share_records(case, lost[case])]
+
+
+def rate_of(run: Run) -> float:
+    return run.tokens / run.seconds
+
+
+def plain_load(seed: int, at_once: int, answer: int) -> list[Wanted]:
+    """For the base model; of one sequence at a time two requests."""
+    chance = random.Random(-1 - seed)
+    prompts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz     ", k=90)) for _ in range(max(2, at_once))]
+    return [Wanted(prompt, None, answer) for prompt in prompts]
+
+
+def in_script(llm: LLM, load: Sequence[Wanted], at_once: int) -> float:
+    """Tokens per second."""
+    start = time.perf_counter()
+    for first in range(0, len(load), at_once):
+        some = load[first : first + at_once]
+        stop = StopParams(max_new_tokens=some[0].answer, ignore_eos=True)
+        llm.generate([wanted.prompt for wanted in some], stop=stop)
+    return sum(wanted.answer for wanted in load) / (time.perf_counter() - start)
+
+
+def share_records(case: tuple[int, str], runs: Sequence[tuple[float, float, Run]]) -> list[Record]:
+    at_once, path = case
+    what = f"{at_once} at once, {'streams' if path == STREAM else 'whole answers'}"
+    lost = statistics.median(1 - served / alone for alone, served, _ in runs)
+    return [
+        Record(f"lost to the server, {what}", lost, "of 1", "LLM", MOST_LOST, at_most=True),
+        Record(f"tokens, {what}, LLM", statistics.median(alone for alone, _, _ in runs), "1/s", "", None),
+        Record(f"tokens, {what}, over HTTP", statistics.median(served for _, served, _ in runs), "1/s", "", None),
+        Record(
+            f"CPU of the API process, {what}",
+            statistics.median(run.api_cpu_s / run.tokens * 1e6 for _, _, run in runs),
+            US,
+            "",
+            None,
+        ),
+    ]
+
+
 # --- Files and requests -----------------------------------------------------------------------------------------------
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder: Path, shape: Shape = SMALL) -> None:
     """A model, its tokenizer, and adapters as PEFT writes them."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab or len(tokenizer),
         max_position_embeddings=256,
         initializer_range=0.05,
         bos_token_id=None,
@@ -197,12 +291,12 @@ def make_files(folder: Path) -> None:
     )
     model = LlamaForCausalLM(config)
     letters = [token_id for token, token_id in tokenizer.get_vocab().items() if token.isascii() and len(token) == 1]
-    others = sorted(set(range(len(tokenizer))) - set(letters))
+    others = sorted(set(range(config.vocab_size)) - set(letters))
     model.lm_head.weight.data[others] = 0.0  # never the best, so that answers are text, as they usually are
     model.save_pretrained(folder / "model")
     chance = np.random.default_rng(0)
     for number in range(ADAPTERS):
-        write_adapter(folder / "adapters" / name_of(number), chance, RANK, HIDDEN, LAYERS, MODULES)
+        write_adapter(folder / "adapters" / name_of(number), chance, RANK, shape.hidden, shape.layers, MODULES)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -298,10 +392,11 @@ class Server:
         self._process = psutil.Process(process_id)
         self._bodies, self._result = folder / "bodies.json", folder / "result.json"
 
-    def run(self, load: Sequence[Wanted], at_once: int) -> Served:
+    def run(self, load: Sequence[Wanted], at_once: int, path: str = STREAM) -> Served:
         self._bodies.write_text(json.dumps([wanted.body for wanted in load]))
         script = Path(__file__).with_name("http_client.py")
-        command = [sys.executable, script, self._url, self._bodies, "--at-once", str(at_once), "--json", self._result]
+        command = [sys.executable, script, self._url, self._bodies, "--at-once", str(at_once), "--path", path]
+        command += ["--json", self._result]
         since, before, cpu_s = time.perf_counter(), self._read_metrics(), self._cpu_s()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=RUN_S)
         passed_s, after, cpu_s = time.perf_counter() - since, self._read_metrics(), self._cpu_s() - cpu_s
@@ -323,7 +418,7 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Server]:
+def serving(folder: Path, more: dict[str, object] | None = None) -> Iterator[Server]:
     """`lorax serve` until it is left."""
     log = folder / "log"
     flags = {
@@ -334,6 +429,7 @@ def serving(folder: Path) -> Iterator[Server]:
         "--max-rows": ROWS,
         "--cache-bytes": CACHE_BYTES,
         "--port": 0,
+        **(more or {}),
     }
     command = [sys.executable, "-m", "lorax_server.cli", "serve", "--no-hub"]
     command += [str(word) for pair in flags.items() for word in pair]

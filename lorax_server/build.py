@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lorax_server.adapters.source import AdapterSources, Source
+from lorax_server.adapters.sources.disk_budget import DiskBudget
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.config import EngineConfig, SourceConfig
 from lorax_server.engine.adapter_table import AdapterTable
@@ -29,9 +30,13 @@ TURN_S = 0.0005
 WARM_UP_TOKENS = 8
 
 
+def switch_threads_often() -> None:
+    """Set it for the whole process, which an engine must have to itself."""
+    sys.setswitchinterval(TURN_S)
+
+
 def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
     """Load the model on all ranks, make an engine of them, bring the first adapters. `on_death`: a rank has ended."""
-    sys.setswitchinterval(TURN_S)
     engine = assemble(config, build_executor(config, on_death))
     try:
         preload(engine, config)
@@ -114,14 +119,19 @@ def build_sources(config: SourceConfig) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     if config.roots:
         sources["local"] = LocalSource(config.roots)
-    if config.hub and config.cache:
+    if config.cache is None:
+        return sources
+    cache, budget = config.cache, DiskBudget(config.cache, config.disk_bytes)
+    if config.hub:
         from lorax_server.adapters.sources.hub import HubSource  # noqa: PLC0415
 
-        sources["hub"] = HubSource(config.cache / "hub", config.hub_endpoint, config.hub_token, config.hub_offline)
-    if config.s3_bucket and config.cache:
+        sources["hub"] = HubSource(
+            cache / "hub", config.hub_endpoint, config.hub_token, config.hub_offline, budget=budget
+        )
+    if config.s3_bucket:
         from lorax_server.adapters.sources.s3 import S3Source  # noqa: PLC0415
 
-        sources["s3"] = S3Source(
-            config.s3_bucket, config.cache / "s3", prefix=config.s3_prefix, endpoint_url=config.s3_endpoint
-        )
+        endpoint, prefix = config.s3_endpoint, config.s3_prefix
+        sources["s3"] = S3Source(config.s3_bucket, cache / "s3", prefix=prefix, endpoint_url=endpoint, budget=budget)
+    budget.sweep()
     return sources

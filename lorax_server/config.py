@@ -55,15 +55,18 @@ class SourceConfig:
     s3_endpoint: str | None = None
     max_bytes: int = 4 * 2**30
     """The most that an adapter's files may have."""
+    disk_bytes: int | None = None
+    """The most that fetched adapters take of the disk. None: half of what it would have free without them."""
     num_threads: int = 16
     """Adapters that are fetched at once, from each source."""
 
     def __post_init__(self) -> None:
         if self.cache is None and (self.hub or self.s3_bucket):
             raise ConfigError("adapters of a hub or of S3 need a folder to be kept in: set cache")
-        for name in ("max_bytes", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("max_bytes", "disk_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class EngineConfig:
 class CorsConfig:
     """What pages of other origins may do."""
 
-    allow_origins: tuple[str, ...] = ("*",)
+    allow_origins: tuple[str, ...] = ()
+    """`*`: all. None: only the server's own pages."""
     allow_methods: tuple[str, ...] = ("GET", "POST")
     allow_headers: tuple[str, ...] = ("authorization", "content-type", "x-request-id")
     expose_headers: tuple[str, ...] = ()
@@ -176,9 +180,18 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     """For changing what is loaded. None: nobody may."""
     cors: CorsConfig = field(default_factory=CorsConfig)
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that a request's `Host` may have besides `localhost` and the address that the server listens on; `*`: any.
+    None: no others where only this machine can connect, and any elsewhere."""
 
+    max_connections: int = 8192
+    """Open connections. Idle ones give way to new ones; if there are none, new ones are refused."""
+    max_connections_per_address: int = 2048
+    """Those of one client's address. 0: as many as there are, since behind a proxy everybody has one address."""
     max_concurrent_requests: int = 1024
     """Answers under way; more are refused."""
+    new_adapters_per_minute: int | None = None
+    """Adapters that a key may name and that are new here. None: 60; where there are no keys, no limit."""
     max_body_bytes: int = 2 * 2**20
     max_best_of: int = 2
     max_choices: int = 128
@@ -207,8 +220,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be at least 0 and at most 65535")
+        for name in self.allowed_hosts:
+            if re.fullmatch(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]", name) is None:
+                raise ConfigError(f"allowed_hosts {name!r} must be a name such as api.example.com, without a port")
         counts = ("max_concurrent_requests", "max_body_bytes", "max_best_of", "max_choices", "max_stop_sequences")
-        for name in (*counts, "max_input_length"):
+        for name in (*counts, "max_connections", "max_input_length", "new_adapters_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
@@ -216,8 +232,9 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} = {value} must be above 0")
-        if not self.drain_s >= 0:
-            raise ConfigError(f"drain_s = {self.drain_s} must not be negative")
+        for name in ("drain_s", "max_connections_per_address"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must not be negative")
         total = self.engine.max_length
         if self.max_input_length is not None and total is not None and self.max_input_length >= total:
             raise ConfigError(

@@ -10,6 +10,8 @@ LoraxError                   500
 │   └── SourceError          503   where adapters come from cannot be reached or fails; trying again may help
 ├── InputError               422   a request the model cannot take
 │   ├── TemplateError              messages that the chat template refuses, or a template that cannot be used
+│   │   ├── MissingVariableError   a template that needs something which the request does not say
+│   │   └── NoTemplateError        a model that has no chat template
 │   └── NotSupportedError          what this server cannot do yet, and would do wrong if it tried
 ├── AuthenticationError      401   no API key, or one that is not known
 ├── ForbiddenError           403   a key that may not do this
@@ -81,6 +83,10 @@ class TemplateError(InputError):
 
 class MissingVariableError(TemplateError):
     """A chat template that needs something which the request does not say."""
+
+
+class NoTemplateError(TemplateError):
+    """A model that has no chat template, nor has its adapter."""
 
 
 class NotSupportedError(InputError):

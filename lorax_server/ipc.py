@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -84,7 +84,7 @@ class ForgetAdapter(Call, frozen=True):
 
 
 class ListAdapters(Call, frozen=True):
-    pass
+    identities: tuple[str, ...]
 
 
 class Stop(Message, frozen=True):
@@ -143,6 +143,14 @@ FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 
+
+class _Tagged(msgspec.Struct):
+    """All that tells messages apart; the rest is skipped."""
+
+    type: str
+
+
+_TAGGED: msgspec.msgpack.Decoder[_Tagged] = msgspec.msgpack.Decoder(_Tagged)
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
@@ -160,6 +168,17 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(data, _FROM_ENGINE)
+
+
+def decode_question(data: bytes) -> Resolve | ForgetAdapter | None:
+    """A message about names, which needs no engine's step to be answered; None if it is another, or cannot be read."""
+    try:
+        if _TAGGED.decode(data).type not in (Resolve.__name__, ForgetAdapter.__name__):
+            return None
+        message = decode_to_engine(data)
+    except (msgspec.DecodeError, ChannelError, RecursionError, UnicodeDecodeError):
+        return None
+    return message if isinstance(message, Resolve | ForgetAdapter) else None
 
 
 def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
@@ -261,10 +280,14 @@ class ClientChannel:
 
 
 class EngineChannel:
-    """The end in the engine process. A thread takes what arrives, and `wake` is set whenever something did."""
+    """The end in the engine process. A thread takes what arrives, and `wake` is set whenever something did.
+
+    What `answer_at_once` takes, on that thread, is not kept. Any thread may send.
+    """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
+        self.answer_at_once: Callable[[bytes], bool] = lambda _: False  # whether it has taken a message
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
@@ -290,7 +313,8 @@ class EngineChannel:
     def send(self, message: FromEngine) -> None:
         data = encode(message)
         with self._sending:
-            self._from_engine.send(data, zmq.NOBLOCK)
+            if not self._from_engine.closed:  # else nobody is there to hear what a thread has found out since
+                self._from_engine.send(data, zmq.NOBLOCK)
 
     def report(self, error: Exception) -> None:
         """Say why the engine ends, from any thread: whoever is stuck will be ended. Only the first reason counts."""
@@ -310,7 +334,8 @@ class EngineChannel:
                 self._was_heard = self._inbox.get(timeout=max(0.0, until - time.monotonic())) == stop
 
     def close(self) -> None:
-        self._from_engine.close(linger=LINGER_MS)
+        with self._sending:
+            self._from_engine.close(linger=LINGER_MS)
         self._context.term()  # also ends the thread
 
     def _listen(self, to_engine: zmq.Socket[bytes]) -> None:
@@ -336,8 +361,9 @@ class EngineChannel:
         os._exit(1)
 
     def _put(self, data: bytes) -> None:
-        self._inbox.put(data)
-        self.wake.set()
+        if not self.answer_at_once(data):
+            self._inbox.put(data)
+            self.wake.set()
 
 
 def _bind(socket: zmq.Socket[bytes], folder: str, name: str) -> None:

@@ -10,6 +10,7 @@ from lorax_server import ipc
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.engine.process import connected, serve
+from lorax_server.machine import share_arenas
 from lorax_server.plan import Capabilities
 
 
@@ -30,8 +31,10 @@ def make_client(config: EngineConfig, *, restart: bool = True) -> EngineClient:
 
 def run_engine(config: EngineConfig, address: str) -> None:
     """What the engine process runs: build, serve, and tell the other side if that fails or a rank dies."""
-    from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
+    from lorax_server.build import build_engine, switch_threads_often, warm_up  # noqa: PLC0415
 
+    share_arenas()
+    switch_threads_often()
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)

@@ -19,20 +19,20 @@ from dataclasses import replace
 from operator import index
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from lorax_server.adapters.spec import stamp_of
+from lorax_server.adapter_tokenizers import AdapterTokenizers
 from lorax_server.answer import Answer
 from lorax_server.build import build_engine
 from lorax_server.completion import Chunk, Completion, Run
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
-from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos, load_tokenizer
-from lorax_server.text import Detokenizer, make_detokenizer
+from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
+from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos
+from lorax_server.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import (
     AdapterRef,
     EngineStatus,
@@ -43,15 +43,8 @@ from lorax_server.types import (
 )
 
 Prompt = str | Sequence[int]
-VOCABULARY_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a tokenizer has one of them
 MAX_ID = 2**31 - 1
 _T = TypeVar("_T")
-
-
-class _Tokenizer(NamedTuple):
-    encode: Any
-    detokenizer: Detokenizer
-    eos_token_ids: frozenset[int]
 
 
 class LLM:
@@ -78,8 +71,9 @@ class LLM:
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
         model_config = ModelConfig(path, dtype=dtype, device=device or _find_device())
-        self._tokenizer = _load_tokenizer(path, path)
-        self._path = path
+        self._tokenizer = load_tokenizer(path)
+        self._eos_token_ids = _load_eos(path)
+        self._tokenizers = AdapterTokenizers(self._tokenizer, path)
         self._lock = threading.Lock()  # of all below
         self._built: Engine | None = build_engine(EngineConfig(model_config, **settings))
         self._end = EngineError("this LLM is closed")  # why there is no engine, if there is none
@@ -88,7 +82,6 @@ class LLM:
         self._ids = itertools.count()
         self._num_ended = 0
         self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
-        self._tokenizers: dict[Path, tuple[object, _Tokenizer]] = {}
 
     def generate(
         self,
@@ -178,6 +171,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back the memory. Requests that are under way end with an error."""
+        self._tokenizers.close()
         with self._held():
             engine, self._built = self._built, None
             self._runs.clear()
@@ -205,13 +199,13 @@ class LLM:
         tokenizer, problem = self._tokenizer, who if isinstance(who, LoraxError) else None
         ids: list[int] = []
         try:
-            tokenizer = tokenizer if isinstance(who, LoraxError) else self._tokenizer_of(who)
+            tokenizer = tokenizer if isinstance(who, LoraxError) else self._tokenizers.find(who)
             ids = _to_ids(tokenizer, prompt)
         except LoraxError as error:
             problem = problem or error
         stop = stop or StopParams()
         if not stop.eos_token_ids:
-            stop = replace(stop, eos_token_ids=tokenizer.eos_token_ids)
+            stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
         identity = "" if isinstance(who, LoraxError) else who.identity
         request = Request(
             next(self._ids),
@@ -334,21 +328,6 @@ class LLM:
             self._step()
         return answer.result()
 
-    def _tokenizer_of(self, who: Resolved) -> _Tokenizer:
-        """The adapter's own, where it brings one."""
-        if who.folder is None or not VOCABULARY_FILES & set(who.tokenizer_files):
-            return self._tokenizer
-        folder = Path(who.folder)
-        try:
-            # Not by the identity, which is that of the weights.
-            stamps = [stamp_of(folder / file) for file in who.tokenizer_files]
-            known = self._tokenizers.get(folder)
-            if known is None or known[0] != stamps:
-                known = self._tokenizers[folder] = stamps, _load_tokenizer(folder, self._path)
-        except (ConfigError, OSError) as error:
-            raise AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {error}") from error
-        return known[1]
-
 
 def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:
     return adapters if isinstance(adapters, Mapping) else {}
@@ -372,9 +351,9 @@ def _is_id(value: Any) -> bool:
     return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
-def _to_ids(tokenizer: _Tokenizer, prompt: Any) -> list[int]:
+def _to_ids(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt))
+        return tokenizer.encode(prompt)
     try:
         ids = [index(token_id) for token_id in prompt]
     except TypeError as error:
@@ -409,8 +388,7 @@ def _find_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_tokenizer(folder: Path, model: Path) -> _Tokenizer:
-    tokenizer = load_tokenizer(str(folder), None, trust_remote_code=False)
+def _load_eos(model: Path) -> frozenset[int]:
+    """The tokens that end an answer, as the model's configs say; its tokenizer may name another."""
     config = load_config(str(model), None, trust_remote_code=False)
-    eos = load_generation_eos(str(model), None) | eos_token_ids(config, tokenizer)
-    return _Tokenizer(lambda text: list(tokenizer(text, verbose=False)["input_ids"]), make_detokenizer(tokenizer), eos)
+    return load_generation_eos(str(model), None) | eos_token_ids(config)

@@ -1,19 +1,28 @@
 """Files of models and adapters, each read up to a limit and checked: an adapter's are nobody's to vouch for."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.source import MAX_FILE_BYTES
+from lorax_server.adapters.files import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATES,
+    MAX_TOKENIZER_BYTES,
+    TEMPLATES_FOLDER,
+    find_limit,
+    is_template,
+)
+from lorax_server.adapters.plain_file import open_plain
+from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import ConfigError
 
 MODEL_CONFIG = "config.json"
-DEFAULT_LIMIT = 2**26
 
 
 def check_size(path: Path, limit: int | None = None) -> None:
-    limit = limit or MAX_FILE_BYTES.get(path.name, DEFAULT_LIMIT)
+    limit = limit or find_limit(path.name) or MAX_TOKENIZER_BYTES
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file")
     size = path.stat().st_size
@@ -21,19 +30,24 @@ def check_size(path: Path, limit: int | None = None) -> None:
         raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
 
 
-def read_bytes(path: Path, limit: int | None = None) -> bytes:
+def read_bytes(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> bytes:
+    """All of a plain file. `stamp` is that of the file that is meant, if only that one will do."""
     try:
         check_size(path, limit)
-        return path.read_bytes()
+        with open_plain(path) as file:
+            if stamp is not None and stamp_of(file.fileno()) != stamp:
+                raise ConfigError(f"{path}: changed after it was chosen; try again")
+            return file.read(limit or find_limit(path.name) or MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """None if there is no such file. A model's config may hold numbers that JSON does not know."""
-    if not path.exists():
-        return None
-    content = read_bytes(path)
+    return _parse(path, read_bytes(path)) if path.exists() else None
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content) if path.name == MODEL_CONFIG else parse_json(content)
     except (ValueError, RecursionError) as error:
@@ -41,3 +55,50 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: is not a JSON object")
     return parsed
+
+
+class TokenizerFolder:
+    """The files of a tokenizer in a folder: all of a model's; of an adapter's, those that its source vouched for, as
+    they were then. Whatever else is there, or takes the place of one, is not read."""
+
+    def __init__(self, path: Path, vouched: Mapping[str, Stamp] | None = None) -> None:
+        self.path = path
+        self._vouched = vouched
+
+    @property
+    def is_vouched_for(self) -> bool:
+        """Only some of its files may be read."""
+        return self._vouched is not None
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists() if self._vouched is None else name in self._vouched
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        return read_bytes(self.path / name, limit, None if self._vouched is None else self._vouched[name])
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """None if there is no such file."""
+        return _parse(self.path / name, self.read(name)) if self.has(name) else None
+
+    def read_text(self, name: str, limit: int = MAX_TEMPLATE_BYTES) -> str:
+        try:
+            return self.read(name, limit).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path / name}: is not UTF-8") from error
+
+    def check(self, name: str) -> None:
+        """Refuse what is no file or too large, without reading it."""
+        check_size(self.path / name)
+
+    def list_templates(self) -> list[str]:
+        """Of the folder of templates, no more than one too many."""
+        if self._vouched is not None:
+            return sorted(filter(is_template, self._vouched))[: MAX_TEMPLATES + 1]
+        found = sorted((self.path / TEMPLATES_FOLDER).glob("*.jinja"))
+        return [f"{TEMPLATES_FOLDER}/{path.name}" for path in found[: MAX_TEMPLATES + 1]]
+
+    def copy_to(self, folder: Path) -> None:
+        """Only what was vouched for: for a reader that looks for files by itself."""
+        for name in self._vouched or ():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(self.read(name))

@@ -4,11 +4,11 @@ What `tokenizer.json` and `tokenizer_config.json` say is done here where transfo
 its classes do not: they build a tokenizer of their own from the file's vocabulary. For these, and for vocabularies in
 other formats, transformers itself is asked, in another process (`convert_tokenizer`), for what it makes of them.
 
-An adapter may bring any of the files. Nobody vouches for them, so each is read up to a limit and checked.
+An adapter may bring any of the files that its source knows. Nobody vouches for what is in them, so each is read up to
+a limit and checked; what else lies in its folder is never read.
 """
 
 import copy
-import filecmp
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,21 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
+from lorax_server.adapters.files import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATES,
+    OTHER_VOCABULARIES,
+    TEMPLATE_FILE,
+    TOKENIZER_FILES,
+    VOCABULARY_FILE,
+)
 from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
-from lorax_server.model_files import MODEL_CONFIG, check_size, read_bytes, read_json
+from lorax_server.model_files import MODEL_CONFIG, TokenizerFolder, read_bytes, read_json
 from lorax_server.text import Detokenizer, make_detokenizer
 
-VOCABULARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
+VOCABULARY, CONFIG = VOCABULARY_FILE, "tokenizer_config.json"
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
-TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
-MAX_TEMPLATE_BYTES = 2**20
-MAX_TEMPLATES = 32
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
@@ -120,72 +124,68 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
 
     `template_config` is a tokenizer_config.json whose chat template stands in for the folder's own.
     """
-    config = read_json(folder / CONFIG) or {}
-    templates = _read_templates(folder, config)
+    files = TokenizerFolder(folder)
+    config = files.read_json(CONFIG) or {}
+    templates = _read_templates(files, config)
     if template_config is not None:
         other = read_json(template_config)
         if other is None:
             raise ConfigError(f"{template_config}: there is no such file")
-        templates = _read_templates(template_config.parent, other)
-    return TextTokenizer(*_load(folder, config, folder / MODEL_CONFIG, Converter()), templates)
+        templates = _read_templates(TokenizerFolder(template_config.parent), other)
+    return TextTokenizer(*_load(files, config, folder / MODEL_CONFIG, Converter()), templates)
 
 
-def load_adapter_tokenizer(
-    folder: Path, base: TextTokenizer, base_folder: Path, converter: Converter | None = None
-) -> TextTokenizer:
-    """The tokenizer of an adapter's folder, which may hold any part of one: only a template, other names for the tokens
-    that there are, or, as PEFT's users save it, all of the base model's once more. It is `base` where nothing differs.
+def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
+    """An adapter's tokenizer, if it has the base model's vocabulary. Files are read and compared, nothing is built.
+
+    An adapter may have any part of a tokenizer: only a template, other names for the tokens that there are, or, as
+    PEFT's users save it, all of the base model's once more. It is `base` where nothing differs.
     """
-    shared = share_base_tokenizer(folder, base, base_folder)
-    return shared or load_own_tokenizer(folder, base_folder, converter or Converter())
-
-
-def share_base_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
-    """An adapter's tokenizer, if it has the base model's vocabulary. Files are read and compared, nothing is built."""
-    config = read_json(folder / CONFIG) or {}
-    has_vocabulary = any((folder / name).exists() for name in (VOCABULARY, *OTHER_VOCABULARIES))
-    if has_vocabulary and not _is_the_same(folder, config, base_folder):
+    config = files.read_json(CONFIG) or {}
+    has_vocabulary = any(map(files.has, (VOCABULARY, *OTHER_VOCABULARIES)))
+    if has_vocabulary and not _is_the_same(files, config, TokenizerFolder(base_folder)):
         return None
-    templates = _read_templates(folder, config)
-    return base.with_parts(_names_in(base, folder, config), templates or base.chat_templates)
+    templates = _read_templates(files, config)
+    return base.with_parts(_names_in(base, files, config), templates or base.chat_templates)
 
 
-def load_own_tokenizer(folder: Path, base_folder: Path, converter: Converter) -> TextTokenizer:
+def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, converter: Converter) -> TextTokenizer:
     """An adapter's tokenizer with a vocabulary of its own. Using it may take as long as its patterns make it."""
-    config = read_json(folder / CONFIG) or {}
-    templates = _read_templates(folder, config)
-    backend, special_tokens = _load(folder, config, base_folder / MODEL_CONFIG, converter)
+    config = files.read_json(CONFIG) or {}
+    templates = _read_templates(files, config)
+    backend, special_tokens = _load(files, config, base_folder / MODEL_CONFIG, converter)
     if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # answers are decoded on the event loop
-        raise ConfigError(f"{folder / VOCABULARY}: its decoder has a regular expression, which an adapter's may not")
+        raise ConfigError(
+            f"{files.path / VOCABULARY}: its decoder has a regular expression, which an adapter's may not"
+        )
     return TextTokenizer(backend, special_tokens, templates)
 
 
 def _load(
-    folder: Path, config: Mapping[str, Any], model_config: Path, converter: Converter
+    files: TokenizerFolder, config: Mapping[str, Any], model_config: Path, converter: Converter
 ) -> tuple[Tokenizer, dict[str, str]]:
     model_type = (read_json(model_config) or {}).get("model_type")
-    if _is_plain(folder, config, model_type):
-        backend, special_tokens = _load_plain(folder, config)
+    if _is_plain(files, config, model_type):
+        backend, special_tokens = _load_plain(files, config)
     else:
-        _check_class(folder, config)
-        backend, special_tokens = _convert(folder, model_config, converter)
+        _check_class(files, config)
+        backend, special_tokens = _convert(files, model_config, converter)
     backend.no_truncation()
     backend.no_padding()
     return backend, special_tokens
 
 
-def _is_the_same(folder: Path, config: Mapping[str, Any], other: Path) -> bool:
+def _is_the_same(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
     """Whether two folders make the same tokens of every text."""
-    other_config = read_json(other / CONFIG) or {}
-    model_type = (read_json(other / MODEL_CONFIG) or {}).get("model_type")
+    other_config = other.read_json(CONFIG) or {}
+    model_type = (read_json(other.path / MODEL_CONFIG) or {}).get("model_type")
     keys = {*config, *other_config} - HARMLESS
-    if _is_plain(folder, config, model_type) and _is_plain(other, other_config, model_type):
+    if _is_plain(files, config, model_type) and _is_plain(other, other_config, model_type):
         keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
     if any(config.get(key) != other_config.get(key) for key in keys):
         return False
     for name in (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED):
-        mine, its = folder / name, other / name
-        if mine.exists() != its.exists() or (mine.exists() and not filecmp.cmp(mine, its, shallow=False)):
+        if files.has(name) != other.has(name) or (files.has(name) and files.read(name) != other.read(name)):
             return False
     return True
 
@@ -193,12 +193,12 @@ def _is_the_same(folder: Path, config: Mapping[str, Any], other: Path) -> bool:
 # --- As transformers does where it takes the file as it is ------------------------------------------------------------
 
 
-def _is_plain(folder: Path, config: Mapping[str, Any], model_type: object) -> bool:
+def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
     """Whether all that transformers does with the folder is done here too."""
-    legacy = (folder / SPECIAL_MAP).exists() or (folder / ADDED).exists()
+    legacy = files.has(SPECIAL_MAP) or files.has(ADDED)
     return (
-        (folder / VOCABULARY).exists()
-        and not (folder / "tekken.json").exists()
+        files.has(VOCABULARY)
+        and not files.has("tekken.json")
         and config.get("tokenizer_class") in PLAIN_CLASSES
         and model_type in PLAIN_MODEL_TYPES
         and not any(key in config for key in ELABORATE)
@@ -206,15 +206,15 @@ def _is_plain(folder: Path, config: Mapping[str, Any], model_type: object) -> bo
     )
 
 
-def _load_plain(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    backend = _read_backend(folder / VOCABULARY)
+def _load_plain(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    backend = _make_backend(files.path / VOCABULARY, files.read(VOCABULARY))
     try:
         named, extra = _named_tokens(config), _extra_tokens(config)
         added = _added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
         _add(backend, list(added.values()), named, extra)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+        raise ConfigError(f"{files.path / CONFIG}: {error}") from error
     return backend, {name: _content(token) for name, token in named.items()}
 
 
@@ -281,38 +281,49 @@ def _content(token: str | AddedToken) -> str:
 # --- An adapter that ships no vocabulary ------------------------------------------------------------------------------
 
 
-def _names_in(base: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _names_in(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
     """What the adapter calls the base model's tokens. Tokens that the base does not have need a vocabulary."""
     try:
-        given = config if "added_tokens_decoder" in config else {**config, **(read_json(folder / SPECIAL_MAP) or {})}
-        ids = read_json(folder / ADDED) or {}
+        given = config if "added_tokens_decoder" in config else {**config, **(files.read_json(SPECIAL_MAP) or {})}
+        ids = files.read_json(ADDED) or {}
         ids |= {token.content: token_id for token_id, token in _added_tokens(config).items()}
         named = {name: _content(token) for name, token in _named_tokens(given).items()}
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+        raise ConfigError(f"{files.path / CONFIG}: {error}") from error
     unknown = [token for token, token_id in ids.items() if base.token_to_id(token) != token_id]
     unknown += [token for token in named.values() if base.token_to_id(token) is None]
     if unknown:
-        raise ConfigError(f"{folder}: {unknown[0][:64]!r} is not so in the base model's tokens; ship {VOCABULARY} too")
+        raise ConfigError(
+            f"{files.path}: {unknown[0][:64]!r} is not so in the base model's tokens; ship {VOCABULARY} too"
+        )
     return {**base.special_tokens, **named}
 
 
 # --- Whatever only transformers can read ------------------------------------------------------------------------------
 
 
-def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
     name = config.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and CLASS_NAME.fullmatch(name)):
-        raise ConfigError(f"{folder / CONFIG}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class")
-    for path in map(folder.joinpath, (VOCABULARY, *OTHER_VOCABULARIES, SPECIAL_MAP, ADDED)):
-        if path.exists():
-            check_size(path)
+        raise ConfigError(f"{files.path / CONFIG}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class")
+    for each in filter(files.has, TOKENIZER_FILES):
+        files.check(each)
 
 
-def _convert(folder: Path, model_config: Path, converter: Converter) -> tuple[Tokenizer, dict[str, str]]:
-    with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as out:
-        converter.convert(folder, Path(out), model_config if model_config.exists() else None)
-        backend, facts = _read_backend(Path(out, VOCABULARY)), read_json(Path(out, "converted.json"))
+def _convert(files: TokenizerFolder, model_config: Path, converter: Converter) -> tuple[Tokenizer, dict[str, str]]:
+    """By transformers, which takes whatever it finds: of an adapter it sees a copy of what may be read."""
+    with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as made:
+        folder, out = files.path, Path(made, "out")
+        out.mkdir()
+        if files.is_vouched_for:
+            folder = Path(made, "adapter")
+            folder.mkdir()
+            files.copy_to(folder)
+        converter.convert(folder, out, model_config if model_config.exists() else None)
+        backend, facts = (
+            _make_backend(out / VOCABULARY, read_bytes(out / VOCABULARY)),
+            read_json(out / "converted.json"),
+        )
     assert facts is not None
     backend.encode_special_tokens = facts["split_special_tokens"]
     return backend, facts["special_tokens"]
@@ -321,8 +332,7 @@ def _convert(folder: Path, model_config: Path, converter: Converter) -> tuple[To
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def _read_backend(path: Path) -> Tokenizer:
-    content = read_bytes(path)
+def _make_backend(path: Path, content: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:  # a panic in Rust is no Exception
@@ -335,21 +345,14 @@ def _reraise_unless_ours(error: BaseException) -> None:
         raise error
 
 
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_templates(files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
     """Those in files of their own, or else those in the config."""
-    files = {"default": folder / TEMPLATE} if (folder / TEMPLATE).exists() else {}
-    files |= {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_TEMPLATES + 1]}
-    templates = {name: _read_text(path) for name, path in files.items()} or _templates_in(folder, config)
+    names = {"default": TEMPLATE_FILE} if files.has(TEMPLATE_FILE) else {}
+    names |= {Path(name).stem: name for name in files.list_templates()}
+    templates = {key: files.read_text(name) for key, name in names.items()} or _templates_in(files.path, config)
     if len(templates) > MAX_TEMPLATES:
-        raise ConfigError(f"{folder}: has more than {MAX_TEMPLATES} chat templates")
+        raise ConfigError(f"{files.path}: has more than {MAX_TEMPLATES} chat templates")
     return templates
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_bytes(path, MAX_TEMPLATE_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8") from error
 
 
 def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -203,10 +203,10 @@ class Merge:
         if not self.weights or not all(math.isfinite(weight) for weight in self.weights):
             raise InputError(f"merged adapters need at least one weight, all of them finite, not {self.weights}")
         if self.strategy not in MERGE_STRATEGIES:
-            raise InputError(f"merge_strategy is one of {', '.join(MERGE_STRATEGIES)}, not {self.strategy!r}")
+            raise InputError(f"merge_strategy is one of {', '.join(MERGE_STRATEGIES)}, not {self.strategy[:64]!r}")
         if self.majority_sign_method not in SIGN_METHODS:
             raise InputError(
-                f"majority_sign_method is one of {', '.join(SIGN_METHODS)}, not {self.majority_sign_method!r}"
+                f"majority_sign_method is one of {', '.join(SIGN_METHODS)}, not {self.majority_sign_method[:64]!r}"
             )
         if self.strategy != "linear" and not 0 < self.density <= 1:
             raise InputError(f"density is above 0, where nothing would be kept, and at most 1, not {self.density}")
@@ -266,6 +266,7 @@ class Resolved(NamedTuple):
     folder: str | None = None  # of the tokenizer's files
     tokenizer_files: tuple[str, ...] = ()
     tier: str = ""  # where its weights were when it was named: device, host, disk, or fetched from its source just now
+    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # of those files when their source vouched for them
 
 
 def _check(holds: bool, message: str) -> None:

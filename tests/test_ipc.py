@@ -99,7 +99,10 @@ merges = st.builds(
     st.sampled_from(["total", "frequency"]),
     ids,
 )
-resolved = st.builds(Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple))
+stamps = st.lists(st.lists(ids, max_size=4).map(tuple), max_size=3).map(tuple)
+resolved = st.builds(
+    Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple), texts, tokenizer_stamps=stamps
+)
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
@@ -111,7 +114,7 @@ TO_ENGINE = {
     ipc.Resolve: st.builds(ipc.Resolve, ids, refs, st.none() | merges),
     ipc.LoadAdapter: st.builds(ipc.LoadAdapter, ids, texts, st.none() | st.booleans()),
     ipc.ForgetAdapter: st.builds(ipc.ForgetAdapter, ids, texts, texts),
-    ipc.ListAdapters: st.builds(ipc.ListAdapters, ids),
+    ipc.ListAdapters: st.builds(ipc.ListAdapters, ids, st.lists(texts, max_size=3).map(tuple)),
     ipc.UnloadAdapter: st.builds(ipc.UnloadAdapter, ids, texts),
     ipc.GetStatus: st.builds(ipc.GetStatus, ids),
     ipc.Stop: st.builds(ipc.Stop),
@@ -180,6 +183,14 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
             except ipc.ChannelError as error:
                 answer = ipc.answer_to_unreadable(damaged, error)
                 assert answer is None or isinstance(answer, ipc.Message)
+        assert isinstance(ipc.decode_question(damaged), ipc.Resolve | ipc.ForgetAdapter | None)
+
+
+@given(st.one_of(*TO_ENGINE.values()))
+@settings(max_examples=100, deadline=None)
+def test_questions_are_those_about_names(message: ipc.ToEngine) -> None:
+    is_question = isinstance(message, ipc.Resolve | ipc.ForgetAdapter)
+    assert ipc.decode_question(ipc.encode(message)) == (message if is_question else None)
 
 
 def request_with(**fields: Any) -> Request:

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from lorax_server import adapter_tokenizers
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.llm import LLM, Completion
 from lorax_server.models.registry import MODELS
@@ -44,7 +46,7 @@ SMALL: dict[str, Any] = {
 # --- Models and adapters ----------------------------------------------------------------------------------------------
 
 
-def write_adapter(base: Any, folder: Path, seed: int, **settings: Any) -> Path:
+def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **settings: Any) -> Path:
     """As PEFT saves it."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings)
     with warnings.catch_warnings():
@@ -53,7 +55,7 @@ def write_adapter(base: Any, folder: Path, seed: int, **settings: Any) -> Path:
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.data.normal_(0, 0.2)
+                parameter.data.normal_(0, size)
         model.save_pretrained(folder, save_embedding_layers=base.config.vocab_size != VOCAB)
     return folder
 
@@ -550,6 +552,27 @@ def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.Monke
         list(llm.stream(TEXTS[0], stop=STOP))
 
 
+@pytest.mark.parametrize(
+    "poison", [{"size": 1e18}, {"size": 3e10, "lora_alpha": 1e18}], ids=["huge weights", "huge scale"]
+)
+def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
+    world: World, tmp_path: Path, poison: dict[str, Any]
+) -> None:
+    """Each of its numbers is one, but what they come to is not. Neighbours share its steps, then get its blocks."""
+    write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
+    adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
+    with LLM(world.model, adapters, **SMALL) as llm:
+        prompts, names = [*TEXTS, *TEXTS], ["poison", None, "first", "poison", "first", "poison", None, "first"]
+        for _ in range(3):
+            for prompt, name, found in zip(
+                prompts, names, llm.generate(prompts, stop=STOP, adapter=names, on_error="return"), strict=True
+            ):
+                if name == "poison":
+                    assert "not numbers" in str(found.error)
+                else:
+                    assert found.text == world.answer(prompt, name)[1]
+
+
 # --- Where adapters lie -----------------------------------------------------------------------------------------------
 
 
@@ -668,6 +691,39 @@ def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None
     assert len(other) - 1 in ids
     assert changed.prompt_ids == ids
     assert (changed.token_ids, changed.text) == answer(oracle, other, ids)
+
+
+def test_tokenizers_of_adapters_are_kept_up_to_a_number(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they read by transformers in this process, which has no limits."""
+    monkeypatch.setattr(adapter_tokenizers, "MAX_TOKENIZERS", 2)
+    folders = {str(number): tmp_path / str(number) for number in range(4)}
+    for number, folder in folders.items():
+        shutil.copytree(world.adapters["first"], folder)
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens([f"<{number}>"])
+        tokenizer.save_pretrained(folder)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _not_here)
+    with LLM(world.model, folders, **SMALL) as llm:
+        names = [*folders, "0", "3", "3"]
+        completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
+        assert len(llm._tokenizers) == 2
+    assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
+
+
+def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    try:
+        with LLM(world.model, **SMALL):
+            assert sys.getswitchinterval() == pytest.approx(0.004)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _not_here(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("transformers was asked in this process")
 
 
 # --- Models that there is no code of ours for -------------------------------------------------------------------------

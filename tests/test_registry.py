@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lorax_server import machine
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
@@ -203,6 +204,18 @@ def test_both_copies_must_fit_in_half_of_the_memory(
     set_memory(monkeypatch, 4 * loaded - 1)
     assert not is_packed(get_model(ModelConfig(folder)))
     assert is_packed(get_model(ModelConfig(folder, pack_weights=True)))
+
+
+@needs_onednn
+def test_a_container_in_a_big_host_has_too_little_memory_for_both_copies(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = (llama / "model.safetensors").stat().st_size
+    (tmp_path / "memory.current").write_text("0")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    for limit, fits in ((4 * loaded, True), (4 * loaded - 1, False)):
+        (tmp_path / "memory.max").write_text(str(limit))
+        assert is_packed(get_model(ModelConfig(llama))) == fits
 
 
 @needs_onednn

@@ -15,16 +15,19 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from lorax_server import convert_tokenizer, converter, tokenizer
+from lorax_server.adapters.files import tokenizer_files
+from lorax_server.adapters.spec import stamp_of
 from lorax_server.chat_template import ENVIRONMENT
 from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
+from lorax_server.model_files import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.tokenizer import (
     PLAIN_CLASSES,
     Piece,
     TextTokenizer,
-    load_adapter_tokenizer,
+    load_own_tokenizer,
     load_tokenizer,
     share_base_tokenizer,
 )
@@ -65,6 +68,17 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
     special_ids = {i for i, token in wanted.added_tokens_decoder.items() if token.special}
     assert {i for i in range(ours.num_ids) if ours.detokenizer.is_special(i)} == special_ids
     return ours
+
+
+def vouch_for(folder: Path) -> TokenizerFolder:
+    """An adapter's folder, of which all that a source knows is vouched for."""
+    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
+    return TokenizerFolder(folder, {file: stamp_of(folder / file) for file in tokenizer_files(found)})
+
+
+def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
+    files = vouch_for(folder)
+    return share_base_tokenizer(files, base, base_folder) or load_own_tokenizer(files, base_folder, Converter())
 
 
 @pytest.fixture
@@ -478,7 +492,7 @@ def test_what_of_a_config_makes_other_tokens(
     changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, **changes)
-    shared = share_base_tokenizer(folder, plain, plain_folder)
+    shared = share_base_tokenizer(vouch_for(folder), plain, plain_folder)
     assert (shared is not None) == is_shared
     if shared is not None:
         wanted = AutoTokenizer.from_pretrained(folder)
@@ -657,6 +671,65 @@ def test_templates_that_are_no_text_too_large_or_too_many(
         (tmp_path / "additional_chat_templates" / f"{i}.jinja").touch()
     with pytest.raises(ConfigError, match="more than 32"):
         load_adapter_tokenizer(tmp_path, plain, plain_folder)
+
+
+# --- What no source vouched for ---------------------------------------------------------------------------------------
+
+
+STRAY = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"]
+STRAY += ["tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja"]
+STRAY += ["additional_chat_templates/default.jinja"]
+
+
+@pytest.mark.parametrize("file", STRAY)
+@pytest.mark.usefixtures("never_converts")
+def test_a_file_that_no_source_vouched_for_is_not_read(
+    file: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("what only the server may read")
+    (tmp_path / "adapter" / file).parent.mkdir(parents=True)
+    (tmp_path / "adapter" / file).symlink_to(tmp_path / "secret")
+    assert share_base_tokenizer(TokenizerFolder(tmp_path / "adapter", {}), plain, plain_folder) is plain
+
+
+@pytest.mark.parametrize("kind", ["link", "other bytes", "fifo", "nothing"])
+def test_a_file_that_took_the_place_of_what_was_vouched_for(
+    kind: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter" / "additional_chat_templates" / "default.jinja"
+    path.parent.mkdir(parents=True)
+    path.write_text("what was vouched for")
+    (tmp_path / "secret").write_text("what only the server")
+    files = vouch_for(tmp_path / "adapter")
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(tmp_path / "secret")
+    elif kind == "other bytes":
+        path.write_text("what was vouched FOR")
+    elif kind == "fifo":
+        os.mkfifo(path)  # and nobody ever writes to it
+    with pytest.raises(ConfigError, match=r"default\.jinja: (changed after it was chosen|is not a file)"):
+        share_base_tokenizer(files, plain, plain_folder)
+
+
+def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "adapter", byte_level(500).tokenizer, tokenizer_class="GPT2Tokenizer")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "more.jinja").write_text("a template")
+    files = vouch_for(folder)
+    for stray in ("config.json", "processor_config.json", "tokenizer.1.0.json", "vocab.txt"):
+        (folder / stray).symlink_to("/etc/passwd")
+    seen: list[set[str]] = []
+
+    def convert(_: Converter, copied: Path, *rest: Any) -> None:
+        seen.append({str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()})
+        assert not any(path.is_symlink() for path in copied.rglob("*"))
+        raise ConfigError("enough is seen")
+
+    monkeypatch.setattr(Converter, "convert", convert)
+    with pytest.raises(ConfigError, match="enough is seen"):
+        load_own_tokenizer(files, tmp_path, Converter())
+    assert seen == [{"tokenizer.json", "tokenizer_config.json", "additional_chat_templates/more.jinja"}]
 
 
 # --- How a model likes to generate ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ name or have a wrapper's in front, and the name of the adapter may stand in the 
 """
 
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import regex
 
+from lorax_server.adapters.plain_file import open_plain
 from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterError
 
@@ -70,8 +72,8 @@ class TensorInfo:
 def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
     """The tensors of adapter `name`, after every claim of the header has been held against the file's size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length_bytes = file.read(8)
             length = struct.unpack("<Q", length_bytes)[0] if len(length_bytes) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):

@@ -6,22 +6,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
+from lorax_server.adapters.files import REQUIRED_FILES
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.source import (
-    MAX_NAME_LENGTH,
-    REQUIRED_FILES,
-    AdapterSources,
-    BaseModelType,
-    FetchedAdapter,
-    read_json,
-)
+from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources, BaseModelType, FetchedAdapter, read_json
 from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, is_settled, stamp_of
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef, Resolved
@@ -62,10 +56,13 @@ class Found:
 
     spec: AdapterSpec
     resolved: Resolved
-    files: Mapping[Path, Stamp | None]
+    files: Mapping[Path, Stamp | None]  # and the folders that are watched for it
+    is_settled: bool = False  # a change from then on shows in the stamps
+    is_new: bool = False  # some of its files had to be brought here
 
     def is_unchanged(self) -> bool:
-        return _stamps(self.files) == self.files
+        """One look at each file. May take as long as the file system does."""
+        return all(_stamp(path) == stamp for path, stamp in self.files.items())
 
 
 class AdapterFinder:
@@ -93,10 +90,12 @@ class AdapterFinder:
         """Brings it here and reads it. Takes as long as its source does."""
         check = partial(self._check_config, key_of(ref))
         for _ in range(ATTEMPTS):
+            began_ns = self._time_ns()
+            places = _stamps(self._sources.places(ref.source, ref.name))  # before anything in them is looked at
             fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
             found = self._identify(ref.name, fetched)
             if found is not None:
-                return found
+                return _watch(found, places, began_ns)
         raise SourceError(f"adapter {ref.name!r}: {WEIGHTS_FILE} changed while it was read; try again")
 
     def _check_config(self, key: Key, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
@@ -136,7 +135,9 @@ class AdapterFinder:
             return None
         part = StoredPart(folder, config, stamp, identity, settled)
         spec = AdapterSpec(identity, name, (part,), num_elements)
-        return Found(spec, Resolved(identity, str(folder), fetched.tokenizer_files), files)
+        vouched = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
+        resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=vouched)
+        return Found(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
         """Who it is, and how many elements it has. The weights are read only if they are not known by their stamp."""
@@ -159,6 +160,13 @@ def key_of(ref: AdapterRef) -> Key:
     # A token may be anything that was sent.
     token_hash = hashlib.sha256(ref.token.encode(errors="surrogatepass")).hexdigest() if ref.token else None
     return ref.source, ref.name, token_hash
+
+
+def _watch(found: Found, places: Mapping[Path, Stamp | None], now_ns: int) -> Found:
+    """The same, with the folders to be watched, which were looked at not before `now_ns`."""
+    watched = {**places, **found.files}
+    settled = all(is_settled(stamp, now_ns) for stamp in watched.values() if stamp is not None)
+    return replace(found, files=watched, is_settled=settled)
 
 
 def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.plain_file import open_plain
 from lorax_server.errors import AdapterError
 
 CHUNK_BYTES = 1 << 20
@@ -23,7 +24,7 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
 def _digest(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo]) -> str:
     digest = hashlib.sha256(_line(["lorax adapter", 1, config.identity()]))
     chunk = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for key, info in sorted(tensors.items()):
             digest.update(_line([key, info.dtype, info.shape]))
             file.seek(info.start)

@@ -9,33 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.adapters.files import (
+    MAX_CONFIG_BYTES,
+    MAX_TEMPLATES,
+    MODEL_CONFIG_FILE,
+    PICKLE_FILES,
+    REQUIRED_FILES,
+    TEMPLATES_FOLDER,
+    count_templates,
+    find_limit,
+    tokenizer_files,
+)
+from lorax_server.adapters.plain_file import open_plain
 from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterAccessError, AdapterError
 
 logger = logging.getLogger(__name__)
 
-REQUIRED_FILES = (CONFIG_FILE, WEIGHTS_FILE)
-PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-MODEL_CONFIG_FILE = "config.json"
-# A source looks at nothing else: a folder may hold anything.
-KNOWN_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
-
 MAX_NAME_LENGTH = 512
-MAX_CONFIG_BYTES = 2**20
-MAX_FILE_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES} | dict.fromkeys(TOKENIZER_FILES, 2**26)
 MAX_AUTHORIZATIONS = 10_000
 
 
@@ -68,6 +62,15 @@ class Source(Protocol):
         """The `model_type` of a base model that is kept here; None, and never an error, when it cannot be known."""
 
 
+@runtime_checkable
+class Watchable(Protocol):
+    """A source whose adapters lie on this machine, so that a look at some paths tells whether one has changed."""
+
+    def places(self, name: str) -> Sequence[Path]:
+        """Folders of which one at least gets another stamp when the name means another folder, or when a known file
+        comes, goes or is replaced. Most of them need not exist."""
+
+
 BaseModelType = Callable[[str], str | None]
 CheckConfig = Callable[[Mapping[str, Any], BaseModelType], None]
 
@@ -80,6 +83,7 @@ class FetchedAdapter:
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
+    is_new: bool = field(default=False, compare=False)  # some of its files had to be brought here just now
 
 
 class AdapterSources:
@@ -102,6 +106,11 @@ class AdapterSources:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
+    def places(self, source: str, name: str) -> Sequence[Path]:
+        """Folders to watch for changes of an adapter; none where its source has to be asked."""
+        origin: object = self._sources.get(source)
+        return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else ()
+
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
         """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
         started = self._clock()
@@ -114,12 +123,14 @@ class AdapterSources:
         self._authorize(source, name, token)
         files = origin.find(name, token)
         wanted = _choose(files, self._max_bytes)
-        config = read_json(origin.fetch(files, [CONFIG_FILE], token) / CONFIG_FILE, f"adapter {name!r}")
+        config_folder = origin.fetch(files, [CONFIG_FILE], token)
+        config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}")
         check_config(config, partial(self._base_model_type, source, token))
+        is_new = not all((config_folder / file).is_file() for file in wanted)
         folder = origin.fetch(files, wanted, token)
         total = sum(files.sizes[file] for file in wanted)
         logger.debug("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
-        return FetchedAdapter(folder, files.version, config, tuple(file for file in wanted if file in TOKENIZER_FILES))
+        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)), is_new)
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:
         key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())
@@ -182,10 +193,12 @@ def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
         )
     if missing:
         raise AdapterError(f"{what}: has no {' and no '.join(missing)}; save it with PEFT")
-    wanted = [file for file in (*REQUIRED_FILES, *TOKENIZER_FILES) if file in files.sizes]
+    wanted = [*REQUIRED_FILES, *tokenizer_files(files.sizes)]
+    if count_templates(wanted) > MAX_TEMPLATES:
+        raise AdapterError(f"{what}: {TEMPLATES_FOLDER} has more than {MAX_TEMPLATES} templates")
     for file in wanted:
-        size, limit = files.sizes[file], MAX_FILE_BYTES.get(file, max_bytes)
-        if size > limit:
+        size, limit = files.sizes[file], find_limit(file) or max_bytes
+        if not 0 <= size <= limit:
             raise AdapterError(f"{what}: {file} has {size} bytes, at most {limit} are allowed")
     total = sum(files.sizes[file] for file in wanted)
     if total > max_bytes:
@@ -209,7 +222,7 @@ def read_model_type(source: Source, name: str, token: str | None) -> str | None:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """A JSON object from a file that nobody vouches for."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")

@@ -13,8 +13,9 @@ Stamp = tuple[int, ...]
 SETTLED_NS = 2 * 10**9
 
 
-def stamp_of(path: Path) -> Stamp:
-    """Changes whenever the file does, but for two changes within one tick of the file system's clock.
+def stamp_of(path: Path | int) -> Stamp:
+    """Changes whenever the file does, but for two changes within one tick of the file system's clock. A number is that
+    of a file that is open.
 
     The time of the last change of any kind is last: who writes a file can set the other time back, as `cp -p` does.
     """

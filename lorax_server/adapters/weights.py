@@ -11,9 +11,10 @@ import torch
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
+from lorax_server.adapters.plain_file import open_plain
 from lorax_server.adapters.spec import Stamp, stamp_of
 from lorax_server.adapters.target import AdapterTarget, Kind
-from lorax_server.errors import AdapterError
+from lorax_server.errors import AdapterError, SourceError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Besides factors, the weight that PEFT writes beside factors of an embedding or head, which is the base model's.
@@ -100,10 +101,11 @@ class StoredAdapter:
     def load(self, module: str) -> ModuleWeights:
         parts = self._parts[module]
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
+                self._check_same(stamp_of(file.fileno()))
                 found = {part: self._read(file, key) for part, key in parts.items()}
         except OSError as error:
-            raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read any more: {error}") from error
+            raise self._lost(error) from error
         self._check_unchanged()
         lora_a, lora_b = found.get(Part.LORA_A), found.get(Part.LORA_B)
         if lora_a is not None and lora_b is not None:
@@ -124,11 +126,19 @@ class StoredAdapter:
         try:
             return stamp_of(self.path)
         except OSError as error:
-            raise AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read: {error.strerror}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> AdapterError:
+        if isinstance(error, FileNotFoundError):  # it made room for others; naming the adapter fetches it again
+            return SourceError(f"adapter {self.name!r}: {self.path.name} is not on this machine any more; try again")
+        return AdapterError(f"adapter {self.name!r}: {self.path.name} cannot be read: {error.strerror}")
 
     def _check_unchanged(self) -> None:
         """Who an adapter is and what it computes must come from the same bytes."""
-        if self._stat() != self._stamp:
+        self._check_same(self._stat())
+
+    def _check_same(self, stamp: Stamp) -> None:
+        if stamp != self._stamp:
             raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed while it was read; try again")
 
     def _read(self, file: BufferedReader, key: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
+from urllib.parse import urlencode
 
 from lorax_server.cli.bench import add_bench, bench
 from lorax_server.cli.flags import Parser
@@ -276,7 +277,7 @@ def _adapters(args: Namespace) -> int:
         raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
     api = _api(args)
     if args.action == "list":
-        answer = api.get("/v1/adapters")
+        answer = _all_adapters(api)
         print(json.dumps(answer, indent=2) if args.json else format_table(answer))
         return 0
     body = {"adapter_id": args.name} | ({"adapter_source": args.source} if args.source else {})
@@ -287,6 +288,17 @@ def _adapters(args: Namespace) -> int:
         answer = api.post("/v1/adapters/load", body | {"pin": pin})
     print(json.dumps(answer, indent=2) if args.json else f"{args.name}: {ACTIONS[args.action]}")
     return 0
+
+
+def _all_adapters(api: Api) -> Any:
+    """The list with all of its pages as one; as it is where it is none."""
+    answer = page = api.get("/v1/adapters")
+    while isinstance(page, dict) and page.get("next"):
+        page = api.get("/v1/adapters?" + urlencode({"after": page["next"]}))
+        if not isinstance(page, dict) or not isinstance(page.get("data"), list):
+            raise LoraxError("a page of the server's answer lists no adapters; is it a lorax server?")
+        answer = {**answer, "data": [*answer["data"], *page["data"]], "has_more": False, "next": None}
+    return answer
 
 
 def format_table(answer: Any) -> str:

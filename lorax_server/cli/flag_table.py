@@ -120,6 +120,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         ),
         _own("--s3-endpoint", "address of the S3 service, if it is not Amazon's", to="sources.s3_endpoint"),
         _own("--adapter-timeout-s", "how long a request waits for its adapter", "number", "engine.adapter_timeout_s"),
+        _own(
+            "--adapter-disk-bytes",
+            "disk space for fetched adapters (default: half of what is free without them)",
+            "size",
+            "sources.disk_bytes",
+        ),
         Flag("--huggingface-hub-cache", "where models and adapters are kept (default: ~/.cache/lorax)", "path"),
     ),
     "network and access": (
@@ -144,6 +150,13 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--cors-expose-header", "header they may read; repeatable", to="cors.expose_headers", repeats=True),
         Flag("--cors-allow-method", "method they may use; repeatable", to="cors.allow_methods", repeats=True),
         Flag("--cors-allow-credentials", "whether they may send credentials", "switch", "cors.allow_credentials"),
+        _own(
+            "--allowed-host",
+            "name by which requests may call this server, besides localhost and the address it listens on; * is any; "
+            "repeatable (default: none where only this machine can connect, else any)",
+            to="server.allowed_hosts",
+            repeats=True,
+        ),
     ),
     "limits": (
         Flag(
@@ -165,6 +178,19 @@ TABLE: dict[str, tuple[Flag, ...]] = {
             "tokens of prompt and answer (default: what the model was made for)",
             "integer",
             "engine.max_length",
+        ),
+        _own("--max-connections", "open connections; idle ones give way", "integer", "server.max_connections"),
+        _own(
+            "--max-connections-per-address",
+            "those of one client's address; 0 is no limit, for servers behind a proxy",
+            "integer",
+            "server.max_connections_per_address",
+        ),
+        _own(
+            "--new-adapters-per-minute",
+            "adapters that a key may name and that are new here (default: 60; without keys: no limit)",
+            "integer",
+            "server.new_adapters_per_minute",
         ),
         _own("--max-body-bytes", "size of a request", "size", "server.max_body_bytes"),
         _own(

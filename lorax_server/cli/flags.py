@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from lorax_server import __version__
 from lorax_server.cli import demo
 from lorax_server.cli.flag_table import FLAGS, REFUSED_VARIABLES, TABLE, UNUSED_VARIABLES, WATERMARK, Flag
-from lorax_server.cli.settings import HOSTS, Parsed
+from lorax_server.cli.settings import HOSTS, ORIGINS, Parsed
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
@@ -155,6 +155,8 @@ def _default(flag: Flag, command: str) -> str:
     """What the settings say, unless it is nothing that a user could give."""
     if flag.name == "--hostname":
         return HOSTS[command]
+    if flag.name == "--cors-allow-origin":
+        return ", ".join(ORIGINS[command]) or "only the server's own pages"
     if flag.name == "--model-id":
         return LAUNCHER_MODEL if command == "launcher" else "a small one that is part of the package"
     settings, _, name = flag.to.partition(".")

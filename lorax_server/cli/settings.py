@@ -17,6 +17,8 @@ from lorax_server.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HOSTS = {"serve": "127.0.0.1", "launcher": "0.0.0.0"}
+ORIGINS: dict[str, tuple[str, ...]] = {"serve": (), "launcher": ("*",)}  # LoRAX's pages may be anywhere
+ALLOWED_HOSTS: dict[str, tuple[str, ...]] = {"serve": (), "launcher": ("*",)}
 BLOCK = EngineConfig.block_size
 
 
@@ -104,7 +106,7 @@ class Parsed:
             default_source=self._default_source(sources),
             examples=EXAMPLES if self.is_demo else None,
             cors=self._cors(),
-            **self._of("server"),
+            **{"allowed_hosts": ALLOWED_HOSTS[self.command], **self._of("server")},
         )
 
     def _of(self, settings: str) -> dict[str, Any]:
@@ -141,8 +143,8 @@ class Parsed:
         return next((source for source, is_usable in usable.items() if is_usable), "hub")
 
     def _cors(self) -> CorsConfig:
-        found = CorsConfig(**self._of("cors"))
-        if found.allow_credentials and "*" in found.allow_origins:
+        found = CorsConfig(**{"allow_origins": ORIGINS[self.command], **self._of("cors")})
+        if found.allow_credentials and (not found.allow_origins or "*" in found.allow_origins):
             raise ConfigError("--cors-allow-credentials needs --cors-allow-origin: not every page may send credentials")
         return found
 

@@ -35,10 +35,6 @@ class Adapters(Protocol):
     def needs_step(self) -> bool:
         """Whether there is something to be told to the workers."""
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether something is on its way that the workers will report."""
-
     def submit(self) -> tuple[AdapterOp, ...]:
         """A step goes out, and this with it."""
 

@@ -8,29 +8,29 @@ than `patience_s`: `host_tier` and `device_tier` say what leaves then. So those 
 which they came, each within a bounded time, and until then what is resident is used first.
 """
 
-import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapter_entry import AdapterEntry, State
 from lorax_server.engine.counters import AdapterCounters
 from lorax_server.engine.device_tier import DeviceTier
 from lorax_server.engine.host_tier import HostTier
-from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
 from lorax_server.types import AdapterState
 
 BASE_MODEL = ""
 MAX_KNOWN = 100_000  # adapters that are remembered though they are nowhere but on disk
-MAX_LISTED = 10_000
+MAX_LISTED = 2000  # described at once: no step waits longer, however many adapters there are
 MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many
 
 
 class AdapterTable:
-    """One engine's adapters. Not thread-safe: only the engine's loop calls it."""
+    """One engine's adapters. Only the engine's loop calls it, but for `find_problem` and `state`, which look at nothing
+    that is in between."""
 
     def __init__(
         self,
@@ -59,11 +59,15 @@ class AdapterTable:
 
     # --- What the engine does with it ---------------------------------------------------------------------------------
 
+    def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
+        """Why an adapter can never be used here."""
+        if not self._capabilities.num_adapter_units:
+            return AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
+        return self._host.find_problem(spec)
+
     def register(self, spec: AdapterSpec, prefetch: bool = True) -> None:
         """Know an adapter from now on. A request that names it is about to come, so it is prepared where room is."""
-        if not self._capabilities.num_adapter_units:
-            raise AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
-        problem = self._host.find_problem(spec)
+        problem = self.find_problem(spec)
         if problem is not None:
             raise problem
         entry = self._known.get(spec.identity)
@@ -99,10 +103,12 @@ class AdapterTable:
         entry = self._known.get(identity)
         return None if entry is None else entry.state
 
-    def list_adapters(self) -> list[AdapterState]:
-        """Those that were named last, the latest first."""
-        entries = itertools.islice(reversed(self._known.values()), MAX_LISTED)
-        return [_describe(entry, self._capabilities.itemsize) for entry in entries]
+    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        """Describe those of the adapters that are known."""
+        if len(identities) > MAX_LISTED:
+            raise InputError(f"at most {MAX_LISTED} adapters are described at once, not {len(identities)}")
+        entries = (self._known.get(identity) for identity in identities)
+        return [_describe(entry, self._capabilities.itemsize) for entry in entries if entry is not None]
 
     def ask_for(self, identity: str, pin: bool | None = None) -> None:
         """Bring an adapter to the device. One that is pinned stays there; None: as it is."""
@@ -268,7 +274,13 @@ class AdapterTable:
     def completed(self, step: int, loaded: Iterable[int]) -> None:
         """A step has ended, and these loads have."""
         self._is_stirred = True
-        for entry in self._device.completed(step, loaded, self._clock()):
+        self._device.completed(step)
+        self.loaded(loaded)
+
+    def loaded(self, indices: Iterable[int]) -> None:
+        """These loads have ended."""
+        for entry in self._device.loaded(indices, self._clock()):
+            self._is_stirred = True
             if entry.is_wanted:
                 self._arrive(entry)
             self._leave_if_dismissed(entry)

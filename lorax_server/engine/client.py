@@ -123,8 +123,9 @@ class EngineClient:
     async def forget(self, source: str, name: str) -> None:
         await self._call(ipc.ForgetAdapter(self.new_id(), source, name))
 
-    async def list_adapters(self) -> list[AdapterState]:
-        reply = await self._call(ipc.ListAdapters(self.new_id()))
+    async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        """Describe those of the adapters that the engine knows."""
+        reply = await self._call(ipc.ListAdapters(self.new_id(), tuple(identities)))
         assert isinstance(reply, ipc.AdaptersReply)
         return reply.adapters
 

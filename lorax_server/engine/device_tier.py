@@ -61,11 +61,14 @@ class DeviceTier:
         self._ops = []
         return ops
 
-    def completed(self, step: int, loaded: Iterable[int], now: float) -> list[AdapterEntry]:
-        """A step has ended, and the loads of these indices have; whose they are."""
+    def completed(self, step: int) -> None:
+        """A step has ended: what it read may be written."""
         self._space.completed(step)
+
+    def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
+        """The loads of these indices have ended; whose they are."""
         entries = []
-        for index in loaded:
+        for index in indices:
             entry = self._by_index[index]
             self._loading.remove(index)
             self._space.loaded(entry.identity)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.engine.adapter_entry import State
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.resolver import AdapterResolver
@@ -16,6 +17,8 @@ from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 IDLE_S = 0.05
+TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
+_TIER_OF_STATE = {State.DEVICE: "device", State.LOADING: "host", State.HOST: "host"}
 
 
 class Executor(Protocol):
@@ -24,8 +27,8 @@ class Executor(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def on_prepared(self, notify: Callable[[], None]) -> None:
-        """Call `notify`, on any thread, when there is something for `take_prepared`."""
+    def on_news(self, notify: Callable[[], None]) -> None:
+        """Call `notify`, on any thread, when there is something for `take_prepared` or `take_loaded`."""
 
     def submit(self, plan: StepPlan) -> None: ...
 
@@ -34,12 +37,17 @@ class Executor(Protocol):
 
     def take_prepared(self) -> list[Prepared]: ...
 
+    def take_loaded(self) -> list[int]:
+        """Adapter indices whose load has ended and that no result of a step has told of."""
+
     def close(self) -> None: ...
 
 
 class Engine:
-    """One thread calls it. What happens elsewhere (an adapter is fetched, another is ready) sets `wake` and is taken
-    up by the next `step`."""
+    """One thread calls it, but for `resolve` and `forget`, which any thread may call.
+
+    What happens elsewhere (an adapter is found, another is ready) sets `wake` and is taken up by the next call.
+    """
 
     def __init__(
         self,
@@ -57,9 +65,9 @@ class Engine:
         self._table = table
         self._resolver = resolver
         self._num_in_flight = 0
-        self._resolved: deque[tuple[Future[tuple[AdapterSpec, Resolved]], Future[Resolved]]] = deque()
+        self._found: deque[AdapterSpec] = deque()  # from any thread: adapters that somebody has been told of
         self._loads: dict[str, list[Future[None]]] = {}  # by identity
-        executor.on_prepared(self.wake.set)
+        executor.on_news(self.wake.set)
 
     @property
     def is_busy(self) -> bool:
@@ -84,14 +92,19 @@ class Engine:
         return self._scheduler.has_work
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Resolved]":
-        """Who these names mean now. Its adapter begins to move up, since a request is about to come."""
+        """Find out which adapter these names mean now. It begins to move up, since a request is about to come.
+
+        The answer comes on the thread that finds it, whatever the step does. It is safe to name the adapter's identity
+        to any other method from then on.
+        """
         answer: Future[Resolved] = Future()
         found = self._resolver.resolve(refs, merge)
-        found.add_done_callback(lambda done: self._take_later(done, answer))
+        found.add_done_callback(lambda done: self._tell(done, answer))
         return answer
 
     def add(self, request: Request) -> None:
         """Take a request, or refuse it."""
+        self._register_found()
         self._scheduler.add(request)
 
     def abort(self, request_id: int) -> None:
@@ -102,6 +115,7 @@ class Engine:
         """Bring an adapter, whose name has been resolved, to the device. If it is pinned it stays there; None: as it
         was."""
         done: Future[None] = Future()
+        self._register_found()
         try:
             self._table.ask_for(identity, pin)
         except LoraxError as error:
@@ -113,6 +127,7 @@ class Engine:
 
     def unload(self, identity: str) -> None:
         """Let an adapter go, pinned or not, as soon as nobody needs it."""
+        self._register_found()
         self._table.dismiss(identity)
         for done in self._loads.pop(identity, ()):
             _settle(done, AdapterError("the adapter was unloaded before it was there"))
@@ -121,9 +136,10 @@ class Engine:
         """Ask the source again the next time that this name is resolved."""
         self._resolver.forget(source, name)
 
-    def list_adapters(self) -> list[AdapterState]:
-        """Those that are known, the one that was named last first."""
-        return self._table.list_adapters()
+    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        """Describe those of the adapters that are known."""
+        self._register_found()
+        return self._table.list_adapters(identities)
 
     def step(self) -> list[Output]:
         """One turn: submit the next step, and collect the one before, or the one before that."""
@@ -174,24 +190,52 @@ class Engine:
         for done in [done for loads in self._loads.values() for done in loads]:
             _settle(done, EngineError("the engine is stopped"))
         self._loads.clear()
-        while self._resolved:
-            self._register(*self._resolved.popleft())
 
     @property
     def _moved(self) -> bool:
         """Whether adapters have to be told about, or heard of."""
         table = self._table
-        return bool(self._resolved) or table.needs_step or table.is_loading or table.has_news
+        return bool(self._found) or table.needs_step or table.has_news
 
-    def _take_later(self, found: "Future[tuple[AdapterSpec, Resolved]]", answer: "Future[Resolved]") -> None:
-        self._resolved.append((found, answer))
+    def _tell(self, found: "Future[tuple[AdapterSpec, Resolved]]", answer: "Future[Resolved]") -> None:
+        """Answer, on the thread that has found it. The table belongs to another thread: what that must know is left for
+        it before anybody can ask for the adapter."""
+        if not answer.set_running_or_notify_cancel():
+            return  # nobody waits any more
+        try:
+            spec, resolved = found.result()
+            problem = self._table.find_problem(spec)
+            if problem is not None:
+                raise problem
+            resolved = resolved._replace(tier=resolved.tier or self._tier(spec))
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            answer.set_exception(error)
+        else:
+            self._found.append(spec)
+            answer.set_result(resolved)
         self.wake.set()
 
+    def _tier(self, spec: AdapterSpec) -> str:
+        """Where its weights are: if a merged adapter is nowhere yet, where the worst of its parts is."""
+        best = self._tier_of(spec.identity)
+        if best != TIERS[-1] or spec.merge is None:
+            return best
+        return max((self._tier_of(part.identity) for part in spec.parts), key=TIERS.index)
+
+    def _tier_of(self, identity: str) -> str:
+        state = self._table.state(identity)
+        return _TIER_OF_STATE.get(state, TIERS[-1]) if state is not None else TIERS[-1]
+
+    def _register_found(self) -> None:
+        while self._found:
+            self._table.register(self._found.popleft())
+
     def _take_news(self) -> None:
-        while self._resolved:
-            self._register(*self._resolved.popleft())
+        self._register_found()
         for prepared in self._executor.take_prepared():
             self._table.prepared(prepared)
+        if self._table.is_loading and not self._num_in_flight:  # else the result of the step tells
+            self._table.loaded(self._executor.take_loaded())
         self._table.advance()
         for identity in self._table.take_arrived():
             self._scheduler.adapter_arrived(identity)
@@ -201,17 +245,6 @@ class Engine:
             self._scheduler.adapter_failed(identity, error)
             for done in self._loads.pop(identity, ()):
                 _settle(done, error)
-
-    def _register(self, found: "Future[tuple[AdapterSpec, Resolved]]", answer: "Future[Resolved]") -> None:
-        if not answer.set_running_or_notify_cancel():
-            return  # nobody waits any more
-        try:
-            spec, resolved = found.result()
-            self._table.register(spec)
-        except BaseException as error:  # whatever it is, it belongs to who asked
-            answer.set_exception(error)
-        else:
-            answer.set_result(resolved)
 
 
 def _settle(done: "Future[None]", error: LoraxError | None) -> None:

@@ -1,7 +1,10 @@
-"""The engine process: takes messages, lets the engine step, sends what came of it."""
+"""The engine process: takes messages, lets the engine step, sends what came of it.
+
+Questions about names are answered beside the steps, on the threads that know: a request that names an adapter comes
+after its answer, and would otherwise wait for a step to end before it even arrives.
+"""
 
 import logging
-import queue
 import signal
 import threading
 import time
@@ -13,12 +16,14 @@ from typing import Protocol, TypeVar
 
 from lorax_server import ipc
 from lorax_server.errors import EngineError, LoraxError
+from lorax_server.machine import give_back_memory
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 IDLE_S = 0.05  # how often it is looked for what depends on time alone
+REST_AFTER = 20  # times that it had nothing to do
 
 
 class Engine(Protocol):
@@ -34,7 +39,7 @@ class Engine(Protocol):
     def load(self, identity: str, pin: bool | None = None) -> Future[None]: ...
     def unload(self, identity: str) -> None: ...
     def forget(self, source: str, name: str) -> None: ...
-    def list_adapters(self) -> list[AdapterState]: ...
+    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]: ...
     def step(self) -> list[Output]: ...
     def status(self) -> EngineStatus: ...
     def close(self) -> None: ...
@@ -82,13 +87,14 @@ class _Server:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # goes out with those of the step
-        self._replies: queue.SimpleQueue[ipc.FromEngine] = queue.SimpleQueue()  # from any thread
         self._is_stopping = False
         self._idle_s = 0.0
+        self._num_idle = 0  # since something was told
 
     def run(self, info: ipc.Info) -> None:
         engine, channel = self._engine, self._channel
         channel.wake = engine.wake
+        channel.answer_at_once = self._answer_at_once
         channel.send(ipc.Ready(info))
         while True:
             engine.wake.clear()  # before looking: what happens from here on sets it again
@@ -97,12 +103,26 @@ class _Server:
             if self._is_stopping:
                 return
             self._send(engine.step())
-            if not (engine.is_busy or channel.has_messages or not self._replies.empty()):
+            if not (engine.is_busy or channel.has_messages):
                 since = time.monotonic()
                 engine.wake.wait(IDLE_S)
                 self._idle_s += time.monotonic() - since
+                self._rest()
+
+    def _rest(self) -> None:
+        """After some idle turns memory is given back, once: it takes milliseconds, and the next step takes it again."""
+        self._num_idle += 1
+        if self._num_idle == REST_AFTER:
+            give_back_memory()
 
     # --- What comes ---------------------------------------------------------------------------------------------------
+
+    def _answer_at_once(self, data: bytes) -> bool:
+        """On the thread of the channel, where nothing may wait."""
+        message = ipc.decode_question(data)
+        if message is not None:
+            self._obey(message)
+        return message is not None
 
     def _take(self, data: bytes) -> None:
         try:
@@ -112,7 +132,7 @@ class _Server:
             if answer is None:
                 raise  # somebody would wait for ever
             logger.exception("A message that cannot be read is refused")
-            self._replies.put(answer)
+            self._reply(answer)
         else:
             self._obey(message)
 
@@ -132,7 +152,7 @@ class _Server:
                 try:
                     self._call(message)
                 except Exception as error:
-                    self._replies.put(ipc.Refused(message.call_id, Failure.of(_to_be_told(error))))
+                    self._reply(ipc.Refused(message.call_id, Failure.of(_to_be_told(error))))
 
     def _call(self, message: ipc.Calls) -> None:
         call_id = message.call_id
@@ -144,23 +164,23 @@ class _Server:
                 self._reply_when_done(call_id, self._engine.load(identity, pin), lambda _: ipc.Done(call_id))
             case ipc.UnloadAdapter(_, identity):
                 self._engine.unload(identity)
-                self._replies.put(ipc.Done(call_id))
+                self._reply(ipc.Done(call_id))
             case ipc.ForgetAdapter(_, source, name):
                 self._engine.forget(source, name)
-                self._replies.put(ipc.Done(call_id))
-            case ipc.ListAdapters():
-                self._replies.put(ipc.AdaptersReply(call_id, self._engine.list_adapters()))
+                self._reply(ipc.Done(call_id))
+            case ipc.ListAdapters(_, identities):
+                self._reply(ipc.AdaptersReply(call_id, self._engine.list_adapters(identities)))
             case ipc.GetStatus():
                 status = replace(self._engine.status(), idle_s=self._idle_s)
-                self._replies.put(ipc.StatusReply(call_id, status))
+                self._reply(ipc.StatusReply(call_id, status))
 
     def _reply_when_done(self, call_id: int, future: Future[Result], reply: Callable[[Result], ipc.FromEngine]) -> None:
         def when_done(done: Future[Result]) -> None:
             try:
-                self._replies.put(reply(done.result()))
+                message = reply(done.result())
             except BaseException as error:  # whatever it is, it belongs to who asked
-                self._replies.put(ipc.Refused(call_id, Failure.of(_to_be_told(error))))
-            self._engine.wake.set()
+                message = ipc.Refused(call_id, Failure.of(_to_be_told(error)))
+            self._reply(message)
 
         future.add_done_callback(when_done)
 
@@ -170,12 +190,11 @@ class _Server:
         """All of it in one message. What cannot be sent fails alone."""
         outputs, self._refused = self._refused + outputs, []
         if outputs:
+            self._num_idle = 0
             try:
                 self._channel.send(ipc.Outputs(outputs))
             except ipc.ChannelError:
                 self._channel.send(ipc.Outputs([self._sendable(output) for output in outputs]))
-        while not self._replies.empty():
-            self._send_reply(self._replies.get())
 
     def _sendable(self, output: Output) -> Output:
         try:
@@ -185,7 +204,8 @@ class _Server:
             return Output.failed(output.request_id, _to_be_told(error))
         return output
 
-    def _send_reply(self, reply: ipc.FromEngine) -> None:
+    def _reply(self, reply: ipc.FromEngine) -> None:
+        """At once, on any thread."""
         try:
             self._channel.send(reply)
         except ipc.ChannelError as error:

@@ -1,8 +1,12 @@
 """Who an adapter's name means now: asks the sources on threads of its own, and remembers what they said for a while.
 
-a request -> a pointer that is still fresh         answered at once
-          -> a failure of a moment ago             answered at once
-          -> a flight: somebody asks the source    all who want to know the same wait for it, in no thread
+a request -> a pointer, if its files are the same   answered after one look at each, on a thread for looks
+          -> a failure of a moment ago              answered at once
+          -> a flight: somebody asks the source     all who want to know the same wait for it, in no thread
+
+A pointer to a folder of this machine is good as long as no file changes. One to a hub or a bucket is good for a while;
+then it is still answered with, and its source is asked beside it. Not for a request that brings a token, though: what
+that may read is never older than the while.
 """
 
 import copy
@@ -11,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -25,10 +29,13 @@ from lorax_server.types import AdapterRef, Merge, Resolved
 
 logger = logging.getLogger(__name__)
 
+FETCHED = "fetched"  # a tier: its files had to be brought here for the one who asks
 MAX_MERGED = 32  # adapters, into one
 MAX_POINTERS = 10_000
 MAX_FAILURES = 10_000
 MAX_FLIGHTS = 10_000  # running and waiting for a thread
+NUM_LOOKERS = 2  # threads for each kind of source that look at files
+MAX_STALE = 10  # how many times as long as it is good a pointer may be answered with while its source is asked
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
@@ -37,7 +44,8 @@ Answer = tuple[AdapterSpec, Resolved]
 
 class _Pointer(NamedTuple):
     found: Found
-    ask_at: float  # from then on its source has to be asked again
+    ask_at: float  # from then on its source has to be asked again,
+    good_until: float  # and from then on before anybody is answered
 
 
 class _Failure(NamedTuple):
@@ -81,12 +89,15 @@ class AdapterResolver:
         )
         self._threads = {kind: _Threads(f"adapters of {kind}", num_threads) for kind in sources.kinds}
         self._other_threads = _Threads("adapters of nowhere", 1)  # for sources that do not exist
+        # Behind slow fetches a look would wait for a thread, and whoever calls us must not wait for a file system.
+        self._lookers = {kind: _Threads(f"looks at adapters of {kind}", NUM_LOOKERS) for kind in sources.kinds}
         self._lock = threading.Lock()  # of all below; never held while somebody is asked or told
         self._is_closed = False
         self._pointers: Recent[Key, _Pointer] = Recent(MAX_POINTERS)
         self._failures: Recent[Key, _Failure] = Recent(MAX_FAILURES)
         self._flights: dict[Key, _Flight] = {}  # those that may be joined, and whose answer will be remembered
         self._unfinished: set[_Flight] = set()
+        self._looks: set[Future[Found]] = set()  # that have not been answered
 
     @property
     def num_fetching(self) -> int:
@@ -117,35 +128,80 @@ class AdapterResolver:
             self._is_closed = True
             unfinished, self._unfinished = self._unfinished, set()
             unfinished |= {flight.following for flight in unfinished if flight.following is not None}
+            looks, self._looks = self._looks, set()
             for remembered in (self._flights, self._pointers, self._failures):
                 remembered.clear()
-        for threads in (*self._threads.values(), self._other_threads):
+        for threads in (*self._threads.values(), *self._lookers.values(), self._other_threads):
             threads.close()
-        for flight in unfinished:
-            flight.answer.set_exception(_closed())
+        for answer in (*(flight.answer for flight in unfinished), *looks):
+            answer.set_exception(_closed())
 
     # --- where an answer comes from
 
     def _find(self, ref: AdapterRef) -> "Future[Found]":
         key = key_of(ref)
         with self._lock:
-            pointer, failure = self._pointers.recall(key), self._failures.recall(key)
-        now = self._clock()
-        # A few calls of stat, here: behind slow fetches they would wait for a thread.
-        if pointer is not None and now < pointer.ask_at and pointer.found.is_unchanged():
-            return _done(pointer.found)
-        if failure is not None and now < failure.retry_at:
-            stand_in = _stand_in(key, pointer, failure.error)
-            return _done(stand_in) if stand_in else _failed(_again(failure.error, failure.retry_at - now))
+            pointer = self._pointers.recall(key)
+            if pointer is not None:
+                return self._look_later(key, ref, pointer)
+        return self._find_anew(key, ref, None)
+
+    def _find_anew(self, key: Key, ref: AdapterRef, pointer: _Pointer | None) -> "Future[Found]":
+        """What it failed with a moment ago, or what its source says now."""
         with self._lock:
-            return self._join(key, ref).answer
+            failure, now = self._failures.recall(key), self._clock()
+            if failure is None or now >= failure.retry_at:
+                return self._join(key, ref).answer
+        stand_in = _stand_in(key, pointer, failure.error)
+        return _done(stand_in) if stand_in else _failed(_again(failure.error, failure.retry_at - now))
+
+    # --- looking at files
+
+    def _look_later(self, key: Key, ref: AdapterRef, pointer: _Pointer) -> "Future[Found]":
+        """Answer with a pointer if nothing has changed, which is found out on a thread."""
+        self._check_open(len(self._looks))
+        answer: Future[Found] = Future()
+        self._lookers[ref.source].submit(partial(self._look, key, ref, pointer, answer))
+        self._looks.add(answer)
+        return answer
+
+    def _look(self, key: Key, ref: AdapterRef, pointer: _Pointer, answer: "Future[Found]") -> None:
+        try:
+            now = self._clock()
+            is_good = now < (pointer.ask_at if ref.token else pointer.good_until)
+            if is_good and pointer.found.is_unchanged():
+                if now >= pointer.ask_at:
+                    self._ask_beside(key, ref)
+                found = _done(pointer.found)
+            else:
+                found = self._find_anew(key, ref, pointer)
+        except Exception as error:
+            found = _failed(error)
+        found.add_done_callback(partial(self._tell_looker, answer))
+
+    def _ask_beside(self, key: Key, ref: AdapterRef) -> None:
+        """Ask the source though nobody waits for it, unless that is under way or has just failed."""
+        with self._lock:
+            failure = self._failures.recall(key)
+            is_due = failure is None or self._clock() >= failure.retry_at
+            if is_due and key not in self._flights and len(self._unfinished) < MAX_FLIGHTS:
+                self._join(key, ref)
+
+    def _tell_looker(self, answer: "Future[Found]", found: "Future[Found]") -> None:
+        with self._lock:
+            if answer not in self._looks:
+                return  # closed, and told
+            self._looks.remove(answer)
+        error = found.exception()
+        answer.set_result(found.result()) if error is None else answer.set_exception(error)
+
+    # --- asking sources
 
     def _join(self, key: Key, ref: AdapterRef) -> _Flight:
-        if self._is_closed:
-            raise _closed()
+        self._check_open()
         flight = self._flights.get(key)
         if flight is None:
-            self._check_room()
+            self._check_open(len(self._unfinished))
             flight = _Flight(key, ref)
             self._depart(flight)
             self._flights[key] = flight
@@ -155,8 +211,10 @@ class AdapterResolver:
             return flight.following
         return flight
 
-    def _check_room(self) -> None:
-        if len(self._unfinished) >= MAX_FLIGHTS:
+    def _check_open(self, num_before: int = 0) -> None:
+        if self._is_closed:
+            raise _closed()
+        if num_before >= MAX_FLIGHTS:
             raise OverloadedError(f"{MAX_FLIGHTS} adapters are being fetched already; try again later", RETRY_S)
 
     def _depart(self, flight: _Flight) -> None:
@@ -197,7 +255,7 @@ class AdapterResolver:
         except LoraxError as error:
             failure = self._remember_failure(flight, error)
         else:
-            self._remember(flight, found)
+            self._remember(flight, replace(found, is_new=False))
             return found
         with self._lock:
             pointer = self._pointers.recall(flight.key)
@@ -208,11 +266,15 @@ class AdapterResolver:
         return stand_in
 
     def _remember(self, flight: _Flight, found: Found) -> None:
-        is_local = flight.ref.source == LocalSource.kind
+        if flight.ref.source == LocalSource.kind:
+            # Where a change might not show, only another thorough look can tell.
+            ask_at = good_until = float("inf") if found.is_settled else float("-inf")
+        else:
+            ask_at = self._clock() + self._revalidate_s
+            good_until = ask_at + MAX_STALE * self._revalidate_s
         with self._lock:
             if self._flights.get(flight.key) is flight:
-                ask_at = float("-inf") if is_local else self._clock() + self._revalidate_s
-                self._pointers[flight.key] = _Pointer(found, ask_at)
+                self._pointers[flight.key] = _Pointer(found, ask_at, good_until)
                 self._failures.pop(flight.key, None)
 
     def _remember_failure(self, flight: _Flight, error: LoraxError) -> _Failure:
@@ -308,13 +370,14 @@ def _check_request(refs: Sequence[AdapterRef], merge: Merge | None) -> None:
 
 
 def _combine(merge: Merge | None, parts: Sequence[Found]) -> Answer:
+    tier = FETCHED if any(part.is_new for part in parts) else ""
     if merge is None:
-        return parts[0].spec, parts[0].resolved
+        return parts[0].spec, parts[0].resolved._replace(tier=tier)
     specs = [part.spec for part in parts]
     identity = merge.identity([spec.identity for spec in specs])
     stored = tuple(part for spec in specs for part in spec.parts)
     name, num_elements = "+".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
-    return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity)
+    return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity, tier=tier)
 
 
 def _stand_in(key: Key, pointer: _Pointer | None, error: LoraxError) -> Found | None:

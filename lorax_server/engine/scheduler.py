@@ -136,10 +136,7 @@ class Scheduler:
                 is_held_up = True
         while not is_held_up and draft.budget > 0 and self._free_rows and self._admit(draft):
             pass
-        is_needed = draft.scheduled or self._adapters.needs_step
-        # What is on its way is heard of with the result of a step, so there must be one.
-        must_ask = self._adapters.is_loading and not self._in_flight
-        return self._submit(draft) if is_needed or must_ask else None
+        return self._submit(draft) if draft.scheduled or self._adapters.needs_step else None
 
     def update(self, result: StepResult) -> list[Output]:
         """Take note of the oldest step in flight; what is to be told."""

@@ -1,11 +1,19 @@
 """A matrix packed for oneDNN, which multiplies a batch by it up to twice as fast as by a plain one on a CPU.
 
 A single row is faster with the plain matrix (`benchmarks/cpu_linear.py` has the figures), so both are kept.
+
+oneDNN builds a kernel for every number of rows that it meets, which takes it longer than to run it, and keeps a
+thousand of them: hundreds of megabytes where they are machine code. Steps have any number of tokens. So rows are filled
+up to one of a few numbers. What a row comes to does not depend on those below it.
 """
 
 import torch
+import torch.nn.functional as F
 
 STRETCH = 256
+# Up to a number of rows: the multiples that they are filled up to. 46 numbers are left, and no batch becomes a fifth
+# longer.
+STEPS = ((16, 1), (48, 4), (96, 8), (192, 16), (2 * STRETCH, 32))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -26,6 +34,15 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     return _multiply(x, packed, bias)
 
 
+def filled_up(rows: int) -> int:
+    """The number of rows, `2 * STRETCH` at most, that so many are multiplied as."""
+    step = next(step for most, step in STEPS if rows <= most)
+    return -(-rows // step) * step
+
+
 def _multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return result
+    rows = len(x)
+    missing = filled_up(rows) - rows
+    filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled, packed, bias, "none", [], "")
+    return result[:rows] if missing else result

@@ -1,7 +1,6 @@
 """From the type in a checkpoint's `config.json` to the class that runs it."""
 
 import json
-import os
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +12,7 @@ from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.packed import can_pack
+from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.weights import Weights, open_weights, weight_bytes
 
@@ -129,8 +129,7 @@ def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype
     if settings.pack_weights is None:
         stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
         loaded = weight_bytes(settings.path) * dtype.itemsize / stored.itemsize
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return possible and 2 * loaded <= memory / 2
+        return possible and 2 * loaded <= machine_bytes() / 2
     if settings.pack_weights and not possible:
         raise ConfigError("pack_weights needs a CPU, float32 and a torch with oneDNN")
     return settings.pack_weights

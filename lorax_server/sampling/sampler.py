@@ -20,7 +20,7 @@ from lorax_server.sampling.processors import (
     scale,
 )
 from lorax_server.sampling.uniform import as_signed, uniforms
-from lorax_server.sampling.watermark import favour_green
+from lorax_server.sampling.watermark import favour_green, hash_tokens
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 _COLDEST = 1e-6  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
@@ -96,6 +96,8 @@ class Sampler:
         self._vocab_size = vocab_size
         params = [wish.params for wish in wishes]
         self._watermark = self._group([p.watermark for p in params])
+        if self._watermark is not None:
+            self._watermark = self._watermark._replace(values=(hash_tokens(vocab_size, self._device),))
         self._repetition = self._group(
             [p.repetition_penalty != 1 for p in params], [p.repetition_penalty for p in params]
         )
@@ -161,7 +163,7 @@ class Sampler:
         if self._watermark is not None:
             rows = self._watermark.rows
             previous = tokens[rows].gather(-1, lengths[rows, None] - 1).squeeze(-1)
-            self._watermark.apply(scores, favour_green, previous.tolist())
+            self._watermark.apply(scores, favour_green, previous)
         if self._repetition is not None:
             rows = self._repetition.rows
             seen = count_tokens(tokens[rows], place < lengths[rows, None], self._vocab_size) > 0

@@ -16,7 +16,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.server import adapters, chat, completions, general, native, playground
 from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
-from lorax_server.server.problems import describe, http_problem, json_response
+from lorax_server.server.problems import Problem, describe, http_problem, json_response
 from lorax_server.server.service import Service
 
 OPENAPI_PATH = "/api-doc/openapi.json"
@@ -43,9 +43,7 @@ def make_app(service: Service) -> FastAPI:
     _add_handlers(app, methods)
     describe_limits(app, service.parts)
     config = service.config
-    app.add_middleware(
-        Guard, methods=methods, max_body_bytes=config.max_body_bytes, body_timeout_s=config.body_timeout_s
-    )
+    app.add_middleware(Guard, methods=methods, service=service)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.cors.allow_origins,
@@ -69,10 +67,10 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             reason = first.get("ctx", {}).get("error", "it is cut off")
-            return http_problem(400, f"Failed to parse the request body as JSON: {reason}").response(http.url.path)
+            return _refuse(http, http_problem(400, f"Failed to parse the request body as JSON: {reason}"))
         where = ".".join(map(str, _place(first["loc"]))) or "body"
         message = f"Input validation error: {where}: {first['msg']}"
-        return http_problem(422, message).response(http.url.path)
+        return _refuse(http, http_problem(422, message))
 
     @app.exception_handler(HTTPException)
     async def elsewhere(http: Request, error: HTTPException) -> Response:
@@ -82,11 +80,18 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
             headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
         if isinstance(error.__cause__, ValueError | RecursionError):  # what no parser of JSON has a word for
             message = f"Failed to parse the request body as JSON: {_reason(error.__cause__)}"
+            return _refuse(http, http_problem(error.status_code, message, headers))
         return http_problem(error.status_code, message, headers).response(http.url.path)
 
     @app.exception_handler(Exception)
     async def mistake(http: Request, error: Exception) -> Response:
         return describe(error, http.url.path).response(http.url.path)
+
+
+def _refuse(http: Request, problem: Problem) -> Response:
+    """What the schema refuses. `Guard` writes it down."""
+    http.state.problem = problem
+    return problem.response(http.url.path)
 
 
 def _reason(error: ValueError | RecursionError) -> str:

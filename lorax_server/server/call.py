@@ -17,15 +17,24 @@ from urllib.parse import quote
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lorax_server.errors import AdapterAccessError, DeadlineError, InputError, LoraxError
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterNotFoundError,
+    DeadlineError,
+    ForbiddenError,
+    InputError,
+    LoraxError,
+)
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
+from lorax_server.server.nearest import with_nearest
 from lorax_server.server.parts import Parts
 from lorax_server.server.problems import Problem, describe
 from lorax_server.server.record import Record
+from lorax_server.server.rules import check_logprobs
 from lorax_server.server.sse import event
 from lorax_server.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Request, Resolved, SamplingParams, StopParams
@@ -34,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout"
 BEARER = "bearer "
+LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of what was fetched just now
+MAX_LABEL = 256  # characters of a merge's label that are remembered
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
@@ -60,6 +71,7 @@ class Question:
     include_stop: bool = True
     add_special_tokens: bool = True
     truncate: int | None = None
+    logprobs: bool = False  # the answer lists those of its tokens
     prompt_logprobs: bool = False
     salt: str = ""
 
@@ -82,6 +94,8 @@ class Call:
         self.stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()  # from outside, and why
         self.timeout_s = parts.config.request_timeout_s
         self.num_characters = 0
+        self.adapter_tier = ""  # where the adapter was when the request named it
+        self._num_logprobs = 0  # that its answers may list
 
     # --- What a route does, in this order -----------------------------------------------------------------------------
 
@@ -107,18 +121,17 @@ class Call:
         if not choice.refs:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
-        for source, name in choice.named:
-            self.key.check_may_use(source, name, self.parts.names.default_source)
+        for ref, named in zip(choice.refs, choice.named, strict=True):
+            await self._check_may_use(ref, named, choice)
         resolved = await self._resolve(choice)
-        record.adapter_hash = resolved.identity
-        if choice.merge is None:
-            self.parts.seen.note(resolved.identity, Named(choice.source, choice.refs[0].name))
+        record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
         return Found(resolved, await self.parts.tokenizers.find(resolved))
 
     async def ask(self, found: Found, question: Question) -> list[Job]:
         """Requests to the engine, one for each answer; none is sent yet."""
         prompt_ids = await self._to_ids(found.tokenizer, question)
         stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
+        self._count_logprobs(question, len(prompt_ids), stop.max_new_tokens)
         jobs = [self._make_job(found, question, prompt_ids, stop, seed) for seed in question.seeds]
         self.jobs += jobs
         self.record.max_new_tokens = stop.max_new_tokens
@@ -130,6 +143,26 @@ class Call:
         self._set_timer()
         return jobs
 
+    def _count_logprobs(self, question: Question, num_prompt_tokens: int, num_tokens: int) -> None:
+        """A stream lists those of its tokens as they come, but those of its prompt at once."""
+        each, alternatives = 0, question.sampling.num_alternatives
+        if not self.record.is_streamed and (question.logprobs or alternatives):
+            each += num_tokens * (1 + alternatives)
+        if question.prompt_logprobs:
+            each += num_prompt_tokens
+        self._num_logprobs += each * len(question.seeds)
+        check_logprobs(self._num_logprobs)
+
+    async def _check_may_use(self, ref: AdapterRef, named: Named, choice: Choice) -> None:
+        try:
+            self.key.check_may_use(*named, self.parts.names.default_source, ref.source == HUB)
+        except ForbiddenError as error:
+            raise await self.with_nearest(error, named.name, choice.asked_source) from None
+
+    async def with_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
+        """The error of a name that may be misspelt, with those that may have been meant."""
+        return await with_nearest(error, name, source, self.parts.names, self.key)
+
     def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
         identity = found.adapter.identity
         request = Request(
@@ -139,18 +172,37 @@ class Call:
             stop,
             identity,
             tenant=self.key.name or identity,
-            salt=question.salt,
+            salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )
         return Job(self.parts.engine, request, found.tokenizer)
 
     async def _resolve(self, choice: Choice) -> Resolved:
-        found = [await self._resolve_one(ref) for ref in choice.refs]
+        found = []
+        for ref, named in zip(choice.refs, choice.named, strict=True):
+            try:
+                found.append(await self._resolve_one(ref))
+            except AdapterNotFoundError as error:
+                raise await self.with_nearest(error, named.name, choice.asked_source) from None
         if choice.merge is None:
             return found[0][1]
-        return await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
+        merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
+        self.parts.seen.note(merged.identity, Named("", choice.label[:MAX_LABEL]))
+        return merged
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+        """A name that is new here counts against the caller's quota, whatever comes of it."""
+        place = Named(ref.source, ref.name)
+        is_new = not self.parts.seen.latest(place)
+        if is_new and ref.source != LOCAL:
+            self.parts.gate.take_adapter(self.key)
+        ref, resolved = await self._ask_source(ref)
+        if not is_new and resolved.tier == FETCHED:
+            self.parts.gate.owe_adapter(self.key)
+        self.parts.seen.note(resolved.identity, place)
+        return ref, resolved
+
+    async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """The bearer is shown only to a source that refuses who comes without."""
         try:
             return ref, await self.parts.engine.resolve([ref])
@@ -307,7 +359,13 @@ class Call:
             "x-adapter-id": quote(record.adapter, safe="/@:,.-_ +"),
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
+            **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),
         }
+
+    @property
+    def first_event(self) -> dict[str, str]:
+        """What only the first event of a stream says, beside its token."""
+        return {"adapter_tier": self.adapter_tier} if self.adapter_tier else {}
 
     def stream_headers(self) -> dict[str, str]:
         return {

@@ -27,7 +27,7 @@ from lorax_server.server.openai_parameters import (
 )
 from lorax_server.server.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.problems import json_response
-from lorax_server.server.rules import check, check_logprobs, not_yet
+from lorax_server.server.rules import check, not_yet
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
 from lorax_server.text import Detokenizer
@@ -49,14 +49,12 @@ def make_router(service: Service) -> APIRouter:
 async def _chat(call: Call, body: ChatCompletionRequest) -> Response:
     question = _question(call, body)
     call.admit(len(question.seeds), bool(body.stream))
-    found = await call.find(choose_adapter(body, call.parts.names))
+    found = await call.find(await choose_adapter(body, call))
     jobs = await call.ask(found, replace(question, prompt=await _render(call, found, body)))
     model = body.model or call.parts.names.primary
     if body.stream:
         events = await call.open_stream(_events(call, body, Heading("chatcmpl", "chat.completion.chunk", model)))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
-    if body.logprobs:
-        check_logprobs(len(jobs), jobs[0].request.stop.max_new_tokens, body.top_logprobs or 0)
     await finish_all(jobs)
     heading = Heading("chatcmpl", "chat.completion", model)
     return await call.write(lambda: _answer(call, body, heading))
@@ -90,6 +88,7 @@ def _question(call: Call, body: ChatCompletionRequest) -> Question:
         max_new_tokens=most,
         default_new_tokens=defaults.max_new_tokens,
         add_special_tokens=False,
+        logprobs=bool(body.logprobs),
     )
 
 
@@ -155,7 +154,7 @@ def _logprob(detokenizer: Detokenizer, token_id: int, logprob: float) -> dict[st
 
 
 async def _events(call: Call, body: ChatCompletionRequest, heading: Heading) -> AsyncGenerator[bytes, None]:
-    jobs, has_begun = call.jobs, [False] * len(call.jobs)
+    jobs, has_begun, first = call.jobs, [False] * len(call.jobs), call.first_event
     num_left = len(jobs)
     async with aclosing(interleave(jobs)) as stream:
         async for place, chunks in stream:
@@ -166,6 +165,8 @@ async def _events(call: Call, body: ChatCompletionRequest, heading: Heading) -> 
             if not num_left and not body.wants_usage:
                 answers[-1]["usage"] = usage(jobs, call.record.prompt_tokens)
             if answers:
+                answers[0] |= first
+                first = {}
                 yield b"".join(map(event, answers))
     if body.wants_usage:
         yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})

@@ -25,7 +25,7 @@ from lorax_server.server.openai_parameters import (
 )
 from lorax_server.server.openai_schemas import CompletionRequest, CompletionResponse, OpenAIErrorResponse
 from lorax_server.server.problems import json_response
-from lorax_server.server.rules import check, check_logprobs, not_yet
+from lorax_server.server.rules import check, not_yet
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
 
@@ -61,7 +61,7 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     question = _question(call, body, prompts, num_choices, num_drawn)
     call.admit(num_drawn * len(prompts), bool(body.stream))
-    found = await call.find(choose_adapter(body, call.parts.names))
+    found = await call.find(await choose_adapter(body, call))
     asked = []
     for prompt in prompts:
         jobs = await call.ask(found, replace(question, prompt=prompt))
@@ -73,9 +73,6 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
-    if body.logprobs is not None:
-        longest = max(job.request.stop.max_new_tokens for job in call.jobs)
-        check_logprobs(num_choices * len(prompts), longest, body.logprobs)
     await finish_all(call.jobs)
     return await call.write(lambda: _answer(call, body, asked, heading, num_choices))
 
@@ -121,6 +118,7 @@ def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_ch
         max_new_tokens=1 if is_scoring else body.max_tokens,
         default_new_tokens=defaults.max_new_tokens or DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens is not False,
+        logprobs=body.logprobs is not None,
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )
 
@@ -198,7 +196,7 @@ async def _events(
     jobs = call.jobs
     texts = [prompt.text for prompt in prompts for _ in prompt.jobs]
     logprobs = [None if body.logprobs is None else _Logprobs(job, body.logprobs) for job in jobs]
-    has_begun = [False] * len(jobs)
+    has_begun, first = [False] * len(jobs), call.first_event
     num_left = len(jobs)
     async with aclosing(interleave(jobs)) as stream:
         async for place, chunks in stream:
@@ -226,7 +224,8 @@ async def _events(
                 answer["usage"] = None
             elif not num_left:
                 answer["usage"] = usage(jobs, call.record.prompt_tokens)
-            yield event(answer)
+            yield event(answer | first)
+            first = {}
     if body.wants_usage:
         yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})
     yield DONE

@@ -2,7 +2,7 @@
 
 Rates are buckets that fill as time goes on, up to what a minute allows. A request takes its one when it comes; its
 tokens are taken when it ends, since nobody knows earlier how many they are, and a key that is in debt then waits until
-it has earned them.
+it has earned them. New adapters have a rate of their own: who has used it up can still use those that are known.
 """
 
 import math
@@ -15,6 +15,7 @@ from lorax_server.errors import InputError, OverloadedError
 from lorax_server.server.keys import Key
 
 MINUTE_S = 60.0
+NEW_ADAPTERS_PER_MINUTE = 60  # of a key that says nothing, on a server that says nothing
 BUSY_RETRY_S = 1.0  # nobody knows when an answer will end
 ROUNDING = 1e-6  # who comes back when we said must not find a hair missing
 
@@ -50,14 +51,16 @@ class _Bucket:
 class _Usage:
     """What a key has under way, and what is left of its rates."""
 
-    def __init__(self, key: Key, now: float) -> None:
+    def __init__(self, key: Key, now: float, adapters_per_minute: int | None) -> None:
         self.num_running = 0
+        self.adapters_per_minute = adapters_per_minute
+        self.adapters = _Bucket(adapters_per_minute, now) if adapters_per_minute else None
         self.requests = _Bucket(key.requests_per_minute, now) if key.requests_per_minute else None
         self.tokens = _Bucket(key.tokens_per_minute, now) if key.tokens_per_minute else None
 
     def is_idle(self, now: float) -> bool:
         """Whether it is as if the key had never asked."""
-        buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
+        buckets = (bucket for bucket in (self.requests, self.tokens, self.adapters) if bucket is not None)
         return self.num_running == 0 and all(bucket.is_full(now) for bucket in buckets)
 
 
@@ -67,8 +70,14 @@ class Gate:
     It remembers what keys that have limits did in the last while; those that did nothing are forgotten now and then.
     """
 
-    def __init__(self, max_concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_concurrent: int,
+        clock: Callable[[], float] = time.monotonic,
+        new_adapters_per_minute: int | None = None,
+    ) -> None:
         self.num_running = 0
+        self._new_adapters_per_minute = new_adapters_per_minute
         self._max_concurrent = max_concurrent
         self._clock = clock
         self._usages: dict[str, _Usage] = {}
@@ -78,7 +87,7 @@ class Gate:
         """A place for `count` answers to one request, to be left when they have ended."""
         self._check_possible(key, count)
         now = self._clock()
-        usage = self._usages.get(key.name) or _Usage(key, now)
+        usage = self._usage(key, now)
         self._check_rates(key, usage, now)
         if key.max_concurrent is not None and usage.num_running + count > key.max_concurrent:
             raise OverloadedError(
@@ -88,12 +97,47 @@ class Gate:
             )
         if self.num_running + count > self._max_concurrent:
             raise OverloadedError("Model is overloaded", BUSY_RETRY_S)
-        self._remember(key, usage, now)
+        if (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute) != (None, None, None):
+            self._remember(key, usage, now)
         if usage.requests is not None:
             usage.requests.take(1, now)
         usage.num_running += count
         self.num_running += count
         return Permit(self, usage, count)
+
+    def take_adapter(self, key: Key) -> None:
+        """Let a key name one adapter more that is new here, or refuse it."""
+        now = self._clock()
+        usage = self._usage(key, now)
+        if usage.adapters is None:
+            return
+        wait_s = usage.adapters.wait_s(now)
+        if wait_s > 0:
+            who = "this API key has" if key.name else "the callers of this server have"
+            raise OverloadedError(
+                f"{who} used up the {usage.adapters_per_minute} new adapters a minute (new_adapters_per_minute); those "
+                f"that are known here can be used all the same, others in {math.ceil(wait_s)} s",
+                wait_s,
+            )
+        self._remember(key, usage, now)
+        usage.adapters.take(1, now)
+
+    def owe_adapter(self, key: Key) -> None:
+        """Count one that turned out to be new after it was let in."""
+        now = self._clock()
+        usage = self._usage(key, now)
+        if usage.adapters is not None:
+            self._remember(key, usage, now)
+            usage.adapters.take(1, now)
+
+    def _usage(self, key: Key, now: float) -> _Usage:
+        return self._usages.get(key.name) or _Usage(key, now, self._adapters_per_minute(key))
+
+    def _adapters_per_minute(self, key: Key) -> int | None:
+        """What the key says, else what the server says, else a usual rate. Admins are free of those two."""
+        if key.new_adapters_per_minute is not None or key.is_admin:
+            return key.new_adapters_per_minute
+        return self._new_adapters_per_minute or (NEW_ADAPTERS_PER_MINUTE if key.name else None)
 
     def _check_possible(self, key: Key, count: int) -> None:
         """What time cannot mend is the request's fault."""
@@ -115,8 +159,6 @@ class Gate:
             )
 
     def _remember(self, key: Key, usage: _Usage, now: float) -> None:
-        if (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute) == (None, None, None):
-            return
         if len(self._usages) >= self._sweep_at:
             self._usages = {name: known for name, known in self._usages.items() if not known.is_idle(now)}
             self._sweep_at = max(1024, 2 * len(self._usages))

@@ -10,8 +10,10 @@ from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
+from lorax_server.server.adapter_pages import FEW, off_loop, select
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
-from lorax_server.server.keys import Key
+from lorax_server.server.keys import HUB, Key
+from lorax_server.server.names import Named
 from lorax_server.server.native import ERRORS
 from lorax_server.server.native_schemas import (
     DetokenizeRequest,
@@ -20,6 +22,7 @@ from lorax_server.server.native_schemas import (
     SimpleToken,
     TokenizeRequest,
 )
+from lorax_server.server.nearest import with_nearest
 from lorax_server.server.openai_schemas import Model, ModelList
 from lorax_server.server.problems import Problem, json_response
 from lorax_server.server.service import Service
@@ -53,15 +56,23 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
     async def models(http: Request) -> Response:
         """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
-        return json_response({"object": "list", "data": _models(service, service.identify(http), created)})
+        key = service.identify(http)
+        allowed = await select(service.parts.names, key)
+
+        def write() -> Response:
+            return json_response({"object": "list", "data": _models(service, key, created, allowed)})
+
+        return await off_loop(len(allowed) > FEW, write)
 
     @router.get("/v1/models/{model:path}", response_model=Model, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
     async def model(http: Request, model: str) -> Response:
         """One of them."""
-        for each in _models(service, service.identify(http), created):
-            if each["id"] == model:
-                return json_response(each)
-        raise AdapterNotFoundError(f"the model {model[:64]!r} does not exist; /v1/models lists those that do")
+        key = service.identify(http)
+        found = _find_model(service, key, created, model)
+        if found is not None:
+            return json_response(found)
+        error = AdapterNotFoundError(f"the model {model[:64]!r} does not exist; /v1/models lists those that do")
+        raise await with_nearest(error, model, None, service.parts.names, key)
 
     def refuse(http: Request) -> Response:
         raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
@@ -174,16 +185,28 @@ def _info(service: Service) -> dict[str, Any]:
     }
 
 
-def _models(service: Service, key: Key, created: int) -> list[dict[str, Any]]:
+def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
     """Those that the caller may use."""
-    parts, config = service.parts, service.config
-    primary, length = parts.names.primary, parts.max_total_tokens
-    base = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
+    names, config = service.parts.names, service.config
     found = []
     if key.base_model:
-        others = [name for name in config.served_names if name != primary]
-        found = [{"id": name, **base, "root": config.model_id, "parent": None} for name in (primary, *others)]
-    for name, (_, root) in sorted(parts.names.adapters.items()):
-        if key.may_use(parts.names.default_source, name, parts.names.default_source):
-            found.append({"id": name, **base, "root": root, "parent": primary})
-    return found
+        bases = (names.primary, *(name for name in config.served_names if name != names.primary))
+        found = [_model(service, created, name, config.model_id, None) for name in bases]
+    return found + [_model(service, created, name, place.name, names.primary) for name, place in allowed]
+
+
+def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
+    """One of them, without a look at the others."""
+    names, config = service.parts.names, service.config
+    if name in (names.primary, *config.served_names) and key.base_model:
+        return _model(service, created, name, config.model_id, None)
+    place = names.adapters.get(name)
+    if place is None or not key.may_use(names.default_source, name, names.default_source, place.source == HUB):
+        return None
+    return _model(service, created, name, place.name, names.primary)
+
+
+def _model(service: Service, created: int, name: str, root: str, parent: str | None) -> dict[str, Any]:
+    length = service.parts.max_total_tokens
+    whole = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
+    return {"id": name, **whole, "root": root, "parent": parent}

@@ -1,22 +1,28 @@
-"""What stands before all routes: an id for each request, bodies of JSON, of bounded size, that arrive in time."""
+"""What stands before all routes: hosts and keys are looked at first, then bodies of JSON, of bounded size, that arrive
+in time. Each request gets an id, and what is refused here is written down."""
 
 import asyncio
 import re
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorax_server.server.problems import Problem, http_problem
+from lorax_server.errors import LoraxError
+from lorax_server.server.audit import Visit
+from lorax_server.server.hosts import Hosts
+from lorax_server.server.problems import Problem, describe, http_problem
+from lorax_server.server.service import Service
 
 MAX_DISCARDED = 16 * 2**20
-DISCARD_S = 5.0
+DISCARD_S = 2.0
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+SINGLE = ("host", "authorization", "content-type")  # a proxy might look at one of two, and we at the other
+CLOSE = {"connection": "close"}
 
 
 class Methods:
@@ -37,45 +43,88 @@ class Methods:
 class Guard:
     """Reads the whole body before a route begins; routes take them whole, and so it is known here what is wrong."""
 
-    def __init__(self, app: ASGIApp, methods: Methods, max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, methods: Methods, service: Service) -> None:
+        config = service.config
         self._app = app
         self._methods = methods
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
+        self._service = service
+        self._hosts = Hosts(config.host, config.allowed_hosts)
+        self._max_body_bytes = config.max_body_bytes
+        self._body_timeout_s = config.body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        asked = headers.get("x-request-id", "")
-        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        visit = _visit(scope, headers)
+        state = scope.setdefault("state", {})
+        state["request_id"] = visit.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                visit.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = visit.request_id
             await send(message)
 
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server knows, and sends no body
-        if scope["method"] == "POST" and "POST" in self._methods.of(scope["path"]):
+        try:
+            await self._answer(scope, headers, visit, receive, send_with_id)
+        finally:
+            self._service.trail.end(visit, state.get("act"))
+
+    async def _answer(self, scope: Scope, headers: Headers, visit: Visit, receive: Receive, send: Send) -> None:
+        """Refuse it, as early as can be, or let a route have it."""
+        is_post = scope["method"] == "POST" and "POST" in self._methods.of(scope["path"])
+        problem = self._check_caller(headers, visit, needs_key=is_post)
+        if problem is not None:
+            await self._refuse(visit, problem, receive, send, is_stranger=True)
+            return
+        if is_post:
             body, problem = await self._read(headers, receive)
+            if problem is not None:
+                await self._refuse(visit, problem, receive, send)
+                return
             if body is None:
                 return  # nobody is there any more
-            if problem is not None:
-                if problem.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-                    await self._discard(receive)
-                await problem.response(scope["path"])(scope, receive, send_with_id)
-                return
             receive = _replay(body, receive)
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send)
+        problem = scope["state"].get("problem")  # of the schema
+        if problem is not None:
+            self._service.trail.refuse(visit, problem, is_stranger=False)
+
+    def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
+        for name in SINGLE:
+            if len(headers.getlist(name)) > 1:
+                return http_problem(400, f"there must be one header `{name.title()}`, not several", CLOSE)
+        if not self._hosts.allow(headers.get("host", "localhost")):  # every browser names one
+            message = f"this server is not called {headers['host'][:64]!r}; allow that name by --allowed-host"
+            return Problem(403, "permission", message, headers=CLOSE)
+        if needs_key:
+            try:
+                visit.key = self._service.check_caller(headers.get("authorization")).name
+            except LoraxError as error:
+                return describe(error, visit.path)._replace(headers=CLOSE)
+        return None
+
+    async def _refuse(
+        self, visit: Visit, problem: Problem, receive: Receive, send: Send, *, is_stranger: bool = False
+    ) -> None:
+        """Answer at once, then take what still comes for a while: a client that is cut off in the middle of sending
+        does not hear why."""
+        self._service.trail.refuse(visit, problem, is_stranger=is_stranger)
+        response = problem.response(visit.path)
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _read(self, headers: Headers, receive: Receive) -> tuple[bytes | None, Problem | None]:
         """The body, or None if the client left; or what is wrong with it."""
         problem = self._find_problem(headers)
         if problem is not None:
-            return b"", problem
+            return None, problem
         parts, size = [], 0
         try:
             async with asyncio.timeout(self._body_timeout_s):
@@ -86,29 +135,18 @@ class Guard:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > self._max_body_bytes:
-                        return b"", self._too_large()
+                        return None, self._too_large()
                     if not message.get("more_body", False):
                         return b"".join(parts), None
         except TimeoutError:
-            late = f"the body did not arrive within {self._body_timeout_s:g} s"
-            return b"", http_problem(408, late, {"connection": "close"})
-
-    async def _discard(self, receive: Receive) -> None:
-        """Take what still comes, for a while: who is cut off in the middle of sending does not hear why."""
-        left = MAX_DISCARDED
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_S):
-                while left > 0:
-                    message = await receive()
-                    left -= len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
+            return None, http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s", CLOSE)
 
     def _find_problem(self, headers: Headers) -> Problem | None:
         if not JSON.fullmatch(headers.get("content-type", "")):
-            return http_problem(415, "Expected request with `Content-Type: application/json`")
+            return http_problem(415, "Expected request with `Content-Type: application/json`", CLOSE)
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            return http_problem(415, "Expected request without `Content-Encoding`", {"accept-encoding": "identity"})
+            accepted = {"accept-encoding": "identity"}
+            return http_problem(415, "Expected request without `Content-Encoding`", CLOSE | accepted)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             return self._too_large()
@@ -116,7 +154,24 @@ class Guard:
 
     def _too_large(self) -> Problem:
         message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
-        return http_problem(413, message, {"connection": "close"})
+        return http_problem(413, message, CLOSE)
+
+
+def _visit(scope: Scope, headers: Headers) -> Visit:
+    asked = headers.get("x-request-id", "")
+    request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+    return Visit(request_id, scope["path"], (scope.get("client") or ("",))[0])
+
+
+async def _discard(receive: Receive) -> None:
+    left = MAX_DISCARDED
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

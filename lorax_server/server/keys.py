@@ -9,11 +9,12 @@ Secrets are kept as digests only, so that none can turn up in a log, an error or
     max_concurrent = 8
     requests_per_minute = 60
     tokens_per_minute = 10_000
+    new_adapters_per_minute = 60
     weight = 2.0
+    group = "team"                   # shares cached prompts with other keys of this group; absent: with none
     admin = false
 """
 
-import hmac
 import logging
 import math
 import re
@@ -33,6 +34,7 @@ from lorax_server.errors import AuthenticationError, ConfigError, ForbiddenError
 
 logger = logging.getLogger(__name__)
 
+HUB = "hub"  # the source whose names may end in a revision
 MAX_HEADER_CHARACTERS = 4096
 MAX_NAME_CHARACTERS = 64
 SHOWN_CHARACTERS = 128  # of a name that a caller gave
@@ -55,27 +57,45 @@ class Key:
     weight: float = 1.0
     """What it gets, compared to others, of an engine that has too much to do."""
     is_admin: bool = False
+    group: str = ""
+    """The keys of a group share cached prompts. "": this key shares with no other."""
+    new_adapters_per_minute: int | None = None
+    """Adapters that it may name and that the server has not found before. None: what the server says."""
 
-    def may_use(self, source: str, name: str, default_source: str) -> bool:
+    def may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> bool:
         """A pattern speaks of the default source unless it begins with another one, as in `s3:team-*`.
 
-        A pattern without a revision is of every revision. A name that climbs out of its folder matches none: what
-        `team/*` allows must be in `team`.
+        A pattern without a revision is of every revision. Only the hub has those: elsewhere `poet@x` is another folder
+        than `poet`. `has_revisions` says so where an operator's name stands for an adapter of another source. A name
+        that climbs out of its folder matches none: what `team/*` allows must be in `team`.
         """
         if self.adapters is None:
             return True
-        names = {name, name.partition("@")[0]}
+        if has_revisions is None:
+            has_revisions = source == HUB
+        names = {name, name.partition("@")[0]} if has_revisions else {name}
         climbs = ".." in name.split("/")
         return not climbs and any(_matches(pattern, source, names, default_source) for pattern in self.adapters)
 
-    def check_may_use(self, source: str, name: str, default_source: str) -> None:
-        if not self.may_use(source, name, default_source):
+    def check_may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> None:
+        if not self.may_use(source, name, default_source, has_revisions):
             shown = f"adapter {name[:SHOWN_CHARACTERS]!r} of source {source[:32]!r}"
             raise ForbiddenError(f"this API key may not use {shown}")
 
     def check_may_use_base(self) -> None:
         if not self.base_model:
             raise ForbiddenError("this API key may not use the base model; name an adapter")
+
+    def salt(self, salt: str) -> str:
+        """A salt for the engine's cache: those who may share prompts get the same one, nobody else does.
+
+        It is a JSON list, so that no name, group or salt of a client can be written to look like another combination.
+        Callers without a key share unless they send a salt of their own.
+        """
+        if not self.name:
+            return msgspec.json.encode([salt]).decode() if salt else ""
+        owner = ("group", self.group) if self.group else ("key", self.name)
+        return msgspec.json.encode([*owner, salt]).decode()
 
 
 def _matches(pattern: str, source: str, names: set[str], default_source: str) -> bool:
@@ -92,7 +112,9 @@ class KeyRing:
         self, api_keys: Sequence[str] = (), admin_key: str | None = None, keys_file: Path | None = None
     ) -> None:
         self._keys: dict[bytes, Key] = {}
+        self._names: set[str] = set()
         self._is_open = not api_keys and keys_file is None
+        self._has_admin = False
         for number, secret in enumerate(api_keys, 1):
             self._add(_digest_of(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
         if admin_key is not None:
@@ -123,7 +145,7 @@ class KeyRing:
         raise AuthenticationError("this API key is not known; the header looks like `Authorization: Bearer <key>`")
 
     def check_admin(self, authorization: str | None) -> Key:
-        if not any(key.is_admin for key in self._keys.values()):
+        if not self._has_admin:
             raise ForbiddenError("nobody may do this: there is no admin key; start the server with --admin-key")
         key = self._find(authorization)
         if key is None:
@@ -133,27 +155,26 @@ class KeyRing:
         return key
 
     def _find(self, authorization: str | None) -> Key | None:
-        """Takes as long for every header of a length, whichever key it has, if any."""
+        """Look a key up by the digest of what was sent, which costs the same for one key and for ten thousand.
+
+        Comparing in constant time would protect nothing: how long a lookup takes may tell something about digests that
+        begin alike, but nobody can choose the digest of a guess, and none of its bits lead back to a secret.
+        """
         if authorization is None or len(authorization) > MAX_HEADER_CHARACTERS:
             return None
         bearer = BEARER.fullmatch(authorization)
-        if bearer is None:
-            return None
-        given = sha256(bearer[1].encode()).digest()
-        found = None
-        for digest, key in self._keys.items():
-            if hmac.compare_digest(digest, given):
-                found = key
-        return found
+        return None if bearer is None else self._keys.get(sha256(bearer[1].encode()).digest())
 
     def _add(self, digest: bytes, key: Key, where: str) -> None:
         if digest in self._keys:
             raise ConfigError(
                 f"{where} is the same as that of {self._keys[digest].name!r}; every key has to be its own"
             )
-        if any(key.name == other.name for other in self._keys.values()):
+        if key.name in self._names:
             raise ConfigError(f"{where}: the name {key.name!r} is taken; use another")
         self._keys[digest] = key
+        self._names.add(key.name)
+        self._has_admin |= key.is_admin
 
 
 def _digest_of(secret: str, where: str) -> bytes:
@@ -182,7 +203,9 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     max_concurrent: AtLeastOne | None = None
     requests_per_minute: AtLeastOne | None = None
     tokens_per_minute: AtLeastOne | None = None
+    new_adapters_per_minute: AtLeastOne | None = None
     weight: float = 1.0
+    group: str | None = None
     admin: bool = False
 
 
@@ -232,6 +255,8 @@ def _entry(where: str, table: object) -> _Entry:
 def _key(where: str, name: str, entry: _Entry) -> tuple[bytes, Key]:
     if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
         raise ConfigError(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
+    if entry.group is not None and not (0 < len(entry.group) <= MAX_NAME_CHARACTERS and entry.group.isprintable()):
+        raise ConfigError(f"{where}: group has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
     if entry.key is not None:
         digest = _digest_of(entry.key, f"{where}: key")
     elif entry.sha256 is not None and HEX_DIGEST.fullmatch(entry.sha256):
@@ -245,6 +270,8 @@ def _key(where: str, name: str, entry: _Entry) -> tuple[bytes, Key]:
         max_concurrent=entry.max_concurrent,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
+        new_adapters_per_minute=entry.new_adapters_per_minute,
         weight=entry.weight,
         is_admin=entry.admin,
+        group=entry.group or "",
     )

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -43,18 +44,18 @@ def configure(level: str, json_logs: bool, stream: TextIO | None = None) -> None
         of_uvicorn.setLevel(logging.NOTSET)
 
 
-def log_request(record: Record) -> None:
+def log_request(record: Record, more: Mapping[str, Any] | None = None) -> None:
     """A request that ended. What it said, and what was answered, is written only if the record has it."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
-        "request_id": _short(record.request_id),
-        "route": _short(record.route),
+        "request_id": shorten(record.request_id),
+        "route": shorten(record.route),
         "status": record.status,
         "error_type": record.error_type,
         "key": record.key,
-        "source": _short(record.source),
-        "adapter": _short(record.adapter),
+        "source": shorten(record.source),
+        "adapter": shorten(record.adapter),
         "adapter_hash": record.adapter_hash[:HASH_CHARACTERS],
         "is_streamed": record.is_streamed,
         "is_dropped": record.is_dropped,
@@ -72,15 +73,16 @@ def log_request(record: Record) -> None:
         "inference_ms": _ms(record.inference_s),
     }
     if record.error and record.error_type not in ABOUT_CONTENT:
-        fields["error"] = _short(record.error)
+        fields["error"] = shorten(record.error)
     if record.prompt is not None:
         fields["prompt"] = record.prompt
     if record.text is not None:
         fields["text"] = record.text
-    logger.info("request", extra={FIELDS: fields})
+    logger.info("request", extra={FIELDS: fields | dict(more or {})})
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
+    """What a client chose, in a length that a log can bear."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
 
 

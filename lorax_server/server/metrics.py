@@ -40,6 +40,7 @@ FAILURE_OF_TYPE = {
     "incomplete_generation": "incomplete",
     "internal": "generation",
     "missing_template_variable": "template",
+    "no_chat_template": "template",
     "overloaded": "overloaded",
     "permission": "forbidden",
     "template_error": "template",
@@ -113,6 +114,10 @@ class Metrics:
         families = _Families()
         self._registry = CollectorRegistry()
         self._traffic = _Traffic(families, max_input_length, max_total_tokens)
+        self._open = families.gauge("lorax_connections", "Connections that are open")
+        self._refused = families.counter(
+            "lorax_connections_refused_total", "Those that were not kept, by why", "reason"
+        )
         self._adapters = _Adapters(families, max_labels)
         self._engine = _Engine(families)
         self._registry.register(families)
@@ -126,6 +131,18 @@ class Metrics:
         failure = failure_kind(record)
         self._traffic.end(record, failure)
         self._adapters.end(record, failure)
+
+    def refuse(self, record: Record) -> None:
+        """A request ended before it was known what it asks for."""
+        self._traffic.begin()
+        self._traffic.end(record, failure_kind(record))
+
+    def connections(self, count: int) -> None:
+        """So many are open."""
+        self._open.set(count)
+
+    def refuse_connection(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
 
     def engine(self, status: EngineStatus | None, is_healthy: bool, num_restarts: int) -> None:
         """How the engine is; there is no status if it does not answer."""

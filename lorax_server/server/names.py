@@ -4,6 +4,8 @@ by a name of its source."""
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from lorax_server.adapters.source import MAX_NAME_LENGTH
@@ -12,7 +14,20 @@ from lorax_server.types import AdapterRef, Merge
 
 BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
 MAX_ALIASES = 100_000
+MAX_SIGNED = 20_000
+MAX_SIGNED_CHARACTERS = 128
+SIGNATURE_BITS = 191
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
+
+
+def signature_of(name: str) -> int:
+    """A number with a bit for each character of a name, and for each pair of neighbours. Names that look alike have
+    most bits in common."""
+    codes = name[:MAX_SIGNED_CHARACTERS].casefold().encode(errors="replace")
+    signature = 0
+    for code, following in zip(codes, codes[1:] + b"\0", strict=True):
+        signature |= 1 << code % SIGNATURE_BITS | 1 << (code * 31 + following) % SIGNATURE_BITS
+    return signature
 
 
 class Named(NamedTuple):
@@ -29,10 +44,33 @@ class Choice(NamedTuple):
     merge: Merge | None = None
     label: str = ""  # as it was named; "" is the base model
     named: tuple[Named, ...] = ()
+    asked_source: str | None = None  # the one that the request names, if it does
 
     @property
     def source(self) -> str:
         return self.refs[0].source if self.refs else ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The names that the operator gave, at one moment. It never changes, so that any thread may read it."""
+
+    places: Mapping[str, Named]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        return tuple(sorted(self.places))
+
+    @cached_property
+    def named(self) -> frozenset[Named]:
+        """All places that have a name."""
+        return frozenset(self.places.values())
+
+    @cached_property
+    def signatures(self) -> list[int]:
+        """What `nearest` goes by, for each of the names; of many, only of the first ones."""
+        return [signature_of(name) for name in self.names[:MAX_SIGNED]]
 
 
 class Names:
@@ -51,15 +89,22 @@ class Names:
         self._static = None if static_adapter is None else Named(*static_adapter)
         self._aliases: dict[str, Named] = {}
         self._folder: Mapping[str, Named] = {}
+        self._listing: Listing | None = None  # None: it has changed since it was made
         self._lock = threading.Lock()
 
     # --- Names that the operator gives --------------------------------------------------------------------------------
 
     @property
-    def adapters(self) -> dict[str, Named]:
-        """All of them."""
+    def listing(self) -> Listing:
+        """All of them; the same object until they change."""
         with self._lock:
-            return {**self._folder, **self._aliases}
+            if self._listing is None:
+                self._listing = Listing({**self._folder, **self._aliases})
+            return self._listing
+
+    @property
+    def adapters(self) -> Mapping[str, Named]:
+        return self.listing.places
 
     def add(self, alias: str, source: str, name: str) -> None:
         if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
@@ -70,10 +115,12 @@ class Names:
             if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
                 raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
             self._aliases[alias] = Named(source, name)
+            self._listing = None
 
     def remove(self, alias: str) -> bool:
         """Whether there was such a name."""
         with self._lock:
+            self._listing = None
             return self._aliases.pop(alias, None) is not None
 
     def set_folder(self, names: Iterable[str]) -> None:
@@ -81,6 +128,8 @@ class Names:
         folder = {name: Named("local", name) for name in names}
         with self._lock:
             self._folder = folder
+            self._listing = None
+        _ = self.listing.names  # sorted here, on the thread that watches the folder, and not while requests wait
 
     # --- What a request means -----------------------------------------------------------------------------------------
 
@@ -93,7 +142,7 @@ class Names:
 
     def by_model(self, model: str, source: str | None, token: str | None) -> Choice:
         """OpenAI's `model`: a name of the base model, of an adapter, or of an adapter after that of the base model."""
-        name = self._without_base(model)
+        name = self.without_base(model)
         if name == "":
             return self.base
         if source is None and self._known(name) is None and not self._may_be_somewhere(name):
@@ -117,6 +166,7 @@ class Names:
             merge,
             ",".join(ids),
             tuple(named for part in parts for named in part.named),
+            source,
         )
 
     def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
@@ -127,7 +177,7 @@ class Names:
             allowed = Named(self.default_source, name)
             return Choice((AdapterRef(known.source, known.name, token),), None, name, (allowed,))
         place = Named((source or self.default_source).lower(), name)
-        return Choice((AdapterRef(place.source, name, token),), None, name, (place,))
+        return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
 
     def _known(self, name: str) -> Named | None:
         found = self._aliases.get(name) or self._folder.get(name)
@@ -137,7 +187,7 @@ class Names:
         found = self._aliases.get(alias) or self._folder.get(alias) if at else None
         return None if found is None else Named(found.source, f"{found.name}@{revision}")
 
-    def _without_base(self, model: str) -> str:
+    def without_base(self, model: str) -> str:
         """The adapter that is meant; empty for none. A name may itself have a colon: an adapter's own comes first."""
         if model == "" or model in self.base_names:
             return ""

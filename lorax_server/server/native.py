@@ -85,12 +85,12 @@ def _answer(call: Call, body: GenerateRequest, jobs: list[Job], as_list: bool) -
 
 async def _stream(call: Call, body: GenerateRequest) -> Response:
     jobs = await _ask(call, body, is_streamed=True)
-    events = await call.open_stream(_events(jobs[0], body))
+    events = await call.open_stream(_events(call, jobs[0], body))
     return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
 
 
-async def _events(job: Job, body: GenerateRequest) -> AsyncGenerator[bytes, None]:
-    parameters = body.parameters or GenerateParameters()
+async def _events(call: Call, job: Job, body: GenerateRequest) -> AsyncGenerator[bytes, None]:
+    parameters, first = body.parameters or GenerateParameters(), call.first_event
     async with aclosing(job.chunks()) as stream:
         async for chunks in stream:
             answers: list[dict[str, Any]] = [
@@ -99,6 +99,9 @@ async def _events(job: Job, body: GenerateRequest) -> AsyncGenerator[bytes, None
             if job.completion.finish_reason is not None:
                 answers[-1]["generated_text"] = (body.inputs if parameters.return_full_text else "") + job.text
                 answers[-1]["details"] = _stream_details(job) if parameters.details else None
+            if answers and first:
+                answers[0] |= first
+                first = {}
             yield b"".join(map(event, answers))
 
 

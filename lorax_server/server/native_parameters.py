@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
+from lorax_server.engine.resolver import MAX_MERGED
 from lorax_server.server.call import Question
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.native_schemas import GenerateParameters, MergedAdapters, ResponseFormat
@@ -21,6 +22,7 @@ def choose_adapter(parameters: GenerateParameters, names: Names) -> Choice:
     if merged is None:
         return names.by_adapter(parameters.adapter_id, parameters.adapter_source, token)
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
+    check(len(merged.ids) <= MAX_MERGED, f"at most {MAX_MERGED} adapters are merged. Given: {len(merged.ids)}")
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # nothing to merge it with
@@ -54,6 +56,7 @@ def to_question(
         ignore_eos=bool(parameters.ignore_eos_token),
         stop_strings=tuple(parameters.stop or ()),
         truncate=truncate,
+        logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
     )
 

@@ -164,6 +164,9 @@ class StreamResponse(Schema):
     token: Token
     generated_text: str | None
     details: StreamDetails | None
+    adapter_tier: Literal["device", "host", "disk", "fetched"] | None = Field(
+        default=None, description="Where the adapter was when the request named it; only in the first event"
+    )
 
 
 class SimpleToken(Schema):

@@ -10,10 +10,11 @@ from typing import Any
 from lorax_server import __version__
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
+from lorax_server.errors import AdapterNotFoundError
 from lorax_server.generation_defaults import GenerationDefaults
-from lorax_server.server.call import Question
+from lorax_server.server.call import Call, Question
 from lorax_server.server.jobs import Job, count_cached
-from lorax_server.server.names import Choice, Names
+from lorax_server.server.names import Choice
 from lorax_server.server.openai_schemas import CommonRequest
 from lorax_server.server.rules import check, check_stops, not_yet
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
@@ -49,8 +50,11 @@ class Heading:
         }
 
 
-def choose_adapter(body: CommonRequest, names: Names) -> Choice:
-    return names.by_model(body.model, body.adapter_source, body.api_token or None)
+async def choose_adapter(body: CommonRequest, call: Call) -> Choice:
+    try:
+        return call.parts.names.by_model(body.model, body.adapter_source, body.api_token or None)
+    except AdapterNotFoundError as error:
+        raise await call.with_nearest(error, body.model, None) from None
 
 
 def refuse_unsupported(body: CommonRequest) -> None:

@@ -275,6 +275,8 @@ class Adapter(Schema):
 class AdapterList(Schema):
     object: Literal["list"]
     data: list[Adapter]
+    has_more: bool
+    next: str | None = Field(description="`after` of the next page; null: this is the last one")
 
 
 class VllmLoadRequest(Schema):

@@ -1,6 +1,8 @@
 """What a running server is made of."""
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lorax_server.config import ServerConfig
@@ -25,8 +27,11 @@ class Seen:
     def __init__(self) -> None:
         self._names: OrderedDict[str, dict[Named, None]] = OrderedDict()  # by hash
         self._hashes: dict[Named, dict[str, None]] = {}  # by name, the latest last
+        self._sorted: list[str] = []  # hashes
 
     def note(self, identity: str, name: Named) -> None:
+        if identity not in self._names:
+            insort(self._sorted, identity)
         self._names.setdefault(identity, {})[name] = None
         self._names.move_to_end(identity)
         hashes = self._hashes.setdefault(name, {})
@@ -39,9 +44,22 @@ class Seen:
         """The one that it was first found by."""
         return next(iter(self._names.get(identity, ())), None)
 
+    def names(self, identity: str) -> Iterable[Named]:
+        """All that it was found by."""
+        return self._names.get(identity, ())
+
+    def after(self, identity: str) -> Iterator[str]:
+        """The identities that come after one in their order."""
+        for place in range(bisect_right(self._sorted, identity), len(self._sorted)):
+            yield self._sorted[place]
+
     def identities(self, name: Named) -> list[str]:
         """All that a name has meant, the latest last."""
         return list(self._hashes.get(name, ()))
+
+    def latest(self, name: Named) -> str:
+        """Who a name means; "" if it was never resolved."""
+        return next(reversed(self._hashes.get(name, {})), "")
 
     def is_meant_by_others(self, identity: str, name: Named) -> bool:
         """Whether another name means it now."""
@@ -50,6 +68,7 @@ class Seen:
 
     def _forget(self) -> None:
         identity, names = self._names.popitem(last=False)
+        del self._sorted[bisect_left(self._sorted, identity)]
         for name in names:
             del self._hashes[name][identity]
             if not self._hashes[name]:

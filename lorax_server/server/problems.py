@@ -1,6 +1,7 @@
 """What went wrong, as it is told: a status, headers, and a body as LoRAX's or OpenAI's clients expect it."""
 
 import math
+import re
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -18,12 +19,15 @@ from lorax_server.errors import (
     InputError,
     LoraxError,
     MissingVariableError,
+    NoTemplateError,
     OverloadedError,
     TemplateError,
 )
 
 RETRIED = (424, 429, 500, 503)  # where trying again may help
 OPENAI_PREFIX = "/v1/"
+OVERLOADED = "Model is overloaded"  # how LoRAX begins what it says of that
+NO_PROMPT = "Failed applying chat template to inputs: "
 FAILED = "Request failed during generation: Server error: "
 HTTP_TYPES = {
     400: "validation",
@@ -36,6 +40,24 @@ HTTP_TYPES = {
     431: "validation",
     503: "healthcheck",
 }
+# What OpenAI's routes call the fields that are named, in LoRAX's words, by what refuses a request of either.
+CHAT_FIELDS = {
+    "inputs": "messages",
+    "max_new_tokens": "max_completion_tokens",
+    "min_new_tokens": "min_tokens",
+    "return_k_alternatives": "top_logprobs",
+    "best_of": "n",
+    "decoder_input_details": "logprobs",
+}
+COMPLETION_FIELDS = CHAT_FIELDS | {
+    "inputs": "prompt",
+    "max_new_tokens": "max_tokens",
+    "return_k_alternatives": "logprobs",
+    "best_of": "best_of",
+    "decoder_input_details": "echo",
+}
+FIELDS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
+FIELD = re.compile(r"`(\w+)`")
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -86,7 +108,14 @@ def describe(error: BaseException, path: str) -> Problem:
     if not isinstance(error, LoraxError):
         return Problem(500, "internal", "Internal server error")
     problem = _describe(error, is_native=not path.startswith(OPENAI_PREFIX))
-    return problem._replace(retry_after_s=error.retry_after_s)
+    message = _in_words_of(path, problem.message) if isinstance(error, InputError) else problem.message
+    return problem._replace(message=message, retry_after_s=error.retry_after_s)
+
+
+def _in_words_of(path: str, message: str) -> str:
+    """The same message with the fields that the route's callers know."""
+    names = FIELDS.get(path)
+    return message if names is None else FIELD.sub(lambda found: f"`{names.get(found[1], found[1])}`", message)
 
 
 def _describe(error: LoraxError, is_native: bool) -> Problem:
@@ -96,13 +125,16 @@ def _describe(error: LoraxError, is_native: bool) -> Problem:
     problem = Problem(error.status, "generation", failed)
     match error:
         case MissingVariableError():
-            problem = Problem(422, "missing_template_variable", reason)
+            problem = Problem(422, "missing_template_variable", reason, "missing_template_variable")
+        case NoTemplateError():
+            problem = Problem(422, "no_chat_template", f"{NO_PROMPT}{reason}", "no_chat_template")
         case TemplateError():
-            problem = Problem(422, "template_error", f"Failed applying chat template to inputs: {reason}")
+            problem = Problem(422, "template_error", f"{NO_PROMPT}{reason}", "template_error")
         case InputError():
             problem = Problem(422, "validation", f"Input validation error: {reason}" if is_native else reason)
         case OverloadedError():
-            problem = Problem(429, "overloaded", "Model is overloaded" if is_native else reason, "rate_limit_exceeded")
+            message = f"{OVERLOADED}: {reason}" if is_native and reason != OVERLOADED else reason
+            problem = Problem(429, "overloaded", message, "rate_limit_exceeded")
         case AdapterError():
             problem = Problem(424 if is_native else error.status, "generation", failed, _code(error))
         case EngineError():

@@ -1,53 +1,100 @@
-"""uvicorn's HTTP, for clients that mean no good: headers have a size and a time to arrive, errors are JSON."""
+"""uvicorn's HTTP, for clients that mean no good: connections are counted, headers have a size and a time to arrive, and
+errors are JSON."""
 
 import asyncio
 from http import HTTPStatus
 from typing import Any
 
 import httptools
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from lorax_server.server.problems import http_problem
+from lorax_server.server.audit import Trail, Visit
+from lorax_server.server.connections import FULL, FULL_ADDRESS, Connections
+from lorax_server.server.problems import Problem, http_problem
 
 MAX_HEADER_BYTES = 64 * 1024
+MAX_LINGERING = 256
+LINGER_S = 1.0
 TOO_LARGE = 431, f"headers of at most {MAX_HEADER_BYTES} bytes are taken"
 BROKEN = 400, "this is not HTTP/1.1"
+RETRY_S = 1.0
+TOO_MANY = {
+    FULL: (503, "the server has as many connections as it may have"),
+    FULL_ADDRESS: (429, "there are as many connections from this address as there may be; close some"),
+}
 
 
-def make_protocol(header_timeout_s: float) -> type[HttpToolsProtocol]:
-    """A protocol whose connections are closed if a request's headers take longer than this to arrive."""
+def make_protocol(header_timeout_s: float, connections: Connections, trail: Trail) -> type[HttpToolsProtocol]:
+    """A protocol for connections that are counted, and closed if the headers of a request take longer to arrive."""
 
     class Protocol(GuardedProtocol):
-        timeout_s = header_timeout_s
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.timeout_s, self._counted, self._trail = header_timeout_s, connections, trail
 
     return Protocol
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    timeout_s = 30.0
+    timeout_s: float
+    _counted: Connections
+    _trail: Trail
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._is_refused = False
+        self._has_rest = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(self.timeout_s, self._give_up)
+        reason = self._counted.enter(self, self._address)
+        if reason is None:
+            self._header_timer = self.loop.call_later(self.timeout_s, self._give_up)
+        else:
+            self._refuse(_too_many(reason))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_rest_timer()
+        if self._is_refused:
+            self._counted.num_lingering -= 1
+        self._counted.leave(self)
         super().connection_lost(exc)
+
+    def _refuse(self, problem: Problem) -> None:
+        """Say that there is no place. A client that is about to send hears it better if it may, so that the connection
+        is closed when something has come, or soon, or at once if that is asked of too many."""
+        self._trail.refuse_connection(self._address, problem)
+        self._write(problem)
+        self._is_refused = True
+        self._counted.num_lingering += 1
+        if self._counted.num_lingering > MAX_LINGERING:
+            self.transport.close()
+        else:
+            self._header_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def give_way(self) -> None:
+        """Another connection needs the place. One that waits for its first request, or in the middle of the headers of
+        one, is told so."""
+        if self._header_timer is None:
+            self.transport.close()
+        else:
+            self._send_problem(_too_many(FULL))
 
     def data_received(self, data: bytes) -> None:
         """The parser keeps what is not complete, however long it gets."""
+        if self._is_refused:
+            self.transport.close()
+            return
         self._unset_keepalive_if_required()
         while data and not self.transport.is_closing():
             self._num_header_bytes += len(data)
             data = self._parse(data)
         if self._is_too_large:
-            self._send_problem(*TOO_LARGE)
+            self._send_problem(http_problem(*TOO_LARGE))
 
     def _parse(self, data: bytes) -> bytes:
         """What is left to do: nothing, but for who asks for another protocol."""
@@ -56,7 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             return self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._send_problem(*(TOO_LARGE if self._is_too_large else BROKEN))
+            self._send_problem(http_problem(*(TOO_LARGE if self._is_too_large else BROKEN)))
         return b""
 
     def _without_upgrade(self, rest: bytes) -> bytes:
@@ -64,7 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
         that it is shown the same request again without its wish."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
-            self._send_problem(HTTPStatus.METHOD_NOT_ALLOWED, "this is no proxy")
+            self._send_problem(http_problem(HTTPStatus.METHOD_NOT_ALLOWED, "this is no proxy"))
             return b""
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
         lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
@@ -89,18 +136,32 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_too_large:
             raise OverflowError  # which the parser makes an error of its own
         self._stop_timer()
+        self._has_rest = True
+        self._counted.wake(self)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
+            self._has_rest = False
+            self._stop_rest_timer()
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A body that no route wanted may still be on its way, but not for ever: every byte of it would put off the
+        time when an idle connection is closed."""
+        super().on_response_complete()
+        if self._is_answering or self.transport.is_closing():
+            return
+        self._counted.rest(self)
+        if self._has_rest:
+            self._rest_timer = self.loop.call_later(self.timeout_s, self.transport.close)
 
     def _give_up(self) -> None:
         self._header_timer = None
         if self._is_answering:  # the one before; what comes next has time
             self._header_timer = self.loop.call_later(self.timeout_s, self._give_up)
         else:
-            self._send_problem(408, f"the headers did not arrive within {self.timeout_s:g} s")
+            self._send_problem(http_problem(408, f"the headers did not arrive within {self.timeout_s:g} s"))
 
     @property
     def _is_answering(self) -> bool:
@@ -112,16 +173,38 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _send_problem(self, status: int, message: str) -> None:
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def _send_problem(self, problem: Problem) -> None:
         """The last thing that is said. Nothing is said in the middle of an answer."""
         if self.transport.is_closing():
             return
-        if self._is_answering and self.cycle.response_started:
-            self.transport.close()
-            return
-        path = getattr(self, "url", b"").decode("latin-1")
-        body = msgspec.json.encode(http_problem(status, message).body(path))
-        phrase = HTTPStatus(status).phrase.encode()
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, phrase, len(body)) + body)
+        if not (self._is_answering and self.cycle.response_started):
+            self._write(problem)
+            if hasattr(self, "url") or self._num_header_bytes:  # else nobody has asked for anything
+                self._trail.refuse(Visit("", self._path, self._address), problem, is_stranger=True)
         self.transport.close()
+
+    def _write(self, problem: Problem) -> None:
+        response = problem.response(self._path)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = [b"HTTP/1.1 %d %s" % (problem.status, HTTPStatus(problem.status).phrase.encode())]
+        lines += [b"%s: %s" % header for header in headers]
+        self.transport.write(b"\r\n".join([*lines, b"", b""]) + bytes(response.body))
+
+    @property
+    def _path(self) -> str:
+        """Without a query, which may hold what nobody is to read in a log."""
+        return getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+
+def _too_many(reason: str) -> Problem:
+    status, message = TOO_MANY[reason]
+    return Problem(status, "overloaded", message, "rate_limit_exceeded", RETRY_S)

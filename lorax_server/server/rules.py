@@ -6,7 +6,7 @@ from lorax_server.config import ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 
 MAX_STOP_LENGTH = 1024  # characters: each is looked for in every text, and prepared for while others wait
-MAX_LOGPROBS = 1_000_000  # in one answer that is not streamed, where all of them are in memory at once
+MAX_LOGPROBS = 1_000_000  # that are in memory at once for one request
 
 
 def check(holds: bool, message: str) -> None:
@@ -27,10 +27,10 @@ def check_stops(stops: Sequence[str], config: ServerConfig) -> None:
     check(longest <= MAX_STOP_LENGTH, f"`stop` sequences have at most {MAX_STOP_LENGTH} characters. Given: {longest}")
 
 
-def check_logprobs(num_answers: int, num_tokens: int, num_alternatives: int) -> None:
-    asked = num_answers * num_tokens * (num_alternatives + 1)
+def check_logprobs(count: int) -> None:
+    """Refuse a request whose answers may list too many log probabilities, of prompts and of tokens together."""
     check(
-        asked <= MAX_LOGPROBS,
-        f"{asked} log probabilities are asked for, at most {MAX_LOGPROBS} are given: ask for fewer tokens, "
-        "answers or alternatives, or stream them",
+        count <= MAX_LOGPROBS,
+        f"up to {count} log probabilities are asked for, at most {MAX_LOGPROBS} are given: lower `max_new_tokens`, "
+        "`best_of` or `return_k_alternatives`, shorten the prompt or leave out `decoder_input_details`, or stream",
     )

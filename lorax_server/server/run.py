@@ -5,6 +5,8 @@ import logging
 import resource
 import signal
 import socket
+import sys
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -14,6 +16,7 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.server.app import make_app
+from lorax_server.server.connections import Connections
 from lorax_server.server.greeting import write_greeting
 from lorax_server.server.keys import KeyRing
 from lorax_server.server.logs import configure
@@ -26,6 +29,7 @@ KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close 
 BACKLOG = 4096
 GRACE_S = 5.0  # after the deadline of draining, for last words
 PROGRESS_S = 15.0
+OTHER_FILES = 512  # that a process has open besides connections: pipes, logs, those that are refused
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,8 +37,9 @@ def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
     """Until it is told to stop; the exit code. The port is taken before the model is loaded, so that one that is not to
     be had is known at once; who connects before all is ready is refused, which is how probes tell."""
     configure(config.log_level, config.json_logs)
-    _raise_file_limit()
+    max_files = _raise_file_limit()
     try:
+        config = _fit_connections(config, max_files)
         service = Service(config, engine, keys)
         with _bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(service, listener))
@@ -90,9 +95,10 @@ class _Server(uvicorn.Server):
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
     config = service.config
+    connections = Connections(config.max_connections, config.max_connections_per_address, service.parts.metrics)
     return uvicorn.Config(
         make_app(service),
-        http=make_protocol(config.body_timeout_s),
+        http=make_protocol(config.body_timeout_s, connections, service.trail),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -129,10 +135,25 @@ def _bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _raise_file_limit() -> None:
-    """Every stream is a file, and by default there may be few."""
+def _raise_file_limit() -> int:
+    """Every stream is a file, and by default there may be few. How many there may be."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def _fit_connections(config: ServerConfig, max_files: int) -> ServerConfig:
+    """A connection that no file is left for could not even be refused."""
+    most = max(1, max_files - OTHER_FILES)
+    if config.max_connections <= most:
+        return config
+    logger.warning(
+        "at most %d connections instead of %d: this process may open %d files; raise that (LimitNOFILE, ulimit -n)",
+        most,
+        config.max_connections,
+        max_files,
+    )
+    return replace(config, max_connections=most)
 
 
 def _shown(host: str) -> str:

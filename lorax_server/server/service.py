@@ -5,6 +5,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import cached_property
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.errors import ConfigError, DeadlineError, EngineError, InputError, LoraxError, SourceError
 from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
+from lorax_server.server.audit import Act, Trail
 from lorax_server.server.call import Call
 from lorax_server.server.folder import FolderWatch
 from lorax_server.server.gate import Gate
@@ -57,6 +59,10 @@ class Service:
         assert self._parts is not None, "the server is not started"
         return self._parts
 
+    @cached_property
+    def trail(self) -> Trail:
+        return Trail(self.parts.metrics)
+
     @property
     def is_ready(self) -> bool:
         return self.engine.is_healthy and not self.is_draining
@@ -93,7 +99,7 @@ class Service:
             engine=self.engine,
             keys=self._keys,
             names=self._names,
-            gate=Gate(config.max_concurrent_requests),
+            gate=Gate(config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute),
             tokenizers=self._tokenizers,
             defaults=defaults,
             metrics=Metrics(max_input_length=most, max_total_tokens=total),
@@ -160,12 +166,18 @@ class Service:
 
     def identify(self, http: Request) -> Key:
         """Who asks for something that needs no answer of the model."""
-        self._check_is_open()
-        return self.parts.keys.identify(http.headers.get("authorization"))
+        return self.check_caller(http.headers.get("authorization"))
 
-    def check_admin(self, http: Request) -> None:
+    def check_caller(self, authorization: str | None) -> Key:
+        """Who asks, by a header, before anything else of a request is looked at."""
         self._check_is_open()
-        self.parts.keys.check_admin(http.headers.get("authorization"))
+        return self._keys.identify(authorization)
+
+    def check_admin(self, http: Request, action: str, adapter: str) -> None:
+        """Let only admins do something. Who did, and how it went, is written down when the request has ended."""
+        act = http.state.act = Act(action, adapter)
+        self._check_is_open()
+        act.key = self._keys.check_admin(http.headers.get("authorization")).name
 
     def _end(self, call: Call, has_left: bool) -> None:
         self._calls.discard(call)

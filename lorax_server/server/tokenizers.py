@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lorax_server.adapters.spec import Stamp, stamp_of
+from lorax_server.adapters.spec import Stamp
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.converter import Converter
-from lorax_server.errors import AdapterError, ConfigError, TemplateError
+from lorax_server.errors import AdapterError, ConfigError, NoTemplateError
+from lorax_server.model_files import TokenizerFolder
 from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
@@ -31,7 +32,7 @@ NUM_THREADS = 2
 FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # those of an absolute path
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Key = tuple[str, tuple[Stamp, ...]]  # an adapter's folder, and the files in it
+_Key = tuple[str, tuple[tuple[str, Stamp], ...]]  # an adapter's folder, and the files in it
 
 
 class Tokenizers:
@@ -72,14 +73,11 @@ class Tokenizers:
         """What an adapter's text is made with: the base model's tokenizer if it brings none."""
         if adapter.folder is None or not adapter.tokenizer_files:
             return self.base
-        folder = Path(adapter.folder)
-        try:
-            # Not by the identity, which is that of the weights.
-            key = adapter.folder, tuple(stamp_of(folder / file) for file in adapter.tokenizer_files)
-        except OSError as error:
-            raise self._failure(folder, error) from error
+        # Not by the identity, which is that of the weights.
+        vouched = tuple(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
+        key = adapter.folder, vouched
         known = self._light.get(key) or self._heavy.get(key)
-        return known or await self._load_once(key, folder)
+        return known or await self._load_once(key, TokenizerFolder(Path(adapter.folder), dict(vouched)))
 
     async def encode(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
         work = partial(tokenizer.encode, text, add_special_tokens)
@@ -97,7 +95,7 @@ class Tokenizers:
         """Messages as one prompt, by the adapter's template if it has one."""
         source = self.template_of(tokenizer)
         if source is None:
-            raise TemplateError(
+            raise NoTemplateError(
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "--tokenizer-config-path and a file that has one"
             )
@@ -107,12 +105,12 @@ class Tokenizers:
 
     # --- Those of adapters --------------------------------------------------------------------------------------------
 
-    async def _load_once(self, key: _Key, folder: Path) -> TextTokenizer:
+    async def _load_once(self, key: _Key, files: TokenizerFolder) -> TextTokenizer:
         """For all who ask meanwhile; who goes away does not end it."""
         self._check_failures(key)
         task = self._loading.get(key)
         if task is None:
-            task = self._loading[key] = asyncio.create_task(self._load(key, folder))
+            task = self._loading[key] = asyncio.create_task(self._load(key, files))
             task.add_done_callback(partial(self._forget, key))
         try:
             return await asyncio.shield(task)
@@ -126,22 +124,22 @@ class Tokenizers:
         if not task.cancelled():
             task.exception()  # nobody may be left to ask for it
 
-    async def _load(self, key: _Key, folder: Path) -> TextTokenizer:
+    async def _load(self, key: _Key, files: TokenizerFolder) -> TextTokenizer:
         try:
-            found = await self._share_or_build(folder)
+            found = await self._share_or_build(files)
         except (ConfigError, OSError) as error:
-            failure = self._failure(folder, error)
+            failure = self._failure(files.path, error)
             self._failures.put(key, (self._clock() + FAILURE_S, str(failure)))
             raise failure from error
         (self._light if self._is_light(found) else self._heavy).put(key, found)
         return found
 
-    async def _share_or_build(self, folder: Path) -> TextTokenizer:
+    async def _share_or_build(self, files: TokenizerFolder) -> TextTokenizer:
         """Whether an adapter shares the base model's vocabulary is found out where no adapter's own is in the way."""
-        shared = await self._reading.run(partial(share_base_tokenizer, folder, self.base, self._folder))
+        shared = await self._reading.run(partial(share_base_tokenizer, files, self.base, self._folder))
         if shared is not None:
             return shared
-        return await self._of_others.run(partial(load_own_tokenizer, folder, self._folder, self._converter))
+        return await self._of_others.run(partial(load_own_tokenizer, files, self._folder, self._converter))
 
     def _is_light(self, found: TextTokenizer) -> bool:
         size = sum(len(template) for template in found.chat_templates.values())

@@ -11,9 +11,10 @@ export const UNAUTHORIZED = 401;
 
 /** What the server said is wrong, or that it said nothing. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
+    this.code = code; // what programs go by
   }
 }
 
@@ -43,7 +44,7 @@ export async function* stream(path, body, signal) {
     const content = line.slice("data: ".length);
     if (content === "[DONE]") return;
     const event = JSON.parse(content);
-    if (event.error) throw new ApiError(response.status, messageOf(event));
+    if (event.error) throw new ApiError(response.status, messageOf(event), event.error.code);
     yield event;
   }
   throw new ApiError(UNREACHABLE, "The connection was lost before the answer was complete.");
@@ -60,7 +61,8 @@ async function send(path, options, key) {
   if (response.ok) return response;
   const isCurrent = key === getKey(); // there may be another one since
   if (response.status === UNAUTHORIZED && isCurrent) news.dispatchEvent(new Event("unauthorized"));
-  throw new ApiError(response.status, messageOf(await response.json().catch(() => null)) ?? response.statusText);
+  const body = await response.json().catch(() => null);
+  throw new ApiError(response.status, messageOf(body) ?? response.statusText, body?.error?.code);
 }
 
 async function* linesOf(response) {

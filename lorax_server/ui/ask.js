@@ -3,7 +3,7 @@
 import { ApiError, getKey, postJson, stream, urlOf } from "./api.js";
 
 const ALTERNATIVES = 5;
-const NO_TEMPLATE = /has no chat template/; // there is no code for it
+const NO_TEMPLATE = "no_chat_template";
 const withoutTemplate = new Set();
 
 /** There may be another server now, with other models of the same names. */
@@ -25,13 +25,13 @@ export function requestOf(model, prompt, parameters) {
   };
 }
 
-/** Yields `{tokens, reason, usage}`, of which each may be missing. */
+/** Yields `{tokens, reason, usage, tier}`, of which each may be missing; `tier` is where the adapter was. */
 export async function* ask(model, prompt, parameters, signal) {
   const request = requestOf(model, prompt, parameters);
   try {
     for await (const event of stream(request.path, request.body, signal)) yield read(event);
   } catch (error) {
-    const isPlain = error instanceof ApiError && NO_TEMPLATE.test(error.message) && isChat(model, parameters);
+    const isPlain = error instanceof ApiError && error.code === NO_TEMPLATE && isChat(model, parameters);
     if (!isPlain) throw error;
     withoutTemplate.add(model);
     yield* ask(model, prompt, parameters, signal);
@@ -50,9 +50,10 @@ export function curlOf({ path, body }) {
 
 function read(event) {
   const [choice] = event.choices;
-  if (!choice) return { tokens: [], usage: event.usage };
+  const tier = event.adapter_tier;
+  if (!choice) return { tokens: [], usage: event.usage, tier };
   const text = choice.delta ? choice.delta.content ?? "" : choice.text;
-  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason };
+  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason, tier };
 }
 
 function tokensOf(logprobs) {

@@ -6,6 +6,7 @@ import { milliseconds, rate } from "./numbers.js";
 
 const LEVELS = 5; // of the tint
 const NOTHING = "–";
+const TIERS = { device: "on the device", host: "in host memory", disk: "on disk", fetched: "fetched for this" };
 const SHORTEST_MS = 20; // in which a rate can be told: tokens that come in one piece have none
 
 export class Column {
@@ -25,8 +26,9 @@ export class Column {
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
     this.#say("waiting", "waiting");
     try {
-      for await (const { tokens, reason, usage } of ask(this.model, prompt, parameters, signal)) {
+      for await (const { tokens, reason, usage, tier } of ask(this.model, prompt, parameters, signal)) {
         this.#take(tokens);
+        if (tier) this.kind.textContent = `adapter, was ${TIERS[tier] ?? tier}`;
         if (reason) this.#say(reason, "done");
         if (usage) this.count = usage.completion_tokens;
       }
@@ -92,6 +94,7 @@ export class Column {
 
   #build(kind) {
     this.state = make("span", { class: "state" });
+    this.kind = make("p", { class: "note" }, kind);
     this.plain = make("p", { class: "note", hidden: true }, "There is no chat template: answered as plain text.");
     this.answer = make("div", { class: "answer", role: "group", "aria-label": `Answer of ${this.label}` });
     this.error = make("p", { class: "error", role: "alert" });
@@ -102,7 +105,7 @@ export class Column {
     this.element = make(
       "article",
       { class: "card column", "aria-label": this.label, "data-model": this.model },
-      make("header", {}, make("h3", {}, this.label), this.state, make("p", { class: "note" }, kind)),
+      make("header", {}, make("h3", {}, this.label), this.state, this.kind),
       make(
         "dl",
         {},

@@ -5,7 +5,7 @@ import { forgetTemplates } from "./ask.js";
 import { Column } from "./column.js";
 import { button, byId, make } from "./dom.js";
 import { startKey } from "./key.js";
-import { Models } from "./models.js";
+import { MOST_NAMED, Models } from "./models.js";
 import { Parameters } from "./parameters.js";
 import { Residency } from "./residency.js";
 import { recall, remember } from "./store.js";
@@ -15,8 +15,9 @@ import { Watch } from "./watch.js";
 
 const tooltip = new Tooltip(byId("tooltip"));
 const parameters = new Parameters();
-const residency = new Residency();
+const residency = new Residency(() => hasMore && watch.poke());
 let listed = []; // what the server said last of its adapters
+let hasMore = false; // whether it has more of them than it says at once
 let running = null; // what stops the requests under way
 let isKnown = false; // whether the server has said what it serves
 
@@ -83,11 +84,7 @@ function showBusy() {
 async function look() {
   try {
     if (!isKnown) await meet();
-    const also = new URLSearchParams(models.named.map((name) => ["also", name]));
-    const { data } = await getJson(also.size ? `v1/adapters?${also}` : "v1/adapters");
-    const isNew = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
-    if (isNew) await models.refresh();
-    listed = data;
+    await list();
     showAdapters();
     showHealth("ready", "ready");
     closeKeyForm();
@@ -98,8 +95,20 @@ async function look() {
   }
 }
 
+/** The first page of adapters. Where there are more: of those that the filter asks for, with those that are chosen. */
+async function list() {
+  const search = hasMore ? residency.wanted : "";
+  const names = hasMore ? [...new Set([...models.named, ...models.chosenAdapters])].slice(-MOST_NAMED) : models.named;
+  const asked = new URLSearchParams([...names.map((name) => ["also", name]), ...(search ? [["search", search]] : [])]);
+  const { data, has_more } = await getJson(asked.size ? `v1/adapters?${asked}` : "v1/adapters");
+  const isOther = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
+  if (isOther && !hasMore) await models.refresh(); // else it is what was asked for that has changed
+  listed = data;
+  hasMore = Boolean(has_more) || search !== "";
+}
+
 function showAdapters() {
-  residency.show(listed, models.chosenAdapters);
+  residency.show(listed, models.chosenAdapters, hasMore);
 }
 
 async function meet() {

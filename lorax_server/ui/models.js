@@ -6,7 +6,7 @@ import { button, byId, make } from "./dom.js";
 
 const SHOWN = 24; // of those that are not chosen
 const CHOSEN_AT_FIRST = 2; // beside the base model
-const MOST_NAMED = 20; // in an address, which has not much room
+export const MOST_NAMED = 20; // in an address, which has not much room
 
 export class Models {
   constructor(onChange, onLoading) {

@@ -16,17 +16,22 @@ const LANES = [
 ];
 
 export class Residency {
-  constructor() {
+  constructor(onFilter) {
     this.adapters = [];
+    this.hasMore = false; // than the server has told of
     this.chips = new Map(); // by what they stand for
     this.lanes = new Map(LANES.map((lane) => [lane.place, makeLane(lane)]));
     byId("lanes").append(...[...this.lanes.values()].map((lane) => lane.element));
     this.filter = byId("filter");
-    this.filter.addEventListener("input", () => this.#render());
+    this.filter.addEventListener("input", () => {
+      this.#render();
+      onFilter();
+    });
   }
 
   /** Adapters as the server lists them, and the names of others that were chosen here. */
-  show(adapters, chosen) {
+  show(adapters, chosen, hasMore) {
+    this.hasMore = hasMore;
     const listed = new Set(adapters.map((adapter) => adapter.id));
     const others = chosen.filter((name) => !listed.has(name)).map((id) => ({ id, state: UNSEEN }));
     this.adapters = [...adapters, ...others];
@@ -38,8 +43,12 @@ export class Residency {
     return state === UNSEEN ? undefined : state;
   }
 
+  get wanted() {
+    return this.filter.value.trim().toLowerCase();
+  }
+
   #render() {
-    const wanted = this.filter.value.trim().toLowerCase();
+    const wanted = this.wanted;
     const found = this.adapters.filter((adapter) => adapter.id.toLowerCase().includes(wanted));
     const before = this.#positions();
     const shown = new Map();
@@ -50,7 +59,8 @@ export class Residency {
     this.chips = shown;
     this.#move(before);
     const running = this.adapters.reduce((sum, adapter) => sum + (adapter.requests ?? 0), 0);
-    byId("residency-note").textContent = `${this.adapters.length} known · ${count(running, "request")} running`;
+    const known = this.hasMore ? "of many shown, filter to find others" : "known";
+    byId("residency-note").textContent = `${this.adapters.length} ${known} · ${count(running, "request")} running`;
   }
 
   #fill(lane, adapters, shown, isAlways) {

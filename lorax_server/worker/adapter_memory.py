@@ -69,8 +69,9 @@ class AdapterMemory:
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def load(self, index: int, adapter: HostAdapter, first_unit: int) -> None:
-        """Begin to copy an adapter in. No step that is under way may read these units."""
+    def load(self, index: int, adapter: HostAdapter, first_unit: int) -> torch.cuda.Event | None:
+        """Begin to copy an adapter in; what tells that it has arrived, None if it has. No step that is under way may
+        read these units."""
         assert index > 0, "index 0 is the base model"
         assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
@@ -86,11 +87,12 @@ class AdapterMemory:
                 self._stream.wait_stream(torch.cuda.current_stream(place.device))
             with torch.cuda.stream(self._stream):
                 place.copy_(adapter.buffer, non_blocking=True)
-                arrived = self._stream.record_event()
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # who waits for it may sleep
         self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrived)
         self._point(index, start)
         self.arena.vocab_sizes[index] = adapter.vocab_size
         _write(self.arena.scales[index], adapter.scales)
+        return arrived
 
     def wait_for(self, index: int) -> None:
         """Let the steps from now on wait, on the device, until all of it has arrived."""

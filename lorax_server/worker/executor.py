@@ -41,10 +41,9 @@ class LocalExecutor:
     def capabilities(self) -> Capabilities:
         return self._worker.capabilities
 
-    def on_prepared(self, notify: Callable[[], None]) -> None:
-        """Call this, on any thread, when there is something for `take_prepared`."""
-        if self._worker.preparer is not None:
-            self._worker.preparer.notify = notify
+    def on_news(self, notify: Callable[[], None]) -> None:
+        """Call this, on any thread, when there is something for `take_prepared` or `take_loaded`."""
+        self._worker.on_news(notify)
 
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)
@@ -55,6 +54,9 @@ class LocalExecutor:
 
     def take_prepared(self) -> list[Prepared]:
         return self._worker.take_prepared()
+
+    def take_loaded(self) -> list[int]:
+        return self._worker.take_loaded()
 
     def close(self) -> None:
         self._worker.close()

@@ -1,14 +1,13 @@
-"""How much memory there is, and how it is shared out between the cache and the adapters."""
+"""How the memory that there is gets shared out between the cache and the adapters."""
 
 import itertools
-import os
-from pathlib import Path
 
 import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.layers.attention import Seqlen
+from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 
 CPU_ADAPTER_BYTES = 2**30
@@ -16,29 +15,6 @@ CPU_CACHE_SHARE = 4  # one part in so many of the free memory
 GPU_ADAPTER_SHARE = 10
 HOST_ADAPTER_SHARE = 8
 MOST_SAMPLED = 256  # rows of the head's output that are taken into account
-
-
-def machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def free_bytes() -> int:
-    """Of this machine, counting what files keep in memory only because nobody else needs it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = dict(line.split(":", 1) for line in file)
-        return min(int(found["MemAvailable"].split()[0]) * 1024, _container_bytes())
-    except (OSError, KeyError):  # not Linux
-        return machine_bytes() // 2
-
-
-def _container_bytes() -> int:
-    """What is left of the limit that a container has been given; all there is if it has none."""
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return int(limit) - int(used)
-    except (OSError, ValueError):  # no container, or "max"
-        return machine_bytes()
 
 
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -52,8 +28,7 @@ def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
 
 def adapter_host_bytes(config: EngineConfig) -> int:
     """On every rank, all of which are on this machine."""
-    all_bytes = min(machine_bytes(), _container_bytes())
-    return config.adapter_host_bytes or all_bytes // HOST_ADAPTER_SHARE // config.tensor_parallel
+    return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_SHARE // config.tensor_parallel
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -1,8 +1,11 @@
 """One rank: its model and its adapters, and what it does when it is told to."""
 
 import json
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -60,8 +63,15 @@ class Worker:
         self.preparer = preparer
         self._runner = runner
         self._memory = memory
-        self._loading: list[int] = []
+        self._loading: list[int] = []  # what the engine has to hear of
+        self._arrivals: _Arrivals | None = None
         self._tickets: deque[Any] = deque()
+
+    def on_news(self, notify: Callable[[], None]) -> None:
+        """Call this, on any thread, when there is something for `take_prepared` or `take_loaded`."""
+        if self.preparer is not None:
+            self.preparer.notify = notify
+            self._arrivals = _Arrivals(notify)
 
     def submit(self, plan: StepPlan) -> None:
         for op in plan.adapter_ops:
@@ -74,13 +84,19 @@ class Worker:
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
         result = self._runner.collect(self._tickets.popleft())
-        loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
-        self._loading = [index for index in self._loading if index not in loaded]
+        loaded = self.take_loaded()
         return replace(result, loaded=loaded) if loaded else result
 
+    def take_loaded(self) -> list[int]:
+        """Adapter indices whose load has ended since this, or the result of a step, last told."""
+        loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
+        self._loading = [index for index in self._loading if index not in loaded]
+        return loaded
+
     def forget(self) -> None:
-        """Let go of the oldest step: another rank reports it."""
+        """Let go of the oldest step and its loads: another rank reports them."""
         self._tickets.popleft()
+        self._loading.clear()
 
     def take_prepared(self) -> list[Prepared]:
         return self.preparer.take() if self.preparer else []
@@ -88,6 +104,8 @@ class Worker:
     def close(self) -> None:
         if self.preparer is not None:
             self.preparer.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def _do(self, op: AdapterOp) -> None:
         assert self._memory is not None
@@ -96,14 +114,48 @@ class Worker:
             case Prepare():
                 self.preparer.start(op.spec)
             case Load():
-                self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
+                arrived = self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
+                if arrived is not None and self._arrivals is not None:
+                    self._arrivals.expect(arrived)
             case Move():
                 self._memory.move(op.index, op.source, op.target)
             case Unload():
                 self._memory.unload(op.index)
             case Drop():
                 self.preparer.drop(op.identity)
+
+
+class Arrival(Protocol):
+    """The end of a copy: an event of a CUDA stream."""
+
+    def synchronize(self) -> None: ...
+
+
+class _Arrivals:
+    """Waits for loads on a thread of its own, so that the engine need not ask again and again. Without loads that take
+    time there is no thread."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._expected: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, arrival: Arrival) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="await adapters", daemon=True)
+            self._thread.start()
+        self._expected.put(arrival)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._expected.put(None)
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while (arrival := self._expected.get()) is not None:
+            arrival.synchronize()
+            self._notify()
 
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:

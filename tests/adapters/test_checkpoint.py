@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from lorax_server.adapters.checkpoint import (
     assign_tensors,
     read_header,
 )
+from lorax_server.adapters.plain_file import open_plain
+from lorax_server.adapters.source import read_json
 from lorax_server.errors import AdapterError
 
 NAME = "acme/tuned"
@@ -144,6 +147,17 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path, tmp_path / "a\0b", tmp_path / ("x" * 5000)):
         with pytest.raises(AdapterError, match=f"adapter '{NAME}'"):
             read_header(path, NAME)
+
+
+def test_a_fifo_or_a_device_in_the_place_of_a_file_blocks_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")  # and nobody ever writes to it
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
+        with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*not a plain file"):
+            read_header(path, NAME)
+        with pytest.raises(AdapterError, match="not a plain file"):
+            read_json(path, f"adapter '{NAME}'")
+        with pytest.raises(OSError, match="not a plain file"):
+            open_plain(path)
 
 
 BROKEN_ENTRIES = {

@@ -323,6 +323,28 @@ def test_a_thousand_adapters(visit: Visit) -> None:
     expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
 
 
+def test_more_adapters_than_a_page_has(visit: Visit) -> None:
+    """The filter asks the server, which knows names that the page was not told."""
+    nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url.partition("?")[2])
+        names = ["far-away"] if "search=far" in asked[-1] else ["near-by"]
+        data = [{"id": name, "state": DISK, "error": None, **nothing} for name in names]
+        route.fulfill(json={"data": data, "has_more": names == ["near-by"], "next": "name:near-by"})
+
+    playground = visit()
+    playground.page.route("**/v1/adapters*", answer)
+    playground.open()
+    expect(playground.at("#residency-note")).to_contain_text("of many shown")
+    playground.at("#filter").fill("far")
+    expect(playground.resident(DISK, "far-away")).to_be_visible()
+    assert "search=far" in asked[-1]
+    playground.at("#filter").fill("")
+    expect(playground.resident(DISK, "near-by")).to_be_visible()
+
+
 def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server: Server) -> None:
     playground = visit()
     info = server.send("GET", "/info").json | {"max_total_tokens": 64}
@@ -350,7 +372,7 @@ def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server:
 
 
 def refuse_chat(route: Route) -> None:
-    route.fulfill(status=400, json={"error": {"message": "the model has no chat template"}})
+    route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
 @pytest.mark.slow

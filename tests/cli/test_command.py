@@ -535,6 +535,19 @@ def test_a_list_of_adapters(server: Server, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "no adapters are known\n"
 
 
+def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = {"": ("a b", "name:b"), "?after=name%3Ab": ("c", "hash:"), "?after=hash%3A": ("d", None)}
+    for query, (names, following) in pages.items():
+        data = [{"id": name} for name in names.split()]
+        answer = {"data": data, "has_more": following is not None, "next": following}
+        server.replies[f"/v1/adapters{query}"] = lambda _, answer=answer: (200, answer)
+    assert main(["adapters"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["id", "a", "b", "c", "d"]
+    assert main(["adapters", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert ([each["id"] for each in whole["data"]], whole["has_more"], whole["next"]) == (list("abcd"), False, None)
+
+
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
 def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, answer)

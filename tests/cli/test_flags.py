@@ -121,6 +121,17 @@ def test_nothing_given_is_the_default_of_the_settings() -> None:
     )
 
 
+def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
+    """LoRAX does; on a laptop any page that is open could use the model, or have its name point to it."""
+    served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
+    assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
+    assert (launched.cors.allow_origins, launched.allowed_hosts) == (("*",), ("*",))
+    given = read("--cors-allow-origin http://a --allowed-host b", command="launcher").make_config(Path("/model"))
+    assert (given.cors.allow_origins, given.allowed_hosts) == (("http://a",), ("b",))
+    for command, shown in (("serve", "only the server's own pages"), ("launcher", "*")):
+        assert f"repeatable (default: {shown})" in re.sub(r"\s+", " ", build_parser(command).format_help())
+
+
 def test_help_teaches() -> None:
     for command, program in (("serve", "lorax serve"), ("launcher", "lorax-launcher")):
         text = build_parser(command).format_help()
@@ -209,6 +220,11 @@ def test_what_repeats() -> None:
         ("--max-batch-prefill-tokens 3", {}, "--max-batch-prefill-tokens = 3 must be at least --max-rows = 64"),
         ("--max-input-length 8 --max-total-tokens 8", {}, "--max-input-length = 8 must be less than the 8 tokens"),
         ("--cors-allow-credentials", {}, "needs --cors-allow-origin"),
+        ("--cors-allow-credentials --cors-allow-origin *", {}, "needs --cors-allow-origin"),
+        ("--allowed-host https://api.example.com", {}, "--allowed-host 'https://api.example.com' must be a name"),
+        ("--allowed-host api.example.com:80", {}, "--allowed-host 'api.example.com:80' must be a name"),
+        ("--max-connections 0", {}, "--max-connections = 0 must be at least 1"),
+        ("--max-connections-per-address -1", {}, "--max-connections-per-address = -1 must not be negative"),
         ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
         ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
         ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "give --cache-bytes or the environment variable MAX_B"),

@@ -82,7 +82,7 @@ def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bo
 def request(
     method: str, target: str, headers: Iterable[tuple[str, str]] = (), body: bytes = b"", version: str = "1.1"
 ) -> bytes:
-    lines = [f"{method} {target} HTTP/{version}", "host: x", "connection: close"]
+    lines = [f"{method} {target} HTTP/{version}", "host: localhost", "connection: close"]
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body
 

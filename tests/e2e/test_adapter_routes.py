@@ -51,6 +51,28 @@ def test_what_is_preloaded_is_listed_and_can_be_unloaded(server: Server) -> None
     assert (first["state"], first["pinned"], first["uses"]) == ("on the device", False, 1)
 
 
+def test_an_answer_says_where_its_adapter_was(server: Server) -> None:
+    change(server, "load", "first")
+    body = {"inputs": "hello", "parameters": {"adapter_id": "first", "max_new_tokens": 2}}
+    assert server.post("/generate", body).headers["x-adapter-tier"] == "device"
+    change(server, "unload", "first")
+    streamed = server.post("/generate_stream", body)
+    first, *others = streamed.events
+    assert first["adapter_tier"] == streamed.headers["x-adapter-tier"] == "disk"
+    assert not any("adapter_tier" in event for event in others)
+
+
+def test_pages_of_a_running_server(server: Server) -> None:
+    found, path = [], "/v1/adapters?limit=1"
+    while path:
+        page = server.send("GET", path, headers=ADMIN).json
+        found += [each["id"] for each in page["data"]]
+        path = page["next"] and f"/v1/adapters?limit=1&after={page['next']}"
+    whole = [each["id"] for each in server.send("GET", "/v1/adapters", headers=ADMIN).json["data"]]
+    assert found == whole
+    assert len(whole) >= 3
+
+
 def test_two_names_of_the_same_content(server: Server) -> None:
     ask(server, "second")
     ask(server, "twin")

@@ -109,8 +109,8 @@ class FakeEngine:
         if source == "nowhere":
             raise InputError(f"no {name}")
 
-    def list_adapters(self) -> list[AdapterState]:
-        return [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
+    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        return [AdapterState(identity, "name", "on disk", 7, True, 1, 2) for identity in identities]
 
     def load(self, identity: str, pin: bool | None = None) -> Future[None]:
         future: Future[None] = Future()

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.spec import AdapterSpec
+from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.spec import AdapterSpec, StoredPart
 from lorax_server.engine.adapter_table import AdapterTable
 from lorax_server.engine.blocks import BlockPool
 from lorax_server.engine.engine import Engine
@@ -22,6 +24,7 @@ VOCAB = 7
 SIZE = 4  # of a block
 UNIT_BYTES = 4
 MODULUS = 2**61 - 1
+RAW = parse_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, "any")
 
 
 def seed_of(identity: str) -> int:
@@ -104,7 +107,7 @@ class Workers:
 
     A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
     its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
-    result reports it. Each unit remembers whose it is, and which part of it.
+    result reports it, or `take_loaded`. Each unit remembers whose it is, and which part of it.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:
@@ -121,6 +124,7 @@ class Workers:
         self._prepared: list[Prepared] = []
         self._buffer: list[tuple[str, int] | None] = [None] * capabilities.num_adapter_units
         self._loads: dict[int, _Load] = {}
+        self._loaded: list[int] = []  # to be told
         self._steps: deque[_Step] = deque()
         self._tokens: dict[int, list[int]] = {}
         self._chains: dict[int, list[int]] = {}
@@ -129,7 +133,7 @@ class Workers:
 
     # --- What the engine does -----------------------------------------------------------------------------------------
 
-    def on_prepared(self, notify: Callable[[], None]) -> None:
+    def on_news(self, notify: Callable[[], None]) -> None:
         self._notify = notify
 
     def take_prepared(self) -> list[Prepared]:
@@ -172,16 +176,24 @@ class Workers:
         self._steps.popleft()
         assert step.result is not None
         self.tick()
-        step.result.loaded.extend(self._take_loaded())
+        self._end_loads()
+        step.result.loaded.extend(self.take_loaded())
         return step.result
+
+    def take_loaded(self) -> list[int]:
+        taken, self._loaded = self._loaded, []
+        for index in taken:
+            self.residents[index].is_loaded = True
+        return taken
 
     def close(self) -> None: ...
 
     # --- Time ---------------------------------------------------------------------------------------------------------
 
     @property
-    def is_preparing(self) -> bool:
-        return bool(self._preparing)
+    def is_at_work(self) -> bool:
+        """Whether it will notify."""
+        return bool(self._preparing or self._loads)
 
     def tick(self) -> None:
         """Something may happen beside the engine."""
@@ -194,6 +206,8 @@ class Workers:
         for load in self._loads.values():
             if self.rng.random() < 0.3:
                 self._write(load)
+        if not self._steps:
+            self._end_loads()
         waiting = next((step for step in self._steps if step.result is None), None)
         if waiting is not None and self.rng.random() < 0.5:
             self._run(waiting)
@@ -251,18 +265,20 @@ class Workers:
                 self._buffer[unit] = load.identity, position
             load.is_written = True
 
-    def _take_loaded(self) -> list[int]:
+    def _end_loads(self) -> None:
+        """Those whose time has come."""
         loaded = []
         for index, load in self._loads.items():
             load.turns_left -= 1
             if load.turns_left < 0:
                 self._write(load)
                 loaded.append(index)
-                self.residents[index].is_loaded = True
         for index in loaded:
             del self._loads[index]
         self.rng.shuffle(loaded)
-        return loaded
+        self._loaded += loaded
+        if loaded:
+            self._notify()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -328,11 +344,16 @@ class Names:
 
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
     num_fetching: int = 0
+    is_new: bool = False  # they had to be fetched
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[tuple[AdapterSpec, Resolved]]":
         answer: Future[tuple[AdapterSpec, Resolved]] = Future()
-        spec = self.specs[refs[0].name]
-        answer.set_result((spec, Resolved(spec.identity)))
+        specs = [self.specs[ref.name] for ref in refs]
+        spec = specs[0]
+        if merge is not None:
+            parts = tuple(StoredPart(Path(), RAW, (), each.identity) for each in specs)
+            spec = AdapterSpec("+".join(each.identity for each in specs), "merged", parts, 4, merge)
+        answer.set_result((spec, Resolved(spec.identity, tier="fetched" if self.is_new else "")))
         return answer
 
     def close(self) -> None: ...
@@ -431,7 +452,11 @@ class World:
             engine.wake.clear()
             self._take(engine.step())
         else:
-            assert self.workers.is_preparing or not engine.has_work, "it sleeps, and nothing will wake it"
+            assert self.workers.is_at_work or not engine.has_work, "it sleeps, and nothing will wake it"
+        self._add_resolved()
+        return is_called
+
+    def _add_resolved(self) -> None:
         for asked, answer in [each for each in self._resolving if each[1].done()]:
             self._resolving.remove((asked, answer))
             error = answer.exception()
@@ -444,7 +469,6 @@ class World:
             else:
                 assert answer.result().identity == asked.identity
                 self._add(asked)
-        return is_called
 
     def finish(self, most: int) -> None:
         for _ in range(most):
@@ -455,7 +479,7 @@ class World:
 
     def settle(self, most: int = 200) -> None:
         """Until the engine sleeps."""
-        while self.turn() or self.workers.is_preparing:
+        while self.turn() or self.workers.is_at_work:
             most -= 1
             assert most > 0, "it never sleeps"
 

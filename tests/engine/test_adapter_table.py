@@ -21,9 +21,9 @@ from lorax_server.engine import adapter_table, device_tier, host_tier
 from lorax_server.engine.adapter_entry import State
 from lorax_server.engine.adapter_table import MAX_PREPARING, AdapterTable
 from lorax_server.engine.device_tier import FRESH_S
-from lorax_server.errors import AdapterError, LoraxError, SourceError
+from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
-from lorax_server.types import AdapterRef
+from lorax_server.types import AdapterRef, Merge
 from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
 
 
@@ -761,6 +761,14 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         desk.table.add_request("c")
 
 
+def test_only_those_are_described_that_are_asked_for() -> None:
+    desk = Desk()
+    desk.know(a=1, b=1, c=1)
+    assert [each.identity for each in desk.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
+    with pytest.raises(InputError, match="at most 2000 adapters are described at once, not 2001"):
+        desk.table.list_adapters(["a"] * 2001)
+
+
 def test_news_are_told_until_they_are_taken() -> None:
     desk = Desk(units=4)
     desk.know(a=4, b=4)
@@ -844,6 +852,111 @@ def test_an_engine_with_nothing_else_to_do_serves_a_cold_adapter(depth: int) -> 
         world.finish(100)
         assert asked.failure is None
     world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_steps_are_submitted_while_an_adapter_is_loaded_and_nothing_runs(depth: int) -> None:
+    world = World(10, 10, depth=depth, most_turns=0)
+    world.put("a", 1, 4)
+    load = world.workers._load
+
+    def load_slowly(identity: str, index: int, first_unit: int) -> None:
+        load(identity, index, first_unit)
+        world.workers._loads[index].turns_left = 50
+
+    world.workers._load = load_slowly  # type: ignore[method-assign]
+    asked = world.ask("a", [1, 2, 3], num_tokens=3)
+    world.finish(100)
+    assert world.num_turns > 50
+    assert asked.failure is None
+    steps = world.engine.status().steps
+    assert steps <= 2 + 3 + depth, "one to prepare it, one to load it, and its own"
+    world.check_nothing_is_left()
+
+
+def test_a_name_is_answered_without_a_step_and_its_request_is_taken_at_once() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    answer = world.engine.resolve([AdapterRef("local", "a")])
+    assert answer.done()
+    assert world.engine.status().steps == 0
+    world.ask("a", [1, 2, 3])
+    world._add_resolved()  # before any step
+    assert world.engine.has_work
+    world.finish(100)
+    world.check_nothing_is_left()
+
+
+def test_an_adapter_begins_to_move_up_when_it_is_named() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    world.engine.resolve([AdapterRef("local", "a")])
+    world.settle()
+    assert world.table.state("a@1") is State.HOST
+
+
+@pytest.mark.parametrize("method", ["load", "unload", "list_adapters"])
+def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: str) -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
+    found = getattr(world.engine, method)([identity] if method == "list_adapters" else identity)
+    assert world.table.state(identity) is State.DISK
+    if method == "list_adapters":
+        assert [state.identity for state in found] == [identity]
+    if method == "load":
+        world.settle()
+        assert found.done()
+        assert found.exception() is None
+
+
+def test_what_never_fits_is_said_when_it_is_named() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 11)
+    error = world.engine.resolve([AdapterRef("local", "a")]).exception()
+    assert isinstance(error, AdapterError)
+    assert "adapter_host_bytes" in str(error)
+    assert world.engine.list_adapters(["a@1"]) == []
+
+
+def tier_of(world: World, *names: str) -> str:
+    refs = [AdapterRef("local", name) for name in names]
+    return world.engine.resolve(refs, Merge((1.0,) * len(names)) if len(names) > 1 else None).result().tier
+
+
+def test_the_answer_says_where_the_weights_are() -> None:
+    world = World(10, 10, most_turns=0)
+    for name in "ab":
+        world.put(name, 1, 4)
+    assert tier_of(world, "a") == "disk"
+    world.settle()
+    assert tier_of(world, "a") == "host"
+    world.engine.load("a@1")
+    world.settle()
+    assert tier_of(world, "a") == "device"
+    assert tier_of(world, "b") == "disk"
+    world.names.is_new = True
+    assert tier_of(world, "a") == "fetched"
+    world.names.is_new = False
+    world.workers.failing["b@1"] = 1
+    world.settle()
+    assert world.table.state("b@1") is State.FAILED
+    assert tier_of(world, "b") == "disk"
+
+
+def test_a_merged_adapter_is_where_it_is_itself_or_else_where_the_worst_of_its_parts_is() -> None:
+    world = World(30, 30, most_turns=0)
+    for name in "abc":
+        world.put(name, 1, 4)
+    for name in "ab":
+        world.engine.resolve([AdapterRef("local", name)])
+    world.engine.load("a@1")
+    world.settle()
+    assert tier_of(world, "a", "a") == "device"
+    assert tier_of(world, "a", "b") == "host"
+    assert tier_of(world, "b", "c", "a") == "disk"
+    world.settle()
+    assert tier_of(world, "b", "c", "a") == "host", "it is there itself by now, though one of its parts is not"
 
 
 def test_room_that_has_to_be_brought_together_is_used_though_nothing_else_happens() -> None:

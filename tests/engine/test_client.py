@@ -36,6 +36,7 @@ from lorax_server.types import (
     Merge,
     Output,
     Request,
+    Resolved,
     SamplingParams,
     StopParams,
 )
@@ -257,7 +258,7 @@ def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
         merge = Merge((0.5,), "ties", density=0.25)
         resolved = await client.resolve([AdapterRef("hub", "a", "token")], merge)
-        assert resolved == (f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
+        assert resolved == Resolved(f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
 
     shared(test)
 
@@ -308,7 +309,7 @@ def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
 
 def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
-        assert await client.list_adapters() == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
+        assert await client.list_adapters(["hash"]) == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
         await client.forget("hub", "a")
         with pytest.raises(InputError, match="no b"):
             await client.forget("nowhere", "b")

@@ -16,7 +16,7 @@ from lorax_server import ipc
 from lorax_server.engine import process
 from lorax_server.engine.process import serve
 from lorax_server.errors import EngineError
-from lorax_server.types import Output, Resolved
+from lorax_server.types import AdapterRef, Output, Resolved
 from tests.engine.fake_engine import FakeEngine, ask_for
 
 
@@ -34,9 +34,10 @@ class Peer:
         self._to_engine.connect(f"ipc://{folder}/to_engine")
         self.engine = FakeEngine(self._channel)
         self.ended_with: queue.Queue[BaseException | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._serve)
 
     def start(self) -> None:
-        threading.Thread(target=self._serve).start()
+        self._thread.start()
         assert self.receive() == ipc.Ready({"name": "fake"})
 
     def until_arrived(self, num_messages: int) -> None:
@@ -52,6 +53,9 @@ class Peer:
         else:
             self.ended_with.put(None)
         self._channel.close()
+
+    def until_closed(self) -> None:
+        self._thread.join(60)
 
     def send(self, message: ipc.ToEngine) -> None:
         self.send_bytes(ipc.encode(message))
@@ -99,6 +103,19 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in messages]
     assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
     stop(peer)
+
+
+def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, given_back = waiting_peer, queue.Queue[None]()
+    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    monkeypatch.setattr(process, "give_back_memory", lambda: given_back.put(None))
+    peer.start()
+    given_back.get(timeout=60)
+    peer.send(ipc.Add(ask_for(1, (7,))))
+    assert isinstance(peer.receive(), ipc.Outputs)
+    given_back.get(timeout=60)
+    stop(peer)
+    assert given_back.empty()
 
 
 def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
@@ -207,6 +224,70 @@ def test_what_another_thread_found_out_is_answered_at_once(waiting_peer: Peer) -
     future.set_result(Resolved("found"))
     assert peer.receive() == ipc.ResolveReply(1, Resolved("found"))
     stop(peer)
+
+
+def in_a_step(peer: Peer) -> threading.Event:
+    """Have the engine be in the middle of a step, until the event that comes back is set."""
+    is_stepping, may_go_on, real_step = threading.Event(), threading.Event(), peer.engine.step
+
+    def step() -> list[Output]:
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        return real_step()
+
+    peer.engine.step = step  # type: ignore[method-assign]
+    peer.engine.wake.set()
+    assert is_stepping.wait(60)
+    return may_go_on
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (ipc.Resolve(1, (AdapterRef("local", "poet"),)), ipc.ResolveReply),
+        (ipc.Resolve(1, (AdapterRef("thread", "poet"),)), ipc.ResolveReply),
+        (ipc.Resolve(1, (AdapterRef("missing", "poet"),)), ipc.Refused),
+        (ipc.Resolve(1, (AdapterRef("refused", "poet"),)), ipc.Refused),
+        (ipc.Resolve(1, (AdapterRef("odd", "poet"),)), ipc.Refused),
+        (ipc.ForgetAdapter(1, "local", "poet"), ipc.Done),
+        (ipc.ForgetAdapter(1, "nowhere", "poet"), ipc.Refused),
+    ],
+    ids=["known", "found", "missing", "refused", "cannot be sent", "forgotten", "not forgotten"],
+)
+def test_questions_about_names_are_answered_in_the_middle_of_a_step(
+    peer: Peer, message: ipc.ToEngine, kind: type[ipc.Reply], caplog: pytest.LogCaptureFixture
+) -> None:
+    may_go_on = in_a_step(peer)
+    with caplog.at_level(logging.CRITICAL):
+        peer.send(message)
+        reply = peer.receive()
+    assert type(reply) is kind
+    assert isinstance(reply, ipc.Reply)
+    assert reply.call_id == 1
+    may_go_on.set()
+    stop(peer)
+
+
+def test_all_else_waits_for_its_turn(peer: Peer) -> None:
+    may_go_on = in_a_step(peer)
+    peer.send(ipc.GetStatus(1))
+    peer.send(ipc.Resolve(2, (AdapterRef("local", "poet"),)))
+    assert isinstance(peer.receive(), ipc.ResolveReply)
+    may_go_on.set()
+    assert isinstance(peer.receive(), ipc.StatusReply)
+    stop(peer)
+
+
+def test_an_answer_that_comes_when_nobody_is_there_any_more_harms_nothing(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    future: Future[Resolved] = Future()
+    peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
+    peer.send(ipc.Resolve(1, ()))
+    peer.until_arrived(1)
+    peer.start()
+    stop(peer)
+    peer.until_closed()
+    future.set_result(Resolved("too late"))
 
 
 def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None:

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -19,13 +20,15 @@ import httpx2
 import pytest
 
 from lorax_server.adapters import finder
+from lorax_server.adapters import source as source_module
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_header
 from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.source import AdapterFiles, AdapterSources, Source
+from lorax_server.adapters.source import AdapterFiles, AdapterSources, Source, read_json
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, StoredPart, stamp_of
+from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, Stamp, StoredPart, stamp_of
 from lorax_server.engine import resolver as resolver_module
 from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.errors import (
@@ -102,6 +105,7 @@ class FakeSource:
         self.asked: list[str] = []
         self.bases_asked: list[str] = []
         self.base_types: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}  # of files that are said to be there
         self.before: Callable[[str], None] = ignore
         self.after_fetch: Callable[[Sequence[str]], None] = ignore
 
@@ -113,7 +117,7 @@ class FakeSource:
         self.before(name)
         if not (self.root / name).is_dir():
             raise AdapterNotFoundError(f"adapter {name!r}: there is none")
-        sizes = {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
+        sizes = self.sizes or {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
         return AdapterFiles(self.kind, name, "1", sizes)
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
@@ -236,7 +240,8 @@ def test_an_adapter_of_this_machine(bench: Bench) -> None:
     config = parse_config(RAW, "team/tuned")
     part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
-    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",))
+    stamps = (stamp_of(folder / "tokenizer.json"),)
+    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
 def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) -> None:
@@ -604,7 +609,6 @@ def test_what_is_known_is_answered_while_its_source_hangs(bench: Bench) -> None:
     held = bench.begin("slow")
     gate.wait_for()
     known = bench.begin("tuned")
-    assert known.done()
     assert result(known)[0].identity == identity
     assert not held.done()
 
@@ -654,16 +658,16 @@ def test_too_many_fetches_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 def test_a_source_is_asked_again_after_a_while(bench: Bench) -> None:
     first = bench.put("tuned", 1)
-    assert [bench.ask("tuned") for _ in range(3)] == [first] * 3
+    assert [bench.ask("tuned", token=SECRET) for _ in range(3)] == [first] * 3
     assert len(bench.fake.asked) == 1
     bench.clock.now += 59.9
-    assert bench.ask("tuned") == first
+    assert bench.ask("tuned", token=SECRET) == first
     assert len(bench.fake.asked) == 1
     bench.clock.now += 0.1
-    assert bench.ask("tuned") == first
+    assert bench.ask("tuned", token=SECRET) == first
     assert len(bench.fake.asked) == 2
     bench.clock.now += 59.9
-    assert bench.ask("tuned") == first
+    assert bench.ask("tuned", token=SECRET) == first
     assert len(bench.fake.asked) == 2
 
 
@@ -744,12 +748,12 @@ def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
     bench.resolver = bench.make(num_threads=1)
     for error in (bug, SystemExit(1)):
         bench.fake.before = fail_with(error)
-        assert bench.error("tuned") is error
+        assert bench.error("tuned", token=SECRET) is error
     bench.fake.before = ignore
-    assert bench.ask("tuned") == identity
+    assert bench.ask("tuned", token=SECRET) == identity
     bench.fake.before = fail_with(bug)
     bench.clock.now += 60
-    assert bench.error("tuned") is bug
+    assert bench.error("tuned", token=SECRET) is bug
     assert bench.resolver.num_fetching == 0
     assert isinstance(error_of(bench.resolver.resolve([None])), AttributeError)  # type: ignore[list-item]
 
@@ -785,22 +789,22 @@ def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytes
 @pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError, AdapterError])
 def test_what_a_source_refuses_is_not_served_when_it_is_down_later(bench: Bench, error: type[LoraxError]) -> None:
     bench.put("tuned", 1)
-    bench.ask("tuned")
+    bench.ask("tuned", token=SECRET)
     for failure in (error("no more"), SourceError("it is down"), SourceError("it is down")):
         bench.clock.now += 60
         bench.fake.before = fail_with(failure)
-        assert type(bench.error("tuned")) is type(failure)
+        assert type(bench.error("tuned", token=SECRET)) is type(failure)
 
 
 def test_what_is_refused_after_a_source_was_down_is_refused(bench: Bench) -> None:
     identity = bench.put("tuned", 1)
-    bench.ask("tuned")
+    bench.ask("tuned", token=SECRET)
     bench.clock.now += 60
     bench.fake.before = fail_with(SourceError("it is down"))
-    assert bench.ask("tuned") == identity
+    assert bench.ask("tuned", token=SECRET) == identity
     bench.clock.now += 1
     bench.fake.before = fail_with(AdapterAccessError("no more"))
-    assert isinstance(bench.error("tuned"), AdapterAccessError)
+    assert isinstance(bench.error("tuned", token=SECRET), AdapterAccessError)
 
 
 def test_folders_of_this_machine_are_never_down(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -849,19 +853,19 @@ def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> Non
             raise AdapterError("it is no good")
 
     bench.fake.before = before
-    old = bench.begin("tuned")
+    old = bench.begin("tuned", token=SECRET)
     gate.wait_for()
     bench.resolver.forget("fake", "tuned")
     bench.fake.before = ignore
     second = bench.put("tuned", 2)
-    assert bench.ask("tuned") == second, "it does not wait for the old one either"
+    assert bench.ask("tuned", token=SECRET) == second, "it does not wait for the old one either"
     bench.clock.now += 30
     gate.opened.set()
     assert (old.exception(PATIENCE_S) is not None) == fails
-    assert bench.ask("tuned") == second
+    assert bench.ask("tuned", token=SECRET) == second
     assert len(bench.fake.asked) == 2
     bench.clock.now += 30
-    assert bench.ask("tuned") == second
+    assert bench.ask("tuned", token=SECRET) == second
     assert len(bench.fake.asked) == 3, "it did not make what is known look younger"
     assert bench.resolver.num_fetching == 0
 
@@ -886,6 +890,231 @@ def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.Mo
     for name in ("good0", "good5", "good1"):
         bench.ask(name)
     assert bench.fake.asked == ["good1"], "those that are asked for stay"
+
+
+# --- Looks at files ---------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Counts what is done to files, and on which threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stats: list[Path] = []
+        self.reads: list[Path] = []
+        self.threads: set[int] = set()
+        monkeypatch.setattr(finder, "stamp_of", self._stamp)
+        monkeypatch.setattr(source_module, "read_json", self._read)
+        monkeypatch.setattr(finder, "read_json", self._read)
+
+    def _stamp(self, path: Path) -> Stamp:
+        self.stats.append(path)
+        self.threads.add(threading.get_ident())
+        return stamp_of(path)
+
+    def _read(self, path: Path, what: str) -> dict[str, Any]:
+        self.reads.append(path)
+        return read_json(path, what)
+
+    def clear(self) -> None:
+        self.stats.clear()
+        self.reads.clear()
+
+
+def settled(bench: Bench) -> AdapterResolver:
+    """A resolver to which all that is there now is old."""
+    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    return bench.make(time_ns=lambda: now_ns)
+
+
+@pytest.mark.parametrize("source", ["local", "fake"])
+def test_what_is_known_takes_one_look_at_each_file_and_none_by_the_caller(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    identity = bench.put("tuned", 1)
+    folder = write(bench.root / "tuned", {"tokenizer.json": b"{}"})
+    bench.resolver = settled(bench)
+    assert bench.ask("tuned", source) == identity
+    looks, real = Looks(monkeypatch), LocalSource.find
+    found: list[str] = []
+    monkeypatch.setattr(LocalSource, "find", lambda *args: found.append(args[1]) or real(*args))
+    bench.fake.asked.clear()
+    for _ in range(3):
+        looks.clear()
+        assert bench.ask("tuned", source) == identity
+        folders = {folder, folder / TEMPLATES_FOLDER} if source == "local" else set()
+        assert sorted(looks.stats) == sorted({folder / file for file in (*REQUIRED_FILES, "tokenizer.json")} | folders)
+        assert not looks.reads
+    assert not found
+    assert not bench.fake.asked
+    assert threading.get_ident() not in looks.threads, "a file system that hangs would stop whoever asks"
+
+
+def put_earlier(bench: Bench) -> None:
+    write(bench.tmp_path / "earlier" / "tuned", files_of(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        (lambda bench: replace(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: rewrite(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: swap_link(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: replace(bench.root / "tuned", {CONFIG_FILE: files_of(1, lora_alpha=9)[CONFIG_FILE]}), True),
+        (put_earlier, True),
+        (lambda bench: write(bench.root / "tuned", {"tokenizer.json": b"{}"}), False),
+        (lambda bench: write(bench.root / "tuned" / TEMPLATES_FOLDER, {"tools.jinja": b"{}"}), False),
+        (lambda bench: write(bench.root / "tuned", {"README.md": b""}), False),
+    ],
+    ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "template", "readme"],
+)
+def test_a_change_is_seen_by_the_next_request_though_all_was_known(
+    bench: Bench, change: Callable[[Bench], None], is_another: bool
+) -> None:
+    first = bench.put("tuned", 1)
+    (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
+    sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
+    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    bench.resolver = AdapterResolver(
+        AdapterSources(sources, max_bytes=2**30),
+        model_type="llama",
+        model_class="LlamaForCausalLM",
+        time_ns=lambda: now_ns,
+    )
+    bench.made.append(bench.resolver)
+    known = result(bench.begin("tuned", "local"))
+    assert result(bench.begin("tuned", "local")) == known
+    change(bench)
+    spec, resolved = result(bench.begin("tuned", "local"))
+    assert (spec.identity != first) == is_another
+    listed = ("tokenizer.json", f"{TEMPLATES_FOLDER}/tools.jinja")
+    assert resolved.tokenizer_files == tuple(file for file in listed if (bench.root / "tuned" / file).exists())
+
+
+def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = bench.put("tuned", 1)
+    bench.ask("tuned", "fake")
+    bench.resolver = settled(bench)
+    bench.ask("tuned", "fake")
+    gate = bench.gate()
+
+    def hang(found: finder.Found) -> bool:
+        gate()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finder.Found, "is_unchanged", hang)
+        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns though nothing can be known
+        gate.wait_for(resolver_module.NUM_LOOKERS)
+        assert bench.ask("tuned", "other") == identity
+        assert not any(future.done() for future in held)
+        gate.opened.set()
+        assert {result(future)[0].identity for future in held} == {identity}
+
+
+def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("tuned", 1)
+    bench.ask("tuned")
+    gate = bench.gate()
+    monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
+    monkeypatch.setattr(finder.Found, "is_unchanged", lambda _: gate() or True)
+    held = [bench.begin("tuned") for _ in range(3)]
+    assert isinstance(bench.error("tuned"), OverloadedError)
+    gate.opened.set()
+    for future in held:
+        result(future)
+
+
+def test_only_who_waited_for_a_fetch_is_told_of_it(bench: Bench) -> None:
+    bench.put("tuned", 1)
+    write(bench.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
+    assert result(bench.begin("tuned"))[1].tier == "", "it was here already"
+    bench.fake.sizes = {file: len(content) for file, content in files_of(1).items()}
+
+    def bring(wanted: Sequence[str]) -> None:
+        if WEIGHTS_FILE in wanted:
+            write(bench.root / "empty", files_of(1))
+
+    bench.fake.after_fetch = bring
+    assert result(bench.begin("empty"))[1].tier == "fetched"
+    assert result(bench.begin("empty"))[1].tier == ""
+    (bench.root / "empty" / WEIGHTS_FILE).unlink()
+    merge = bench.resolver.resolve([AdapterRef("fake", name) for name in ("tuned", "empty")], Merge((1, 1)))
+    assert result(merge)[1].tier == "fetched"
+
+
+# --- Old answers, while a source is asked -----------------------------------------------------------------------------
+
+
+def settle(bench: Bench) -> None:
+    """Until no source is being asked: a second question of the same would join the first."""
+    while bench.resolver.num_fetching:
+        time.sleep(0.001)
+
+
+def test_what_is_known_is_served_while_its_source_is_asked_beside(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    assert bench.ask("tuned") == first
+    bench.clock.now += 60
+    gate = bench.fake.before = bench.gate()
+    assert [bench.ask("tuned") for _ in range(5)] == [first] * 5, "it waits for the source"
+    gate.wait_for()
+    assert len(bench.fake.asked) == 2, "once is enough"
+    gate.opened.set()
+    settle(bench)
+    bench.clock.now += 59
+    assert bench.ask("tuned") == first
+    assert len(bench.fake.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("token", "age_s"), [(SECRET, 60), (None, 60 * (1 + resolver_module.MAX_STALE))], ids=["a token", "too old"]
+)
+def test_who_must_not_be_served_what_is_old_waits(bench: Bench, token: str | None, age_s: float) -> None:
+    bench.put("tuned", 1)
+    bench.ask("tuned", token=token)
+    bench.clock.now += age_s
+    gate = bench.fake.before = bench.gate()
+    held = bench.begin("tuned", token=token)
+    gate.wait_for()
+    assert not held.done()
+    gate.opened.set()
+    result(held)
+
+
+@pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError])
+def test_what_a_source_refuses_is_served_only_until_it_has_said_so(bench: Bench, error: type[LoraxError]) -> None:
+    first = bench.put("tuned", 1)
+    bench.ask("tuned")
+    bench.clock.now += 60
+    bench.fake.before = fail_with(error("no more"))
+    assert bench.ask("tuned") == first
+    settle(bench)
+    assert isinstance(bench.error("tuned"), error)
+
+
+def test_a_source_that_is_down_is_not_asked_for_every_request(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    bench.ask("tuned")
+    bench.clock.now += 60
+    bench.fake.before = fail_with(SourceError("it is down"))
+    for _ in range(5):
+        assert bench.ask("tuned") == first
+        settle(bench)
+    assert len(bench.fake.asked) == 2
+
+
+def test_a_new_version_of_a_hub_is_found_beside_and_served_from_then_on(bench: Bench, hub: HubServer) -> None:
+    first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
+    assert result(bench.begin(HUB_NAME, "hub"))[1].tier == "fetched"
+    hub.repos[HUB_NAME] = Repo(files_of(2))
+    bench.clock.now += 60
+    assert bench.ask(HUB_NAME, "hub") == first
+    settle(bench)
+    spec, resolved = result(bench.begin(HUB_NAME, "hub"))
+    assert spec.identity == second
+    assert resolved.tier == "", "it was fetched for nobody"
 
 
 # --- Hostile callers --------------------------------------------------------------------------------------------------
@@ -1059,16 +1288,16 @@ def hub(bench: Bench) -> Iterator[HubServer]:
 
 def test_a_hub_is_asked_again_after_a_while(bench: Bench, hub: HubServer) -> None:
     first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
-    spec, resolved = result(bench.begin(HUB_NAME, "hub"))
+    spec, resolved = result(bench.begin(HUB_NAME, "hub", SECRET))
     assert spec.identity == first
     assert resolved.folder is not None
     assert (Path(resolved.folder) / "tokenizer.json").read_bytes() == b"{}"
     num_requests = len(hub.seen)
     hub.repos[HUB_NAME] = Repo(files_of(2))
-    assert bench.ask(HUB_NAME, "hub") == first
+    assert bench.ask(HUB_NAME, "hub", SECRET) == first
     assert len(hub.seen) == num_requests
     bench.clock.now += 60
-    assert bench.ask(HUB_NAME, "hub") == second
+    assert bench.ask(HUB_NAME, "hub", SECRET) == second
     assert stamp_of(spec.parts[0].folder / WEIGHTS_FILE) == spec.parts[0].stamp, "who uses the first may go on"
 
 
@@ -1111,7 +1340,7 @@ def test_access_that_is_taken_away(bench: Bench, hub: HubServer) -> None:
 
 
 def test_an_adapter_that_was_deleted(bench: Bench, hub: HubServer) -> None:
-    bench.ask(HUB_NAME, "hub")
+    bench.ask(HUB_NAME, "hub", SECRET)
     del hub.repos[HUB_NAME]
     bench.clock.now += 60
-    assert isinstance(bench.error(HUB_NAME, "hub"), AdapterNotFoundError)
+    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), AdapterNotFoundError)

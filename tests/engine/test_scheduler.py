@@ -93,7 +93,6 @@ class Loaded:
     requests: dict[str, int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     needs_step: bool = False
-    is_loading: bool = False
 
     def add_request(self, identity: str) -> None:
         self.requests[identity] = self.requests.get(identity, 0) + 1
@@ -769,17 +768,16 @@ def test_a_higher_priority_takes_the_blocks_of_a_lower_one_that_runs(depth: int)
     assert engine.scheduler.counters.preemptions > 0
 
 
-def test_a_step_is_asked_for_while_adapters_have_to_be_heard_of() -> None:
+def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> None:
     engine = ReportingEngine(ROOMY, 64)
     assert engine.scheduler.schedule() is None
-    engine.adapters.is_loading = True
+    engine.adapters.needs_step = True
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert len(plan.rows) == 0
-    assert engine.scheduler.schedule() is None  # one is enough
+    engine.adapters.needs_step = False
+    assert engine.scheduler.schedule() is None
     assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
-    engine.adapters.is_loading, engine.adapters.needs_step = False, True
-    assert engine.scheduler.schedule() is not None
 
 
 @pytest.mark.parametrize("priority", [0, 5])

@@ -140,7 +140,7 @@ class Bench:
     def __init__(self, **config: Any) -> None:
         self.engine = ScriptedClient()
         settings = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", **{"drain_s": 1000.0} | config)
-        keys = KeyRing(settings.api_keys, None, None)
+        keys = KeyRing(settings.api_keys, settings.admin_key, settings.keys_file)
         self.service = Service(settings, self.engine, keys)
         self.gate = Gate(PLACES)
         self.service._parts = self.parts = Parts(

@@ -170,3 +170,62 @@ def test_what_is_remembered_is_bounded(clock: Clock) -> None:
     retry_after(gate, Key("busy", max_concurrent=1))
     busy.leave()
     assert gate.num_running == 0
+
+
+# --- New adapters -----------------------------------------------------------------------------------------------------
+
+
+def retry_new_after(gate: Gate, key: Key, match: str = "new adapters a minute") -> float:
+    with pytest.raises(OverloadedError, match=match) as caught:
+        gate.take_adapter(key)
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
+
+
+def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=2)
+    gate.take_adapter(key)
+    gate.take_adapter(key)
+    said = r"this API key has used up the 2 new adapters a minute \(new_adapters_per_minute\)"
+    assert retry_new_after(gate, key, said) == pytest.approx(30.0)
+    gate.enter(key).leave(10**6)  # known ones can be used
+    gate.take_adapter(Key("other", new_adapters_per_minute=1))
+    clock.now += 30
+    gate.take_adapter(key)
+    assert retry_new_after(gate, key) == pytest.approx(30.0)
+
+
+def test_an_adapter_that_turns_out_to_be_new_is_owed(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=1)
+    gate.owe_adapter(key)
+    gate.owe_adapter(key)
+    assert retry_new_after(gate, key) == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "of_server", "limit"),
+    [
+        (Key("k"), None, 60),
+        (Key("k"), 7, 7),
+        (Key("k", new_adapters_per_minute=3), 7, 3),
+        (Key(), 7, 7),
+        (Key(), None, None),
+        (Key("admin", is_admin=True), None, None),
+        (Key("admin", is_admin=True), 7, None),
+        (Key("admin", is_admin=True, new_adapters_per_minute=2), 7, 2),
+    ],
+)
+def test_who_has_how_many_new_adapters(clock: Clock, key: Key, of_server: int | None, limit: int | None) -> None:
+    gate = Gate(10, clock, of_server)
+    for _ in range(limit or 1000):
+        gate.take_adapter(key)
+    if limit is not None:
+        retry_new_after(gate, key, f"used up the {limit} new adapters a minute")
+
+
+def test_what_is_remembered_of_new_adapters_is_bounded(clock: Clock) -> None:
+    gate = Gate(10, clock)
+    for number in range(5000):
+        gate.take_adapter(Key(f"k-{number}"))
+        clock.now += 1
+    assert len(gate._usages) <= 1024

@@ -1,5 +1,4 @@
 import hashlib
-import hmac
 import json
 import logging
 from pathlib import Path
@@ -51,6 +50,10 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
         (("*",), "hub", "..", False),
         (("team-[ab]",), "hub", "team-b", True),
         (("team-[ab]",), "hub", "team-c", False),
+        (("local:poet",), "local", "poet@x", False),  # there it is another folder
+        (("s3:poet",), "s3", "poet@x", False),
+        (("s3:poet@x",), "s3", "poet@x", True),
+        (("s3:poet@*",), "s3", "poet@x", True),
     ],
 )
 def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_allowed: bool) -> None:
@@ -64,6 +67,13 @@ def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_a
 
 def test_a_pattern_without_a_source_follows_the_default_one() -> None:
     Key("k", ("poet",)).check_may_use("local", "poet", "local")
+
+
+@pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
+def test_a_revision_of_a_name_that_the_operator_gave_is_one_only_on_the_hub(place: str, is_allowed: bool) -> None:
+    """The key is allowed the name `poet`, whatever source is the default one."""
+    for default in ("hub", "local"):
+        assert Key("k", ("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
 
 
 def test_a_huge_name_is_not_repeated() -> None:
@@ -127,20 +137,61 @@ def test_another_header_is_refused(header: str | None) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_every_digest_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bytes, bytes]] = []
+class Digests(dict[bytes, Key]):
+    """Counts what is asked of it, and cannot be gone through."""
 
-    def compare(one: bytes, other: bytes) -> bool:
-        seen.append((one, other))
-        return one == other
+    num_asked = 0
 
-    ring = KeyRing(["one", "two", "three"])
-    monkeypatch.setattr(hmac, "compare_digest", compare)
-    for header, number in (("Bearer one", 1), ("Bearer three", 3)):
-        seen.clear()
-        assert ring.identify(header).name == f"key-{number}"
-        assert len(seen) == 3
-        assert all(len(each) == 32 for pair in seen for each in pair)
+    def get(self, digest: bytes, default: Any = None) -> Any:
+        self.num_asked += 1
+        return super().get(digest, default)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a request went through all keys")
+
+    items = values = keys = __iter__
+
+
+def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
+    ring = KeyRing([f"secret-{number}" for number in range(10_000)], "boss")
+    digests = Digests()
+    dict.update(digests, ring._keys)
+    ring._keys = digests
+    assert ring.identify("Bearer secret-7777").name == "key-7778"
+    assert ring.check_admin("Bearer boss").is_admin
+    with pytest.raises(AuthenticationError):
+        ring.identify("Bearer secret-10000")
+    assert digests.num_asked == 3
+
+
+# --- Who shares cached prompts ----------------------------------------------------------------------------------------
+
+
+def test_salts_are_those_of_a_key_or_of_its_group() -> None:
+    one, other = Key("one"), Key("other")
+    in_team, also_in_team = Key("a", group="team"), Key("b", group="team")
+    assert one.salt("") == one.salt("") != other.salt("")
+    assert in_team.salt("") == also_in_team.salt("") != one.salt("")
+    assert in_team.salt("mine") == also_in_team.salt("mine") != in_team.salt("")
+    assert Key().salt("") == "", "without keys all share, as ever"
+    assert Key().salt("mine") == Key().salt("mine") != ""
+
+
+def test_no_two_combinations_have_one_salt() -> None:
+    """Names, groups and salts that try to look like another combination."""
+    words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
+    keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
+    found = [key.salt(salt) for key in keys for salt in ("", *words, *(each.salt("") for each in keys))]
+    asked = {(key.group or key.name, bool(key.group), salt) for key in keys for salt in ("", *words)} | {
+        (key.group or key.name, bool(key.group), each.salt("")) for key in keys for each in keys
+    }
+    assert len(set(found)) == len(asked)
+
+
+def test_a_file_names_groups(tmp_path: Path) -> None:
+    path = write(tmp_path, '[keys.a]\nkey = "one"\ngroup = "team"\n[keys.b]\nkey = "two"\ngroup = "team"')
+    ring = KeyRing(keys_file=path)
+    assert ring.identify("Bearer one").group == ring.identify("Bearer two").group == "team"
 
 
 def test_admins() -> None:
@@ -250,6 +301,10 @@ def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
         (f"[keys.a]\nkey = '{SECRET}'\nmax_concurrent = true", r"'a': .*\$\.max_concurrent"),
         (f"[keys.a]\nkey = '{SECRET}'\nrequests_per_minute = 1.5", r"'a': .*\$\.requests_per_minute"),
         (f"[keys.a]\nkey = '{SECRET}'\ntokens_per_minute = -1", r"'a': .*\$\.tokens_per_minute"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ''", "'a': group has"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = 'a\x07'", "not TOML"),
+        (f'[keys.a]\nkey = "{SECRET}"\ngroup = "a\\u0007"', "'a': group has"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ['team']", r"'a': .*\$\.group"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = 0", "'a': weight"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = nan", "'a': weight"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = inf", "'a': weight"),

@@ -17,6 +17,7 @@ from lorax_server.errors import (
     InputError,
     LoraxError,
     MissingVariableError,
+    NoTemplateError,
     NotSupportedError,
     OverloadedError,
     SourceError,
@@ -44,7 +45,9 @@ ALL = sorted(
         (NotSupportedError("no"), 422, "validation", "Input validation error: no"),
         (TemplateError("no"), 422, "template_error", "Failed applying chat template to inputs: no"),
         (MissingVariableError("no"), 422, "missing_template_variable", "no"),
-        (OverloadedError("no"), 429, "overloaded", "Model is overloaded"),
+        (NoTemplateError("no"), 422, "no_chat_template", "Failed applying chat template to inputs: no"),
+        (OverloadedError("Model is overloaded"), 429, "overloaded", "Model is overloaded"),
+        (OverloadedError("wait"), 429, "overloaded", "Model is overloaded: wait"),
         (AdapterError("no"), 424, "generation", f"{FAILED}no"),
         (AdapterNotFoundError("no"), 424, "generation", f"{FAILED}no"),
         (AdapterAccessError("no"), 424, "generation", f"{FAILED}no"),
@@ -68,6 +71,7 @@ def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, k
     ("error", "status", "kind", "code"),
     [
         (InputError("no"), 422, "invalid_request_error", None),
+        (MissingVariableError("no"), 422, "invalid_request_error", "missing_template_variable"),
         (OverloadedError("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
         (AdapterError("no"), 424, "invalid_request_error", None),
         (AdapterNotFoundError("no"), 404, "not_found_error", "model_not_found"),
@@ -94,8 +98,7 @@ def test_every_error_can_be_told(kind: type[LoraxError], path: str) -> None:
     assert problem.error_type in FAILURE_OF_TYPE  # metrics know it
     body = json.loads(bytes(problem.response(path).body))["error"]
     assert isinstance(body, dict) == path.startswith("/v1/")
-    if kind is not OverloadedError or path.startswith("/v1/"):
-        assert reason in (body["message"] if isinstance(body, dict) else body)
+    assert reason in (body["message"] if isinstance(body, dict) else body)
 
 
 def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
@@ -158,3 +161,26 @@ def test_one_problem_does_not_change_another() -> None:
 
 def test_json_has_no_numbers_that_are_none() -> None:
     assert json_response([math.nan, math.inf, 1.5, "ü\n"]).body == '[null,null,1.5,"ü\\n"]'.encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/generate", "Input validation error: `inputs` + `max_new_tokens`, `min_new_tokens`, `stop`"),
+        ("/v1/completions", "`prompt` + `max_tokens`, `min_tokens`, `stop`"),
+        ("/v1/chat/completions", "`messages` + `max_completion_tokens`, `min_tokens`, `stop`"),
+    ],
+)
+def test_fields_are_those_of_the_route(path: str, message: str) -> None:
+    """Whoever refuses a request, the engine too, names fields in LoRAX's words."""
+    error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
+    assert describe(error, path).message == message
+    assert describe(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(TemplateError("no"), "template_error"), (NoTemplateError("no"), "no_chat_template")]
+)
+def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> None:
+    path = "/v1/chat/completions"
+    assert describe(error, path).body(path)["error"]["code"] == describe(error, path).error_type == code

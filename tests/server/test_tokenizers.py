@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from lorax_server.adapters.spec import stamp_of
 from lorax_server.errors import AdapterError, ConfigError
+from lorax_server.model_files import TokenizerFolder
 from lorax_server.server import tokenizers as module
 from lorax_server.server.tokenizers import SHORT, Tokenizers
 from lorax_server.tokenizer import TextTokenizer, load_tokenizer
@@ -32,7 +34,10 @@ def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
 
 
 def resolved(folder: Path) -> Resolved:
-    return Resolved(folder.name, str(folder), tuple(sorted(os.listdir(folder))))
+    """As its source vouches for it now."""
+    files = tuple(sorted(os.listdir(folder)))
+    stamps = tuple(stamp_of(folder / file) for file in files)
+    return Resolved(folder.name, str(folder), files, tokenizer_stamps=stamps)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp
         assert await tokenizers.find(adapter) is await tokenizers.find(adapter)
         config = CONFIG | {"chat_template": "and then another"}
         (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(config))
-        assert tokenizers.template_of(await tokenizers.find(adapter)) == "and then another"
+        assert tokenizers.template_of(await tokenizers.find(resolved(tmp_path / "same"))) == "and then another"
 
     run(work())
 
@@ -115,11 +120,11 @@ def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that are looked at; what is in them is in their names."""
     asked: list[str] = []
 
-    def share(folder: Path, *_: Any) -> TextTokenizer | None:
-        asked.append(folder.name)
-        if folder.name == "damaged":
+    def share(files: TokenizerFolder, *_: Any) -> TextTokenizer | None:
+        asked.append(files.path.name)
+        if files.path.name == "damaged":
             raise ConfigError("it is damaged")
-        size = {"small": 10, "large": 2**16 + 1}.get(folder.name.split("-")[0])
+        size = {"small": 10, "large": 2**16 + 1}.get(files.path.name.split("-")[0])
         return None if size is None else base.with_parts({}, {"default": "x" * size})
 
     monkeypatch.setattr(module, "share_base_tokenizer", share)
@@ -386,9 +391,7 @@ def test_a_file_that_has_gone(tokenizers: Tokenizers, run: Any, tmp_path: Path) 
     (tmp_path / "own" / "tokenizer.json").unlink()
     with pytest.raises(AdapterError) as raised:
         run(tokenizers.find(adapter))
-    assert str(raised.value).endswith(
-        "adapter 'own': its tokenizer cannot be used: a file cannot be read: No such file or directory"
-    )
+    assert str(raised.value) == "adapter 'own': its tokenizer cannot be used: tokenizer.json: is not a file"
 
 
 def test_a_reason_is_short(tokenizers: Tokenizers, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def cut(folder: Path) -> None:
 
 
 BREAKS: list[tuple[Callable[[Path], None], str]] = [
-    (vanish, "cannot be read"),
+    (vanish, "not on this machine any more"),
     (change, "changed after it was chosen"),
     (cut, "changed after it was chosen"),
 ]

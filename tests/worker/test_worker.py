@@ -1,5 +1,6 @@
 """A rank does what plans say, in their order; and knows what it has, and what it can."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError
 from lorax_server.layers.rotary import DynamicRotaryEmbedding
+from lorax_server.machine import machine_bytes
 from lorax_server.models.registry import MODELS, build_model
 from lorax_server.plan import (
     AdapterOp,
@@ -73,6 +75,9 @@ class Record:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args: self.said.append((name, *args))
+
+    def load(self, *args: Any) -> None:
+        self.said.append(("load", *args))
 
     def get(self, identity: str) -> str:
         return f"host {identity}"
@@ -135,6 +140,48 @@ def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, re
     assert worker.collect().loaded == []
     worker.submit(make_plan(4, [Unload(2), Load("d", 2, 5)]))
     assert worker.collect().loaded == [2]  # the index again
+
+
+def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Record) -> None:
+    worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
+    assert worker.collect().loaded == []
+    assert worker.take_loaded() == []
+    record.arrived = {2}
+    assert worker.take_loaded() == [2]
+    record.arrived = {1, 2}
+    worker.submit(make_plan(1))
+    assert worker.collect().loaded == [1]
+    assert worker.take_loaded() == []
+
+
+def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, record: Record) -> None:
+    """Of a stand-in for an event of a GPU; that nobody has to ask again and again is the point."""
+
+    class Copy:
+        def synchronize(self) -> None:
+            assert may_end.wait(60)
+            record.arrived = {1}
+
+    may_end, was_told = threading.Event(), threading.Event()
+    record.load = lambda *_: Copy()  # type: ignore[method-assign]
+    worker.on_news(was_told.set)
+    worker.submit(make_plan(0, [Load("a", 1, 0)]))
+    assert worker.collect().loaded == []
+    assert not was_told.is_set()
+    may_end.set()
+    assert was_told.wait(60)
+    assert worker.take_loaded() == [1]
+    worker.close()
+    assert not any(thread.name == "await adapters" for thread in threading.enumerate())
+
+
+def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
+    for step in range(100):
+        worker.submit(make_plan(step, [Load("a", 1, 0)]))
+        worker.forget()
+        record.arrived = {1}
+    assert worker._loading == []
+    assert not worker._tickets
 
 
 def test_steps_end_in_their_order(worker: Worker) -> None:
@@ -292,20 +339,10 @@ def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
         count_blocks(model, config_of(), 512, 10**6)
 
 
-def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < memory.free_bytes() <= memory.machine_bytes()
-    monkeypatch.setattr("builtins.open", _no_file)
-    assert memory.free_bytes() == memory.machine_bytes() // 2
-
-
-def _no_file(*args: Any, **kwargs: Any) -> Any:
-    raise FileNotFoundError
-
-
 def test_memory_for_adapters() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
-    assert memory.adapter_host_bytes(config_of()) == memory.machine_bytes() // 8
+    assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 8
     assert memory.adapter_host_bytes(config_of(adapter_host_bytes=7)) == 7
 
 

@@ -16,6 +16,7 @@ from lorax_server.errors import SourceError
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
+LOCK, PART = ".lock", ".part"
 LOG_EVERY_S = 5.0
 # Slower than this is taken for a server that keeps us waiting on purpose.
 MIN_BYTES_PER_S = 50_000
@@ -31,6 +32,7 @@ class Download:
     is_right: Callable[[Path], bool]
     open_at: Callable[[int], AbstractContextManager[tuple[int, Iterator[bytes]]]]
     timeout_s: float  # for each wait on the server
+    on_progress: Callable[[], None] = lambda: None  # called every now and then
 
 
 def is_complete(path: Path, size: int) -> bool:
@@ -54,7 +56,7 @@ def download(file: Download) -> None:
     with storing(file.what):
         file.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(f"{file.path}.lock", timeout=deadline - time.monotonic()):
+            with FileLock(f"{file.path}{LOCK}", timeout=deadline - time.monotonic()):
                 if not is_complete(file.path, file.size):
                     _bring(file, deadline)
         except Timeout as error:
@@ -62,7 +64,7 @@ def download(file: Download) -> None:
 
 
 def _bring(file: Download, deadline: float) -> None:
-    part = file.path.with_name(file.path.name + ".part")
+    part = file.path.with_name(file.path.name + PART)
     try:
         with part.open("ab") as out:
             _fill(out, file, deadline)
@@ -110,3 +112,4 @@ def _append(out: BinaryIO, file: Download, deadline: float) -> None:
             if now - logged > LOG_EVERY_S:
                 logger.info("%s: %d of %d bytes, %d%%", file.what, done, file.size, 100 * done // file.size)
                 logged = now
+                file.on_progress()

@@ -8,6 +8,7 @@ interrupted download away (version 2.4).
 import hashlib
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,14 +24,17 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but imported lazily
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE
-from lorax_server.adapters.source import KNOWN_FILES, AdapterFiles, read_model_type
+from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
+from lorax_server.adapters.source import AdapterFiles, read_model_type
+from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used
 from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.sources.shelves import COMMIT, HubShelf
 from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 
 REVISION = re.compile(r"(?!.*(\.\.|//))[A-Za-z0-9][\w./-]*", re.ASCII)
-COMMIT = re.compile(r"[0-9a-f]{40}")
 MAX_INFO_BYTES = 1 << 22
+ATTEMPTS = 3  # at fetching what makes room for others meanwhile
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -50,8 +54,12 @@ class HubSource:
         token: str | None = None,
         offline: bool = False,
         timeout_s: float = 10.0,
+        budget: DiskBudget | None = None,
     ) -> None:
         self._cache_dir = cache_dir
+        self._shelf = HubShelf(cache_dir)
+        self._budget = budget or DiskBudget(cache_dir)
+        self._budget.add(self._shelf)
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._token = token
         self._offline = offline
@@ -80,12 +88,25 @@ class HubSource:
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
         folder = self._repo_folder(files.name) / "snapshots" / files.version
-        with self._client(token) as client:
-            for file in wanted:
-                if not is_complete(folder / file, files.sizes[file]):
-                    blob = self._download(files, file, client)
-                    _link(folder / file, blob, files.name)
-        return folder
+        for _ in range(ATTEMPTS):
+            mark_used(self._shelf.mark_of(folder))
+            missing = [file for file in wanted if not is_complete(folder / file, files.sizes[file])]
+            if not missing:
+                return folder
+            self._bring(files, missing, folder, token)
+        raise SourceError(f"adapter {files.name!r}: its files leave the disk as soon as they come; try again later")
+
+    def _bring(self, files: AdapterFiles, missing: Sequence[str], folder: Path, token: str | None) -> None:
+        if self._offline:
+            raise _not_cached(files.name)
+        what, blobs = f"adapter {files.name!r}", {file: self._blob(files, file) for file in missing}
+        new = {blob: files.sizes[file] for file, blob in blobs.items() if not is_complete(blob, files.sizes[file])}
+        with self._budget.room_for(what, sum(new.values())), self._client(token) as client:
+            with storing(what):
+                mark_used(self._shelf.mark_of(folder), is_fetched=True)
+            for file, blob in blobs.items():
+                self._download(files, file, blob, folder, client)
+                _link(folder / file, blob, files.name)
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
         """Asks for the description first: of a gated model everybody may read that, but not its files."""
@@ -99,15 +120,17 @@ class HubSource:
     def _info(self, name: str, token: str | None) -> Mapping[str, Any]:
         repo, revision = _parse(name)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
-        content = b""
+        content, deadline = bytearray(), time.monotonic() + self._timeout_s
         with self._client(token) as client, _asking(name), client.stream("GET", url, params={"blobs": "true"}) as said:
             _check_status(said, name)
-            for chunk in said.iter_bytes():
+            for chunk in said.iter_raw():  # as it was sent: what is packed may be any size
                 content += chunk
                 if len(content) > MAX_INFO_BYTES:
                     raise _not_a_hub(name)
+                if time.monotonic() > deadline:
+                    raise SourceError(f"adapter {name!r}: the hub answers too slowly; try again later")
         try:
-            return parse_json(content)
+            return parse_json(bytes(content))
         except ValueError as error:
             raise _not_a_hub(name) from error
 
@@ -116,9 +139,12 @@ class HubSource:
         found = {file: try_to_load_from_cache(repo, file, self._cache_dir, revision) for file in KNOWN_FILES}
         paths = {file: Path(path) for file, path in found.items() if isinstance(path, str)}
         if not paths:
-            raise AdapterNotFoundError(f"adapter {name!r}: it is not in the cache, and the server is offline")
-        commit = next(iter(paths.values())).parent.name
-        return AdapterFiles(self.kind, repo, commit, {file: path.stat().st_size for file, path in paths.items()})
+            raise _not_cached(name)
+        folder = next(iter(paths.values())).parent
+        templates = (f"{TEMPLATES_FOLDER}/{path.name}" for path in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
+        paths |= {file: folder / file for file in sorted(templates) if is_template(file) and (folder / file).is_file()}
+        sizes = {file: path.stat().st_size for file, path in paths.items()}
+        return AdapterFiles(self.kind, repo, folder.name, sizes)
 
     def _remember(self, repo: str, revision: str, commit: str) -> None:
         """Note what a branch points at, for when we are offline. Serving does not depend on it."""
@@ -127,14 +153,16 @@ class HubSource:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit)
 
-    def _download(self, files: AdapterFiles, file: str, client: httpx2.Client) -> Path:
-        size, digest = files.sizes[file], files.tags[file]
-        blob = self._repo_folder(files.name) / "blobs" / digest
+    def _blob(self, files: AdapterFiles, file: str) -> Path:
+        return self._repo_folder(files.name) / "blobs" / files.tags[file]
+
+    def _download(self, files: AdapterFiles, file: str, blob: Path, folder: Path, client: httpx2.Client) -> None:
+        size = files.sizes[file]
         url = self._file_url(files.name, files.version, file)
         open_at = partial(_open, client, url, files.name)
-        is_right = partial(_is_right, size=size, digest=digest)
-        download(Download(f"adapter {files.name!r}: {file}", blob, size, is_right, open_at, self._timeout_s))
-        return blob
+        is_right = partial(_is_right, size=size, digest=blob.name)
+        keep = partial(mark_used, self._shelf.mark_of(folder))
+        download(Download(f"adapter {files.name!r}: {file}", blob, size, is_right, open_at, self._timeout_s, keep))
 
     def _client(self, token: str | None) -> httpx2.Client:
         # No client is shared: cookies of one caller must not speak for another.
@@ -159,6 +187,10 @@ def _parse(name: str) -> tuple[str, str]:
     if not repo or (at and not REVISION.fullmatch(revision)):
         raise AdapterNotFoundError(f"adapter {name!r}: a hub's names look like owner/name or owner/name@revision")
     return repo, revision or constants.DEFAULT_REVISION
+
+
+def _not_cached(name: str) -> AdapterNotFoundError:
+    return AdapterNotFoundError(f"adapter {name!r}: it is not in the cache, and the server is offline")
 
 
 @contextmanager
@@ -196,7 +228,7 @@ def _read_info(repo: str, info: Mapping[str, Any]) -> AdapterFiles:
     try:
         for sibling in info["siblings"]:
             file, large = sibling["rfilename"], sibling.get("lfs")
-            if file in KNOWN_FILES:
+            if is_known(file):
                 sizes[file] = int((large or sibling)["size"])
                 digests[file] = large["sha256"] if large else sibling["blobId"]
         is_right = COMMIT.fullmatch(info["sha"]) and all(map(DIGEST.fullmatch, digests.values()))
@@ -227,5 +259,5 @@ def _link(path: Path, blob: Path, name: str) -> None:
     with storing(f"adapter {name!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        new.symlink_to(Path("..", "..", "blobs", blob.name))
+        new.symlink_to(os.path.relpath(blob, path.parent))
         os.replace(new, path)

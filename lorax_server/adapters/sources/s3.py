@@ -9,15 +9,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.source import KNOWN_FILES, AdapterFiles, read_model_type
-from lorax_server.adapters.sources.download import Download, download, is_complete
+from lorax_server.adapters.files import TEMPLATES_FOLDER, known_files
+from lorax_server.adapters.source import AdapterFiles, read_model_type
+from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used
+from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.sources.shelves import FolderShelf
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
 
 CHUNK_BYTES = 2**16
 MAX_KEYS = 10_000
+MAX_PAGES = 100  # of a list: a store may say for ever that there are more
+ATTEMPTS = 3  # at fetching what makes room for others meanwhile
 
 
 class S3Source:
@@ -34,7 +40,11 @@ class S3Source:
         endpoint_url: str | None = None,
         client: Any = None,
         timeout_s: float = 10.0,
+        budget: DiskBudget | None = None,
     ) -> None:
+        self._shelf = FolderShelf(cache_dir)
+        self._budget = budget or DiskBudget(cache_dir)
+        self._budget.add(self._shelf)
         self._bucket = bucket
         self._cache_dir = cache_dir
         self._prefix = prefix.strip("/")
@@ -50,27 +60,51 @@ class S3Source:
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder = self._folder(name)
-        # The delimiter leaves out whatever lies in subfolders.
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
-        )
-        with _asking(name):
-            listed = {item["Key"].removeprefix(folder): item for page in pages for item in page.get("Contents", ())}
+        listed, subfolders = self._list(folder, name)
         if not listed:
             raise _not_found(name)
-        known = {file: listed[file] for file in KNOWN_FILES if file in listed}
-        facts = [(file, item["Size"], item["ETag"]) for file, item in known.items()]
-        version = hashlib.sha256(repr(facts).encode()).hexdigest()
-        sizes, etags = ({file: item[key] for file, item in known.items()} for key in ("Size", "ETag"))
+        if f"{TEMPLATES_FOLDER}/" in subfolders:
+            templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
+            listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
+        known = known_files(listed)
+        version = hashlib.sha256(repr([(file, *listed[file]) for file in known]).encode()).hexdigest()
+        sizes, etags = {file: listed[file][0] for file in known}, {file: listed[file][1] for file in known}
         return AdapterFiles(self.kind, name, version, sizes, etags)
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
         prefix = self._folder(files.name)
         place = hashlib.sha256(repr((self._bucket, prefix, files.version)).encode()).hexdigest()
-        for file in wanted:
-            if not is_complete(self._cache_dir / place / file, files.sizes[file]):
-                self._download(files, file, prefix + file, self._cache_dir / place / file)
-        return self._cache_dir / place
+        folder = self._cache_dir / place
+        for _ in range(ATTEMPTS):
+            mark_used(self._shelf.mark_of(folder))
+            missing = [file for file in wanted if not is_complete(folder / file, files.sizes[file])]
+            if not missing:
+                return folder
+            self._bring(files, missing, prefix, folder)
+        raise SourceError(f"adapter {files.name!r}: its files leave the disk as soon as they come; try again later")
+
+    def _bring(self, files: AdapterFiles, missing: Sequence[str], prefix: str, folder: Path) -> None:
+        what = f"adapter {files.name!r}"
+        with self._budget.room_for(what, sum(files.sizes[file] for file in missing)):
+            with storing(what):
+                mark_used(self._shelf.mark_of(folder), is_fetched=True)
+            for file in missing:
+                self._download(files, file, prefix + file, folder)
+
+    def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
+        """Size and tag of what lies in a folder, and the names of the folders in it."""
+        # The delimiter leaves out whatever lies in subfolders.
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
+        )
+        listed: dict[str, tuple[int, str]] = {}
+        subfolders: set[str] = set()
+        with _asking(name):
+            for page in islice(pages, MAX_PAGES):
+                items = page.get("Contents", ())
+                listed |= {item["Key"].removeprefix(folder): (item["Size"], item["ETag"]) for item in items}
+                subfolders |= {item["Prefix"].removeprefix(folder) for item in page.get("CommonPrefixes", ())}
+        return listed, subfolders
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
         return read_model_type(self, name, token)
@@ -87,15 +121,16 @@ class S3Source:
             raise _not_found(name)
         return "/".join([self._prefix, *parts]).lstrip("/") + "/"
 
-    def _download(self, files: AdapterFiles, file: str, key: str, path: Path) -> None:
+    def _download(self, files: AdapterFiles, file: str, key: str, folder: Path) -> None:
         # The tag makes sure that we read the bytes that were found, not what has replaced them since.
         same = {"Bucket": self._bucket, "Key": key, "IfMatch": files.tags[file]}
         with _asking(files.name):
             head = self._client.head_object(**same, ChecksumMode="ENABLED")
         open_at = partial(self._open, files.name, same)
         is_right = partial(_is_right, head=head)
-        what = f"adapter {files.name!r}: {file}"
-        download(Download(what, path, files.sizes[file], is_right, open_at, self._timeout_s))
+        what, path = f"adapter {files.name!r}: {file}", folder / file
+        keep = partial(mark_used, self._shelf.mark_of(folder))
+        download(Download(what, path, files.sizes[file], is_right, open_at, self._timeout_s, keep))
 
     @contextmanager
     def _open(self, name: str, same: Mapping[str, str], offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
@@ -127,6 +162,8 @@ def _asking(name: str) -> Iterator[None]:
         yield
     except ClientError as error:
         raise _refusal(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
+    except KeyError as error:
+        raise SourceError(f"adapter {name!r}: the bucket's answer has no {error}; is it a bucket?") from error
     except BotoCoreError as error:
         reason = type(error).__name__
         raise SourceError(f"adapter {name!r}: the bucket cannot be read ({reason}); try again later") from error
@@ -150,7 +187,7 @@ def _not_found(name: str) -> AdapterNotFoundError:
 
 def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
     """By sha256 where the store knows it, by md5 where the tag is one; otherwise the size must do."""
-    expected, etag = str(head.get("ChecksumSHA256", "")), str(head["ETag"]).strip('"')
+    expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
     with path.open("rb") as file:
         # A dash says uploaded in parts: both are then made of the parts' checksums.
         if expected and "-" not in expected + etag:

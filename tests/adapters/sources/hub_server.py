@@ -56,11 +56,11 @@ class HubServer(Server):
         return "info" if request.path.startswith("/api/") else request.file
 
     def answer(self, request: Request) -> Reply:
-        path = unquote(request.path.partition("?")[0])
-        if found := re.fullmatch(r"/api/models/(.+)/revision/(.+)", path):
-            return self.describe(request, found[1], found[2])
-        if found := re.fullmatch(r"/(.+)/resolve/(.+)/([^/]+)", path):
-            return self.send_file(request, *found.groups())
+        path = request.path.partition("?")[0]
+        if found := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
+            return self.describe(request, found[1], unquote(found[2]))
+        if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes of a revision are quoted
+            return self.send_file(request, found[1], unquote(found[2]), found[3])
         return Reply(404)
 
     def describe(self, request: Request, name: str, revision: str) -> Reply:

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 import logging
@@ -100,6 +101,34 @@ def test_a_revision_is_pinned(hub: HubServer, source: HubSource, revision: str) 
 def test_a_missing_revision_is_named(hub: HubServer, source: HubSource) -> None:
     with pytest.raises(AdapterNotFoundError, match=f"{NAME}@none"):
         fetch(source, f"{NAME}@none")
+
+
+ODD_NAMES = [
+    "../x.jinja",
+    "a/b.jinja",
+    "..jinja/../../x.jinja",
+    ".hidden.jinja",
+    "a b.jinja",
+    "a%2fb.jinja",
+    "x.jinja/",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_template_whose_name_is_a_path_is_not_asked_for(
+    hub: HubServer, source: HubSource, tmp_path: Path, name: str
+) -> None:
+    hub.repos[NAME].files[f"additional_chat_templates/{name}"] = b"x"
+    check_contents(fetch(source, NAME))
+    assert not [request for request in hub.seen if "additional" in request.path]
+
+
+def test_more_templates_than_there_may_be(hub: HubServer, source: HubSource) -> None:
+    for index in range(33):
+        hub.repos[NAME].files[f"additional_chat_templates/{index}.jinja"] = b"x"
+    with pytest.raises(AdapterError, match="has more than 32 templates"):
+        fetch(source, NAME)
+    assert not hub.requests(WEIGHTS)
 
 
 def test_a_repository_without_a_config_says_so(hub: HubServer, source: HubSource) -> None:
@@ -253,6 +282,38 @@ def test_a_server_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None
         fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=1.0), NAME)
 
 
+def test_a_description_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+    hub.faults["info"] = Fault(drips=True)
+    with pytest.raises(SourceError, match=f"{NAME}.* the hub answers too slowly"):
+        fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=0.2), NAME)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "identity"])
+def test_a_description_that_never_ends_is_given_up(hub: HubServer, source: HubSource, coding: str) -> None:
+    body = b'{"sha": "' + b"0" * 2**23
+    sent = gzip.compress(body) if coding == "gzip" else body  # a few kilobytes that become megabytes
+    hub.faults["info"] = Fault(reply=Reply(200, {"Content-Encoding": coding}, sent))
+    with pytest.raises(SourceError, match=f"{NAME}.* is not a hub"):
+        fetch(source, NAME)
+
+
+@pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/x", "//", "http://[", "gopher://x"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_redirect_that_leads_nowhere_is_an_error(hub: HubServer, source: HubSource, stage: str, place: str) -> None:
+    hub.faults[stage] = Fault(reply=Reply(302, {"Location": place}))
+    with pytest.raises(AdapterError, match=NAME):
+        fetch(source, NAME)
+
+
+def test_files_of_another_server_are_held_against_what_the_hub_said(hub: HubServer, source: HubSource) -> None:
+    with running(HubServer()) as storage:
+        storage.repos[NAME] = Repo(dict(hub.repos[NAME].files))
+        storage.faults[WEIGHTS] = Fault(body=bytes(len(ADAPTER[WEIGHTS])))
+        hub.files_are_at = storage.url
+        with pytest.raises(SourceError, match="size or checksum differ"):
+            fetch(source, NAME)
+
+
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with running(HubServer()) as server:
         url = server.url
@@ -277,6 +338,8 @@ NO_HUBS: dict[str, Any] = {
     "files that are a number": {"sha": "0" * 40, "siblings": 3},
     "a file without a size": {"sha": "0" * 40, "siblings": [{"rfilename": CONFIG, "blobId": "0" * 40}]},
     "a size below zero": {"sha": "0" * 40, "siblings": [{"rfilename": CONFIG, "size": -1, "blobId": "0" * 40}]},
+    "a name that is a number": {"sha": "0" * 40, "siblings": [{"rfilename": 3, "size": 1, "blobId": "0" * 40}]},
+    "a size with too many digits": b'{"sha": "' + b"0" * 40 + b'", "siblings": [{"size": ' + b"9" * 9999 + b"}]}",
     "a digest that is a path": {"sha": "0" * 40, "siblings": [{"rfilename": CONFIG, "size": 1, "blobId": "../../x"}]},
     "a digest of large files that is a path": {
         "sha": "0" * 40,

@@ -6,14 +6,19 @@ import pytest
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
+from lorax_server.server.folder import find_adapters
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
 
 CONFIG = "adapter_config.json"
+TEMPLATES = "additional_chat_templates"
+TEMPLATE = f"{TEMPLATES}/default.jinja"
+OTHER_FILES = ["vocab.txt", "spiece.model", "tekken.json", TEMPLATE]
 
 
 def write(folder: Path, files: dict[str, bytes] = ADAPTER) -> Path:
     folder.mkdir(parents=True)
     for file, content in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_bytes(content)
     return folder
 
@@ -71,22 +76,45 @@ def test_links_that_stay_below_the_root_are_followed(root: Path, source: LocalSo
     check_contents(fetch(source, "linked"))
 
 
+def test_a_linked_root_can_be_switched_in_one_step(tmp_path: Path, root: Path) -> None:
+    new = {**ADAPTER, WEIGHTS: b"of the new folder"}
+    write(tmp_path / "new" / "team" / "adapter", new)
+    write(tmp_path / "new" / "only-here")
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    source = LocalSource([link])
+    check_contents(fetch(source, "team/adapter"))
+    found = source.find("team/adapter", None)
+    (tmp_path / "other").symlink_to(tmp_path / "new")
+    os.replace(tmp_path / "other", link)
+    assert find_adapters(link) == ["only-here"]  # whoever tells the names follows the link too
+    check_contents(fetch(source, "only-here"))
+    for name in ("team/adapter", str(link / "team" / "adapter")):
+        check_contents(fetch(source, name), new)
+    with pytest.raises(SourceError, match="changed while they were read"):
+        source.fetch(found, [WEIGHTS], None)  # half of the old one and half of the new one is neither
+    with pytest.raises(AdapterNotFoundError):
+        fetch(source, str(root / "team" / "adapter"))  # no longer below a root
+
+
 def test_without_roots_there_is_nothing(root: Path) -> None:
     with pytest.raises(AdapterNotFoundError):
         fetch(LocalSource([]), str(root / "team" / "adapter"))
 
 
-@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json"])
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json", TEMPLATE, "vocab.txt"])
 def test_a_change_of_a_file_is_a_new_version(root: Path, source: LocalSource, file: str) -> None:
     path = root / "team" / "adapter" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(ADAPTER.get(file, b""))
     versions = {source.find("team/adapter", None).version}
     os.utime(path, ns=(1, 1))
     versions.add(source.find("team/adapter", None).version)
-    path.write_bytes(ADAPTER[file] + b" ")
+    path.write_bytes(ADAPTER.get(file, b"") + b" ")
     os.utime(path, ns=(1, 1))
     versions.add(source.find("team/adapter", None).version)
     # The same bytes, size and time, moved into the place of the old file.
-    (root / "new").write_bytes(ADAPTER[file] + b" ")
+    (root / "new").write_bytes(ADAPTER.get(file, b"") + b" ")
     os.utime(root / "new", ns=(1, 1))
     os.replace(root / "new", path)
     versions.add(source.find("team/adapter", None).version)
@@ -230,20 +258,66 @@ def put_odd_file(path: Path, kind: str, tmp_path: Path) -> None:
         path.symlink_to(targets.get(kind, path.name if kind == "loop" else "none"))
 
 
-@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json"])
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json", *OTHER_FILES])
 @pytest.mark.parametrize("kind", [*ODD_FILES, "device"])
 def test_a_file_that_is_none_is_refused(
     root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, file: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = root / "team" / "adapter" / file
-    path.unlink()
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
     if kind == "device":
         path.symlink_to("/dev/zero")
     else:
         put_odd_file(path, kind, tmp_path)
-    with pytest.raises(AdapterError, match=f"'team/adapter': {file} is not a plain file below its root"):
+    with pytest.raises(AdapterError, match=f"'team/adapter': {path.name} is not a plain file below its root"):
         fetch(source, "team/adapter")
+
+
+@pytest.mark.parametrize("target", ["outside", "nowhere", "a chain", "a device", "itself", "/"])
+def test_a_folder_of_templates_that_leads_out_is_refused(
+    root: Path, source: LocalSource, tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "default.jinja").write_text("a secret")
+    (root / "hop").symlink_to("../outside")
+    targets = {"outside": tmp_path / "outside", "a chain": "../../hop", "a device": "/dev/null", "itself": TEMPLATES}
+    (root / "team" / "adapter" / TEMPLATES).symlink_to(targets.get(target, "/" if target == "/" else "none"))
+    with pytest.raises(AdapterError, match=f"'team/adapter': {TEMPLATES} is not a folder below its root"):
+        fetch(source, "team/adapter")
+
+
+def test_templates_are_found_limited_and_counted(root: Path, source: LocalSource) -> None:
+    folder = root / "team" / "adapter" / TEMPLATES
+    folder.mkdir()
+    for name in (
+        "b.jinja",
+        "a.jinja",
+        "no.txt",
+        ".hidden.jinja",
+        "ö.jinja",
+        "a b.jinja",
+        "-.jinja",
+        f"{'x' * 101}.jinja",
+    ):
+        (folder / name).write_text("x")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "c.jinja").write_text("x")
+    assert fetch(source, "team/adapter").tokenizer_files[-2:] == (f"{TEMPLATES}/a.jinja", f"{TEMPLATES}/b.jinja")
+    for index in range(31):
+        (folder / f"{index}.jinja").write_text("x")
+    with pytest.raises(AdapterError, match="has more than 32 templates"):
+        fetch(source, "team/adapter")
+    for index in range(1000):
+        (folder / f"{index}.txt").touch()
+    with pytest.raises(AdapterError, match="has more than 1000 files"):
+        fetch(source, "team/adapter")
+
+
+def test_a_plain_file_named_as_the_folder_of_templates_means_nothing(root: Path, source: LocalSource) -> None:
+    (root / "team" / "adapter" / TEMPLATES).write_text("x")
+    check_contents(fetch(source, "team/adapter"))
 
 
 def test_an_adapter_without_a_config_says_so(root: Path, source: LocalSource) -> None:

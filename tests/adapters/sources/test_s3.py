@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -14,10 +15,17 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
+from lorax_server.adapters.source import Source
+from lorax_server.adapters.sources.hub import HubSource
+from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.s3 import S3Source
+from lorax_server.adapters.spec import stamp_of
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
+from lorax_server.model_files import TokenizerFolder
+from lorax_server.tokenizer import _read_templates
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
 from tests.adapters.sources.child import run_child, run_children
+from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.s3_server import S3Proxy
 from tests.adapters.sources.server import Fault, Reply, Request, running
 
@@ -233,6 +241,87 @@ def test_other_files_in_large_numbers(admin: Any, source: S3Source, monkeypatch:
         paginator, "paginate", lambda **options: paginate(**options | {"PaginationConfig": {"PageSize": 3}})
     )
     check_contents(fetch(source, NAME))
+
+
+# --- the same for all sources
+
+
+FULL = {
+    **{file: content for file, content in ADAPTER.items() if not file.endswith(".jinja")},
+    "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b"{}",
+    "added_tokens.json": b"{}",
+    "tokenizer.model": b"model",
+    "vocab.json": b"{}",
+    "merges.txt": b"merges",
+    "vocab.txt": b"vocab",
+    "spiece.model": b"spiece",
+    "tekken.json": b"{}",
+    "chat_template.jinja": b"the usual one",
+    "additional_chat_templates/default.jinja": b"one in its place",
+    "additional_chat_templates/tool_use.jinja": b"another",
+}
+STRAY = {"additional_chat_templates/.odd.jinja": b"x", "additional_chat_templates/no.txt": b"x", "more/vocab.txt": b"x"}
+
+
+@pytest.fixture
+def places(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, tuple[Source, str]]]:
+    """The same adapter in a bucket, on a hub, in a hub's cache, and in a folder."""
+    put(admin, "team/full", {**FULL, **STRAY, **OTHERS})
+    for file, content in {**FULL, **STRAY, **OTHERS}.items():
+        path = tmp_path / "root" / "full" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    with running(HubServer()) as hub:
+        hub.repos["team/full"] = Repo({**FULL, **STRAY, **OTHERS})
+        online, offline = (HubSource(tmp_path / "hub", hub.url, offline=offline) for offline in (False, True))
+        yield {
+            "s3": (source, "team/full"),
+            "hub": (online, "team/full"),
+            "cache": (offline, "team/full"),
+            "local": (LocalSource([tmp_path / "root"]), "full"),
+        }
+
+
+def test_all_sources_have_the_same_files_of_an_adapter(places: dict[str, tuple[Source, str]]) -> None:
+    for source, name in places.values():
+        fetched = fetch(source, name)
+        assert fetched.tokenizer_files == tuple(file for file in FULL if file not in (CONFIG, WEIGHTS))
+        assert {file: (fetched.folder / file).read_bytes() for file in FULL} == FULL
+        files = TokenizerFolder(fetched.folder, {file: stamp_of(fetched.folder / file) for file in FULL})
+        assert _read_templates(files, {}) == {"default": "one in its place", "tool_use": "another"}
+
+
+@pytest.mark.parametrize("file", ["additional_chat_templates/default.jinja", "vocab.txt", "tekken.json"])
+def test_a_file_of_the_tokenizer_makes_another_version(admin: Any, source: S3Source, file: str) -> None:
+    put(admin, NAME, FULL)
+    first = fetch(source, NAME)
+    put(admin, NAME, {file: b"changed"})
+    second = fetch(source, NAME)
+    assert second.version != first.version
+    assert (second.folder / file).read_bytes() == b"changed"
+    assert (first.folder / file).read_bytes() == FULL[file]
+
+
+def test_a_list_that_never_ends_is_given_up(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages(**_: Any) -> Iterator[dict[str, Any]]:
+        while True:
+            yield {"Contents": []}
+
+    paginator = SimpleNamespace(paginate=pages)
+    monkeypatch.setattr(source._client, "get_paginator", lambda _: paginator)
+    with pytest.raises(AdapterNotFoundError):
+        fetch(source, NAME)
+
+
+@pytest.mark.parametrize("missing", ["Size", "ETag"])
+def test_a_list_without_what_it_must_say(source: S3Source, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    item = {"Key": f"{NAME}/{CONFIG}", "Size": 3, "ETag": "x"}
+    del item[missing]
+    paginator = SimpleNamespace(paginate=lambda **_: iter([{"Contents": [item]}]))
+    monkeypatch.setattr(source._client, "get_paginator", lambda _: paginator)
+    with pytest.raises(SourceError, match=f"{NAME}.* has no '{missing}'"):
+        fetch(source, NAME)
 
 
 # --- what a server may do to us

@@ -215,7 +215,10 @@ def test_missing_files_are_named(source: FakeSource, sizes: dict[str, int], miss
     [
         ("adapter_config.json", 2**20 + 1, 2**20),
         ("tokenizer.json", 2**26 + 1, 2**26),
-        ("chat_template.jinja", 2**26 + 1, 2**26),
+        ("chat_template.jinja", 2**20 + 1, 2**20),
+        ("additional_chat_templates/tool_use.jinja", 2**20 + 1, 2**20),
+        ("tekken.json", 2**26 + 1, 2**26),
+        ("tokenizer.json", -1, 2**26),
         (WEIGHTS, 2**30 + 1, 2**30),
     ],
 )

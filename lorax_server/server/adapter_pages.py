@@ -1,0 +1,134 @@
+"""Pages of `/v1/adapters`. What a page costs is bounded by its size, for the engine and for the event loop.
+
+Names that the operator gave come first, in their order; then, for an admin, the other adapters by their hashes. The
+engine is asked only for the adapters of the page.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from lorax_server.server.keys import HUB, Key
+from lorax_server.server.names import Named, Names
+from lorax_server.server.parts import Parts
+from lorax_server.types import AdapterState
+
+MAX_LIMIT = 1000  # adapters of a page
+MAX_TEXT = 1024  # characters of `search` and `after`
+MAX_ALSO = 100
+FEW = 1000  # names, which are looked through sooner than a thread has begun
+ON_DISK = "on disk"
+BY_NAME, BY_HASH = "name:", "hash:"
+MARK = f"^({BY_NAME}|{BY_HASH})"  # how `after` begins
+Made = TypeVar("Made")
+
+
+class Asked(NamedTuple):
+    """The page that a caller asks for."""
+
+    limit: int = MAX_LIMIT
+    after: str = BY_NAME
+    search: str = ""
+    also: Sequence[str] = ()
+
+
+class _Row(NamedTuple):
+    name: str  # "" where only the engine knows it
+    place: Named | None
+    identity: str  # "" if it was never resolved
+    is_named: bool = True  # by the operator: listed also if the engine does not know it
+
+
+async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str, Any]:  # noqa: B008 - never changed
+    """Describe the adapters of a page, as the body of an answer."""
+    rows = [] if asked.after.startswith(BY_HASH) else await _named(parts, key, asked)
+    if key.is_admin and len(rows) <= asked.limit:
+        rows += islice(_others(parts, asked), asked.limit + 1 - len(rows))
+    page = rows[: asked.limit]
+    following = _mark(page[-1], rows[asked.limit]) if len(rows) > asked.limit else None
+    if asked.after == BY_NAME and asked.also:
+        page += _also(parts, key, asked.also, {row.name for row in page})
+    states = await parts.engine.list_adapters([row.identity for row in page if row.identity])
+    data = _describe_all(page, {state.identity: state for state in states})
+    return {"object": "list", "data": data, "has_more": following is not None, "next": following}
+
+
+async def select(
+    names: Names, key: Key, search: str = "", after: str = "", count: int | None = None
+) -> list[tuple[str, Named]]:
+    """The names that the operator gave, that the caller may use and that have a text in them, from one on."""
+    listing, default_source, wanted = names.listing, names.default_source, search.casefold()
+    listed = listing.names
+
+    def keep(name: str) -> bool:
+        return wanted in name.casefold() and key.may_use(
+            default_source, name, default_source, listing.places[name].source == HUB
+        )
+
+    def look() -> list[tuple[str, Named]]:
+        start = bisect_right(listed, after) if after else 0
+        kept = filter(keep, (listed[place] for place in range(start, len(listed))))
+        return [(name, listing.places[name]) for name in islice(kept, count)]
+
+    return await off_loop(len(listed) > FEW and bool(wanted or key.adapters is not None or count is None), look)
+
+
+async def off_loop(is_much: bool, make: Callable[[], Made]) -> Made:
+    """Make something, on another thread if it is much, so that nobody waits for it."""
+    return await asyncio.to_thread(make) if is_much else make()
+
+
+async def _named(parts: Parts, key: Key, asked: Asked) -> list[_Row]:
+    """One more than the page has, if there are more."""
+    names = await select(parts.names, key, asked.search, asked.after.removeprefix(BY_NAME), asked.limit + 1)
+    return [_Row(name, place, parts.seen.latest(place)) for name, place in names]
+
+
+def _others(parts: Parts, asked: Asked) -> Iterator[_Row]:
+    """Adapters that have been resolved and whose names the operator did not give."""
+    seen, named, wanted = parts.seen, parts.names.listing.named, asked.search.casefold()
+    start = asked.after.removeprefix(BY_HASH) if asked.after.startswith(BY_HASH) else ""
+    for identity in seen.after(start):
+        places = seen.names(identity)
+        if not any(place in named for place in places) and any(wanted in place.name.casefold() for place in places):
+            yield _Row("", seen.name(identity), identity, is_named=False)
+
+
+def _mark(last: _Row, following: _Row) -> str:
+    """Where the next page begins."""
+    if following.is_named:
+        return BY_NAME + last.name
+    return BY_HASH + ("" if last.is_named else last.identity)
+
+
+def _also(parts: Parts, key: Key, also: Sequence[str], on_page: set[str]) -> Iterator[_Row]:
+    """Further adapters that a caller names, on the first page: of those that it may use."""
+    for name in dict.fromkeys(name for name in also if name not in on_page):
+        choice = parts.names.find(name, None)
+        (ref,), (allowed,) = choice.refs, choice.named
+        if key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
+            place = Named(ref.source, ref.name)
+            yield _Row(name, place, parts.seen.latest(place), name in parts.names.adapters)
+
+
+def _describe_all(rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:
+    found = ((row, states.get(row.identity)) for row in rows)
+    return [describe(row.name, row.place, state) for row, state in found if row.is_named or state is not None]
+
+
+def describe(name: str, place: Named | None, state: AdapterState | None) -> dict[str, Any]:
+    """An adapter as a body has it; `name` is empty where only the engine has one for it."""
+    return {
+        "id": name or (state.name if state else ""),
+        "object": "adapter",
+        "source": place.source or None if place else None,
+        "hash": state.identity if state else None,
+        "state": state.state if state else ON_DISK,
+        "bytes": state.num_bytes if state else None,
+        "pinned": state.is_pinned if state else False,
+        "requests": state.num_requests if state else 0,
+        "uses": state.num_uses if state else 0,
+        "error": state.error if state else None,
+    }

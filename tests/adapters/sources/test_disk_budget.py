@@ -1,0 +1,389 @@
+"""Fetched adapters on the disk: what leaves, what stays, and what is left of what was cut short."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from filelock import FileLock
+from safetensors.torch import save
+from torch import zeros
+
+from lorax_server.adapters.source import AdapterSources
+from lorax_server.adapters.sources import disk_budget as module
+from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, Version, mark_used
+from lorax_server.adapters.sources.hub import HubSource
+from lorax_server.adapters.sources.shelves import ASIDE, FolderShelf, HubShelf
+from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.engine.resolver import AdapterResolver
+from lorax_server.errors import AdapterError, SourceError
+from lorax_server.types import AdapterRef
+from tests.adapters.sources.adapters import ADAPTER, WEIGHTS, check_contents, fetch
+from tests.adapters.sources.hub_server import HubServer, Repo, commit_of
+from tests.adapters.sources.server import running
+
+MB = 10**6
+LATER = IN_USE_S + 1
+
+
+class Clock:
+    """Hours after what was just written, so that what is in use is only what a test says."""
+
+    def __init__(self) -> None:
+        self.now = 10**9 + 10**6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def place(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = WEIGHTS) -> Path:
+    """A version as the S3 source leaves it."""
+    folder = root / place(name)
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_bytes(b"")
+    os.truncate(folder / file, num_bytes)
+    (folder / f"{file}.lock").touch()
+    (folder / ".used").touch()
+    os.utime(folder / ".used", (used_at, used_at))
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "s3"
+
+
+def make_budget(tmp_path: Path, clock: Clock, max_bytes: int | None = 5 * MB) -> DiskBudget:
+    budget = DiskBudget(tmp_path, max_bytes, now=clock)
+    budget.add(FolderShelf(tmp_path / "s3"))
+    return budget
+
+
+def names_left(root: Path, *names: str) -> list[str]:
+    return [name for name in names if (root / place(name)).exists()]
+
+
+# --- which leave
+
+
+def test_the_longest_unused_leave_first(tmp_path: Path, root: Path, clock: Clock) -> None:
+    for index, name in enumerate("cabd"):
+        put(root, name, 1000.0 + index)
+    with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
+        # Some more than needed: 90 % are kept, of which two are coming.
+        assert names_left(root, *"abcd") == ["b", "d"]
+    assert not list(root.glob(f"{ASIDE}*"))
+
+
+def test_nothing_leaves_while_there_is_room(tmp_path: Path, root: Path, clock: Clock) -> None:
+    for name in "abc":
+        put(root, name, 1000.0)
+    with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
+        assert names_left(root, *"abc") == ["a", "b", "c"]
+
+
+def test_a_version_that_was_used_a_moment_ago_stays(tmp_path: Path, root: Path, clock: Clock) -> None:
+    for index, name in enumerate("abcd"):
+        put(root, name, 1000.0 + index)
+    mark_used(root / place("a") / ".used")
+    os.utime(root / place("a") / ".used", (clock.now - 1, clock.now - 1))
+    with make_budget(tmp_path, clock).room_for("adapter", 3 * MB):
+        assert names_left(root, *"abcd") == ["a"]
+
+
+def test_a_version_whose_time_is_in_the_future_does_not_stay_for_ever(tmp_path: Path, root: Path, clock: Clock) -> None:
+    put(root, "a", clock.now + 10**6, 4 * MB)
+    with make_budget(tmp_path, clock).room_for("adapter", 3 * MB):
+        assert names_left(root, "a") == []
+
+
+def test_a_version_that_another_process_fetches_stays(tmp_path: Path, root: Path, clock: Clock) -> None:
+    folder = put(root, "a", 1000.0, 4 * MB)
+    room = make_budget(tmp_path, clock).room_for("adapter", 3 * MB)
+    with FileLock(folder / f"{WEIGHTS}.lock"), pytest.raises(SourceError, match="others use now"), room:
+        pass
+    assert names_left(root, "a") == ["a"]
+
+
+def test_all_in_use_is_an_error_of_the_one_request(tmp_path: Path, root: Path, clock: Clock) -> None:
+    put(root, "a", clock.now - 1, 4 * MB)
+    budget = make_budget(tmp_path, clock)
+    with (
+        pytest.raises(SourceError, match=r"adapter 'x': takes 2000000 bytes of the disk, where adapters have 5000000,"),
+        budget.room_for("adapter 'x'", 2 * MB),
+    ):
+        pass
+    with budget.room_for("adapter 'y'", MB):  # what was refused takes no room
+        pass
+    clock.now += LATER
+    with budget.room_for("adapter 'x'", 2 * MB):
+        assert names_left(root, "a") == []
+
+
+def test_an_adapter_larger_than_the_budget_says_what_to_raise(tmp_path: Path, root: Path, clock: Clock) -> None:
+    room = make_budget(tmp_path, clock).room_for("adapter 'x'", 6 * MB)
+    with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as refused, room:
+        pass
+    assert type(refused.value) is AdapterError  # to try again would not help
+
+
+def test_what_is_coming_counts(tmp_path: Path, root: Path, clock: Clock) -> None:
+    budget = make_budget(tmp_path, clock)
+    with budget.room_for("one", 3 * MB):
+        with pytest.raises(SourceError), budget.room_for("two", 3 * MB):
+            pass
+        with budget.room_for("three", 2 * MB):
+            pass
+    with pytest.raises(OSError, match="broke"), budget.room_for("four", MB):  # and did not come
+        raise OSError("broke")
+
+
+def test_the_folder_is_not_looked_at_for_each_one(
+    tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr(DiskBudget, "sweep", lambda _: looks.append(1))
+    budget = make_budget(tmp_path, clock)
+    for _ in range(5):
+        with budget.room_for("adapter", MB // 10):
+            pass
+    assert len(looks) == 1
+    clock.now += 61  # another process may have filled it
+    put(root, "of another process", 1000.0, 5 * MB)
+    with budget.room_for("adapter", MB // 10):
+        assert names_left(root, "of another process") == []
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize(("max_bytes", "is_kept"), [(None, False), (8 * MB, False), (5 * MB, True)])
+def test_the_disk_itself_is_a_limit(
+    tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None, is_kept: bool
+) -> None:
+    """With 2 MB free and 4 MB of ours, none is half of 6 MB, and 8 MB are 6 MB."""
+    put(root, "a", 1000.0, 4 * MB)
+    free = 2 * MB
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with make_budget(tmp_path, clock, max_bytes).room_for("adapter", MB if is_kept else 3 * MB):
+        assert names_left(root, "a") == (["a"] if is_kept else [])
+
+
+def test_a_version_that_cannot_be_removed_holds_nobody_up(
+    tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index, name in enumerate("ab"):
+        put(root, name, 1000.0 + index, 2 * MB)
+    remove = FolderShelf.remove
+
+    def fail(shelf: FolderShelf, version: Version) -> None:
+        if version.folder.name == place("a"):
+            raise PermissionError(13, "not yours")
+        remove(shelf, version)
+
+    monkeypatch.setattr(FolderShelf, "remove", fail)
+    with caplog.at_level(logging.WARNING), make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
+        assert names_left(root, "a", "b") == ["a"]
+    assert "cannot be removed" in caplog.text
+
+
+def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, root: Path, clock: Clock) -> None:
+    put(root, "a", 1000.0, 4 * MB)
+    for other in ("models--owner--base/blobs/weights", "s3-models/x/weights", "s3/notes.txt", "s3/mine/weights"):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).write_bytes(b"x")
+    (root / place("link")).symlink_to(tmp_path / "s3-models")
+    with make_budget(tmp_path, clock).room_for("adapter", 5 * MB):
+        pass
+    assert (tmp_path / "s3-models" / "x" / "weights").exists()
+    assert (root / "notes.txt").exists()
+    assert (root / "mine" / "weights").exists()
+    assert (tmp_path / "models--owner--base" / "blobs" / "weights").exists()
+
+
+# --- what was cut short
+
+
+def old_part(path: Path, clock: Clock, age_s: float) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half of it")
+    os.utime(path, (clock.now - age_s, clock.now - age_s))
+    return path
+
+
+def test_old_parts_go_and_young_ones_stay(tmp_path: Path, root: Path, clock: Clock) -> None:
+    old = old_part(root / place("a") / f"{WEIGHTS}.part", clock, LATER)
+    young = old_part(root / place("b") / f"{WEIGHTS}.part", clock, 10)
+    written = old_part(root / place("c") / f"{WEIGHTS}.part", clock, LATER)
+    with FileLock(root / place("c") / f"{WEIGHTS}.lock"):
+        make_budget(tmp_path, clock).sweep()
+    assert (old.exists(), young.exists(), written.exists()) == (False, True, True)
+
+
+def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path, root: Path, clock: Clock) -> None:
+    (put(root, "a", 1000.0)).rename(root / f"{ASIDE}1")
+    make_budget(tmp_path, clock).sweep()
+    assert not any(root.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_nothing_to_sweep(tmp_path: Path, clock: Clock) -> None:
+    make_budget(tmp_path / "none", clock).sweep()
+
+
+# --- a hub's layout
+
+
+NAME = "owner/adapter"
+
+
+@pytest.fixture(scope="module")
+def one_hub() -> Iterator[HubServer]:
+    context = httpx2.create_ssl_context()  # reading certificates takes long
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpx2, "create_ssl_context", lambda: context)
+        with running(HubServer()) as server:
+            yield server
+
+
+@pytest.fixture
+def hub(one_hub: HubServer) -> HubServer:
+    one_hub.reset()
+    one_hub.repos = {NAME: Repo(dict(ADAPTER)), "owner/other": Repo({**ADAPTER, WEIGHTS: b"of the other" * 10_000})}
+    return one_hub
+
+
+def hub_source(hub: HubServer, tmp_path: Path, clock: Clock, max_bytes: int) -> HubSource:
+    return HubSource(tmp_path / "hub", hub.url, budget=DiskBudget(tmp_path, max_bytes, now=clock))
+
+
+def age(tmp_path: Path, used_at: float) -> None:
+    for mark in (tmp_path / "hub").glob("*/.lorax/*"):
+        os.utime(mark, (used_at, used_at))
+
+
+def repo_folder(tmp_path: Path, name: str = NAME) -> Path:
+    return tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+
+
+def test_a_repository_makes_room_for_another_and_is_fetched_again(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    first = fetch(source, NAME)
+    age(tmp_path, 1000.0)
+    other = fetch(source, "owner/other")
+    assert not repo_folder(tmp_path).exists()  # nor its locks, nor what its branches pointed at
+    assert (other.folder / WEIGHTS).read_bytes() == b"of the other" * 10_000
+    age(tmp_path, 1000.0)
+    assert fetch(source, NAME) == first
+    check_contents(first)
+
+
+def test_files_that_versions_share_stay_with_the_other(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    old = fetch(source, NAME)
+    hub.repos[NAME].files["tokenizer.json"] = b'{"version": "2.0"}'
+    new = fetch(source, NAME)  # its weights are there, and take no room twice
+    age(tmp_path, 1000.0)
+    mark = repo_folder(tmp_path) / ".lorax" / new.version
+    os.utime(mark, (clock.now, clock.now))
+    with source._budget.room_for("another", 450_000 - sum(map(len, hub.repos[NAME].files.values()))):
+        assert not old.folder.exists()
+    check_contents(new, {**ADAPTER, "tokenizer.json": b'{"version": "2.0"}'})
+    assert len([path for path in (repo_folder(tmp_path) / "blobs").iterdir() if path.suffix != ".lock"]) == 4
+
+
+def test_what_others_keep_in_the_same_cache_is_never_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    fetch(source, NAME)
+    shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as huggingface_hub leaves it
+    check_contents(fetch(source, NAME))  # to use it does not make it ours
+    age(tmp_path, 1000.0)
+    with source._budget.room_for("another", 450_000):
+        check_contents(fetch(source, NAME))
+
+
+def bench_of(source: HubSource) -> AdapterResolver:
+    return AdapterResolver(AdapterSources({"hub": source}, max_bytes=2**30), model_type="llama", model_class="Llama")
+
+
+def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
+    hub: HubServer, tmp_path: Path, clock: Clock
+) -> None:
+    """Whatever is remembered of a name: its files are needed again as soon as its copy in memory has gone."""
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    files = {"adapter_config.json": json.dumps(config).encode(), WEIGHTS: save({"x.lora_A.weight": zeros(1, 4)})}
+    hub.repos[NAME] = Repo(files)
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    resolver = bench_of(source)
+    try:
+        spec, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
+        age(tmp_path, 1000.0)
+        with source._budget.room_for("another", 450_000):
+            assert not spec.parts[0].folder.exists()
+        with pytest.raises(SourceError, match=f"{WEIGHTS} is not on this machine any more; try again"):
+            StoredAdapter(spec.parts[0].folder, spec.parts[0].config, {}, spec.parts[0].stamp)
+        again, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
+    finally:
+        resolver.close()
+    assert again.identity == spec.identity
+    assert again.parts != spec.parts  # so that a table that knows it as failed forgets that
+    assert (again.parts[0].folder / WEIGHTS).read_bytes() == files[WEIGHTS]
+
+
+@pytest.mark.parametrize("at", ["moved", "half of the files"])
+def test_a_hubs_removal_that_was_cut_short_is_finished(
+    hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    first = fetch(source, NAME)
+    repo = repo_folder(tmp_path)
+    os.rename(first.folder, repo / ".lorax" / f"{ASIDE}1")
+    if at == "half of the files":
+        next((repo / "blobs").glob("?" * 64)).unlink()
+    source._budget.sweep()
+    assert not [path for path in (repo / "blobs").iterdir() if path.suffix != ".lock"]
+    assert not list(repo.glob(f".lorax/{ASIDE}*"))
+    assert fetch(source, NAME) == first
+    check_contents(first)
+
+
+def test_a_part_of_a_hubs_file(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    part = old_part(repo_folder(tmp_path) / "blobs" / f"{'0' * 64}.part", clock, LATER)
+    hub_source(hub, tmp_path, clock, 10**9)._budget.sweep()
+    assert not part.exists()
+
+
+def test_offline_nothing_is_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
+    age(tmp_path, 1000.0)
+    budget = DiskBudget(tmp_path, 1, now=clock)
+    check_contents(fetch(HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget), NAME))
+
+
+def test_a_long_download_is_in_use(
+    hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark is set anew while bytes come, however long that takes."""
+    from lorax_server.adapters.sources import download
+
+    marks: list[Any] = []
+    monkeypatch.setattr(download, "LOG_EVERY_S", -1.0)
+    monkeypatch.setattr("lorax_server.adapters.sources.hub.mark_used", lambda mark, **how: marks.append((mark, how)))
+    fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
+    commit = commit_of(hub.repos[NAME].files)
+    assert len(marks) > 6
+    assert {mark.name for mark, _ in marks} == {commit}
+    assert HubShelf(tmp_path / "hub").mark_of(tmp_path / "hub" / "models--x--y" / "snapshots" / commit).name == commit

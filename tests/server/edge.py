@@ -1,0 +1,147 @@
+"""The server on a socket, within a test's event loop, in front of an engine that is a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from lorax_server.server.audit import Trail
+from lorax_server.server.metrics import Metrics
+from lorax_server.server.run import _uvicorn_config
+from tests.e2e.hostile_client import Answer, _Reader, post, request
+from tests.server.bench import INFO, Bench
+
+GOOD = {"inputs": "ask", "parameters": {"max_new_tokens": 1}}
+HEALTH = request("GET", "/health").replace(b"connection: close\r\n", b"")
+TIMEOUT_S = 30  # nothing takes so long
+
+
+class Wire:
+    """A client's connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._parser = _Reader()
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def hear(self, count: int | None = None) -> list[Answer]:
+        """The next `count` answers, or all until the server closes the connection."""
+        done = 0 if count is None else sum(answer.is_complete for answer in self._parser.answers) + count
+        async with asyncio.timeout(TIMEOUT_S):
+            while count is None or sum(answer.is_complete for answer in self._parser.answers) < done:
+                data = b""
+                with suppress(ConnectionError):
+                    data = await self._reader.read(2**16)
+                if not data:
+                    break
+                self._parser.parser.feed_data(data)
+        return self._parser.answers if count is None else self._parser.answers[-count:]
+
+    async def close(self) -> None:
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+class Edge:
+    """A server that can be asked over a socket."""
+
+    def __init__(self, port: int, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._port = port
+        self._wires: list[Wire] = []
+
+    async def connect(self, address: str = "127.0.0.1") -> Wire:
+        wire = Wire(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
+        self._wires.append(wire)
+        return wire
+
+    async def ask(self, data: bytes, address: str = "127.0.0.1") -> Answer:
+        """One request on a connection of its own."""
+        wire = await self.connect(address)
+        with suppress(ConnectionError):
+            await wire.send(data)
+        (answer,) = await wire.hear(1)
+        await wire.close()
+        return answer
+
+    def count(self, name: str, label: str = "") -> float:
+        """A metric's value; 0 where nothing was counted."""
+        family = self.metrics.json().get(name, {"data": []})
+        return sum(sample["value"] for sample in family["data"] if label in sample["key"])
+
+    async def close(self) -> None:
+        for wire in self._wires:
+            await wire.close()
+
+
+@asynccontextmanager
+async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator[Edge]:
+    if not settings.loaded:
+        settings.load()
+    state = ServerState()
+    loop, make = asyncio.get_running_loop(), settings.http_protocol_class
+    server = await loop.create_server(lambda: make(config=settings, server_state=state, app_state={}), "127.0.0.1", 0)
+    found = Edge(server.sockets[0].getsockname()[1], metrics)
+    try:
+        yield found
+    finally:
+        await found.close()
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        while state.connections or state.tasks:
+            await asyncio.sleep(0.001)
+
+
+class Shared:
+    """A whole server for several tests, since to make one takes half a second; tests run on its event loop."""
+
+    def __init__(self, **config: Any) -> None:
+        self.bench = Bench(**{"default_source": "local", "body_timeout_s": 0.2} | config)
+        self.bench.engine.info = INFO | {"num_blocks": 1, "block_size": 16, "dtype": "float32"}
+        self._settings = _uvicorn_config(self.bench.service)
+        self._runner = asyncio.Runner()
+
+    def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
+        """Nothing that a test before it did has been written down."""
+        self.bench.service.trail = Trail(self.bench.parts.metrics)
+        self.bench.engine.sent.clear()
+        self._runner.run(self._run(check))
+
+    async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
+        async with listening(self._settings, self.bench.parts.metrics) as edge:
+            await check(edge)
+        assert self.bench.service._calls == set()
+
+    def close(self) -> None:
+        self._runner.run(self.bench.engine.close())
+        self._runner.close()
+
+    async def answer_all(self) -> None:
+        """Every request that the engine has gets its one token."""
+        engine = self.bench.engine
+        while not (waiting := [each.request_id for each in engine.added if each.request_id in engine._streams]):
+            await asyncio.sleep(0.001)
+        for request_id in waiting:
+            engine.give(request_id, 42)
+
+
+def with_key(path: str, body: Any, key: str = "good", *headers: tuple[str, str]) -> bytes:
+    return post(path, body, ("authorization", f"Bearer {key}"), *headers)
+
+
+def head(method: str, path: str, headers: Iterable[bytes]) -> bytes:
+    """A request as it is written, without any header that is not given."""
+    return b"\r\n".join([f"{method} {path} HTTP/1.1".encode(), *headers, b"", b""])
+
+
+def error_of(answer: Answer) -> Any:
+    return json.loads(answer.body)["error"]

@@ -1,0 +1,135 @@
+"""Pages of adapters: all of them once, nobody else's, and no more work than a page is long."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lorax_server import ipc
+from lorax_server.server import adapter_pages
+from lorax_server.server.adapter_pages import MAX_ALSO, MAX_LIMIT, Asked, list_page, select
+from lorax_server.server.keys import Key
+from lorax_server.server.names import Named
+from lorax_server.types import AdapterState
+from tests.server.bench import Bench
+
+ADMIN = Key("admin", is_admin=True)
+
+
+class Pages(Bench):
+    """A server with `count` names, of which each `every` has been used, and others that only an admin sees."""
+
+    def __init__(self, count: int, every: int = 1, others: int = 0) -> None:
+        super().__init__()
+        self.asked: list[Sequence[str]] = []  # of the engine
+        self.engine._send = self._reply  # type: ignore[method-assign]
+        self.parts.names.set_folder([f"a-{number:05}" for number in range(count)])
+        for number in range(0, count, every):
+            self.parts.seen.note(f"hash-{number:05}", Named("local", f"a-{number:05}"))
+        for number in range(others):
+            self.parts.seen.note(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
+
+    def _reply(self, message: ipc.ToEngine) -> None:
+        assert isinstance(message, ipc.ListAdapters)
+        self.asked.append(message.identities)
+        states = [AdapterState(each, f"n-{each}", "on the device", 7, False, 0, 1) for each in message.identities]
+        asyncio.get_running_loop().call_soon(self.engine._settle, ipc.AdaptersReply(message.call_id, states))
+
+    def page(self, key: Key = Key(), **asked: Any) -> dict[str, Any]:  # noqa: B008
+        return asyncio.run(list_page(self.parts, key, Asked(**asked)))
+
+    def walk(self, key: Key = Key(), **asked: Any) -> list[list[str]]:  # noqa: B008
+        """All pages' ids."""
+        pages, after = [], "name:"
+        while after is not None:
+            page = self.page(key, after=after, **asked)
+            assert page["has_more"] == (page["next"] is not None)
+            pages.append([each["id"] for each in page["data"]])
+            after = page["next"]
+        return pages
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 9, 1000])
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_all_pages_together_are_all_adapters(limit: int, others: int) -> None:
+    bench = Pages(4, every=2, others=others)
+    for key, rest in ((Key(), 0), (ADMIN, others)):
+        pages = bench.walk(key, limit=limit)
+        assert [name for page in pages for name in page] == [
+            *(f"a-{number:05}" for number in range(4)),
+            *(f"n-other-{number:05}" for number in range(rest)),
+        ]
+        assert all(len(page) == limit for page in pages[:-1])
+
+
+def test_what_was_used_says_where_it_is() -> None:
+    used, unused = Pages(2, every=2).page()["data"]
+    assert (used["state"], used["hash"], used["source"]) == ("on the device", "hash-00000", "local")
+    assert (unused["state"], unused["hash"], unused["bytes"]) == ("on disk", None, None)
+
+
+def test_the_engine_is_asked_for_a_page_at_most() -> None:
+    bench = Pages(3000, others=2000)
+    bench.page(ADMIN, limit=10)
+    bench.page(ADMIN, limit=10, after="name:a-02990")
+    bench.page(ADMIN, limit=MAX_LIMIT, also=[f"x-{number}" for number in range(MAX_ALSO)])
+    assert [len(identities) for identities in bench.asked] == [10, 10, MAX_LIMIT]
+
+
+def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever polls the first page of many thousand pays for one page."""
+    bench, looks = Pages(3000), []
+    monkeypatch.setattr(Key, "may_use", lambda *named: looks.append(named) or True)
+    bench.page(limit=10)
+    assert len(looks) == 11
+
+
+def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, aside = Pages(adapter_pages.FEW + 1), []
+    to_thread = asyncio.to_thread
+
+    async def note(work: Any) -> Any:
+        aside.append(work)
+        return await to_thread(work)
+
+    monkeypatch.setattr(asyncio, "to_thread", note)
+    assert len(asyncio.run(select(bench.parts.names, Key()))) == adapter_pages.FEW + 1
+    key = Key("k", ("*-00007",))
+    assert [name for name, _ in asyncio.run(select(bench.parts.names, key, count=5))] == ["a-00007"]
+    assert len(aside) == 2
+
+
+def test_a_caller_sees_only_what_it_may_use() -> None:
+    bench = Pages(20, others=3)
+    key = Key("k", adapters=("a-0000[3-6]", "hub:owner/*"))
+    assert bench.walk(key, limit=3) == [["a-00003", "a-00004", "a-00005"], ["a-00006"]]
+    page = bench.page(key, limit=1, also=["a-00005", "a-00010", "owner/o-00001", "owner/unused"])
+    assert [each["id"] for each in page["data"]] == ["a-00003", "a-00005", "owner/o-00001"]
+
+
+def test_search() -> None:
+    bench = Pages(20, others=3)
+    assert bench.walk(ADMIN, search="-0000", limit=7) == [
+        [f"a-{number:05}" for number in range(7)],
+        [*(f"a-{number:05}" for number in range(7, 10)), *(f"n-other-{number:05}" for number in range(3))],
+    ]
+    assert bench.walk(search="A-0001", limit=100) == [[f"a-{number:05}" for number in range(10, 20)]]
+    assert bench.walk(search="\0") == [[]]
+
+
+def test_names_that_come_and_go_between_pages() -> None:
+    bench = Pages(6)
+    first = bench.page(limit=2)
+    bench.parts.names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
+    second = bench.page(limit=9, after=first["next"])
+    assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
+
+
+def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
+    bench = Pages(1, others=1)
+    bench.engine._send = lambda message: asyncio.get_running_loop().call_soon(  # type: ignore[method-assign]
+        bench.engine._settle, ipc.AdaptersReply(message.call_id, [])
+    )
+    page = bench.page(ADMIN)
+    assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

@@ -1,0 +1,100 @@
+"""The memory that there is: the machine's, unless a container has less of it."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server import machine
+from lorax_server.machine import free_bytes, give_back_memory, machine_bytes
+
+PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
+NEW = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
+OLD = {
+    "memory.limit_in_bytes": LIMIT,
+    "memory.usage_in_bytes": USED,
+    "memory.stat": f"inactive_file 1\ntotal_inactive_file {OF_FILES}\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def big_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": PHYSICAL}.__getitem__)
+
+
+def write(folder: Path, files: Mapping[str, object]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(f"{content}\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "files", "own"),
+    [
+        pytest.param("", NEW, "0::/", id="container"),
+        pytest.param("", NEW, "0::/some/job", id="group around ours"),
+        pytest.param("some/job", NEW, "0::/some/job", id="group of ours"),
+        pytest.param("memory", OLD, "4:memory:/", id="old container"),
+        pytest.param("memory/some/job", OLD, "5:cpu:/\n4:memory:/some/job\n0::/", id="old group"),
+        pytest.param("", NEW, None, id="no list of groups"),
+    ],
+)
+def test_a_container_has_less_than_its_host(
+    place: str, files: Mapping[str, object], own: str | None, tmp_path: Path
+) -> None:
+    write(tmp_path / place, files)
+    if own is not None:
+        write(tmp_path, {"own": own})
+    assert machine_bytes() == LIMIT
+    assert free_bytes() == LIMIT - USED + OF_FILES
+
+
+@pytest.mark.parametrize("limit", ["max", 2**62, ""])
+def test_a_container_without_a_limit_has_all(limit: object, tmp_path: Path) -> None:
+    write(tmp_path, {**NEW, "memory.max": limit})
+    assert machine_bytes() == PHYSICAL
+    assert 0 < free_bytes() < PHYSICAL
+
+
+def test_without_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_bytes() == PHYSICAL
+    monkeypatch.setattr("builtins.open", _no_file)  # nor is it Linux
+    assert free_bytes() == PHYSICAL // 2
+
+
+def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
+    write(tmp_path, {**NEW, "memory.current": LIMIT + 2 * OF_FILES})
+    assert free_bytes() == 0
+
+
+def test_malloc_can_be_told() -> None:
+    give_back_memory()
+
+
+def test_threads_share_arenas() -> None:
+    """In a process of its own, since it cannot be undone."""
+    script = (
+        "import ctypes, threading\n"
+        "from lorax_server.machine import share_arenas\n"
+        "share_arenas()\n"
+        "malloc, all_here, go = ctypes.CDLL(None).malloc, threading.Barrier(9), threading.Barrier(9)\n"
+        "malloc.restype = ctypes.c_void_p\n"
+        "def work(): malloc(2**16), all_here.wait(), go.wait()\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "[thread.start() for thread in threads]\n"
+        "all_here.wait()\n"
+        "ctypes.CDLL(None).malloc_info(0, ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'stdout'))\n"
+        "ctypes.CDLL(None).fflush(None)\n"
+        "go.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.count("<heap nr=") <= machine.MAX_ARENAS
+
+
+def _no_file(*args: Any, **kwargs: Any) -> Any:
+    raise FileNotFoundError

@@ -1,0 +1,54 @@
+"""docs/security.md: every attack of its tables names a test that is there and runs in CI."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+NEVER_RUN = {"skip", "skipif", "xfail", "gpu"}
+
+
+def rows() -> list[list[str]]:
+    """The cells of all rows that name a test."""
+    lines = (ROOT / "docs" / "security.md").read_text().splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if "`tests/" in line and "::" in line
+    ]
+
+
+ROWS = rows()
+
+
+@functools.cache
+def functions_in(path: str) -> dict[str, set[str]]:
+    """The tests of a file, each with the names of its marks."""
+    tree = ast.parse((ROOT / path).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {function.name: marks_of(function) for function in functions}
+
+
+def marks_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    nodes = [node for decorator in function.decorator_list for node in ast.walk(decorator)]
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def test_there_are_enough_and_none_twice() -> None:
+    assert len(ROWS) >= 60
+    attacks = [row[0] for row in ROWS]
+    assert len(set(attacks)) == len(attacks)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
+def test_every_attack_is_a_test(row: list[str]) -> None:
+    _, happens, named = row
+    assert happens
+    found = TEST.findall(named)
+    assert found, named
+    for path, name in found:
+        marks = functions_in(path).get(name)
+        assert marks is not None, f"{path} has no {name}"
+        assert not marks & NEVER_RUN
