@@ -378,6 +378,7 @@ def refuse_chat(route: Route) -> None:
     route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
