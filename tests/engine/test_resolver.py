@@ -1237,7 +1237,7 @@ def test_closing_ends_all_that_waits(bench: Bench, monkeypatch: Any) -> None:
     for name in ("a", "b", "known"):
         bench.put(name, 1)
     bench.ask("known", "other")
-    monkeypatch.setattr(finder, "read_header", lambda _, name, *rest: gate(name))
+    monkeypatch.setattr(finder, "read_header", lambda _, name, *_rest: gate(name))
     futures = [bench.begin(name, source) for name in "ab" for source in ("fake", "local")]
     gate.wait_for(2)
     futures.append(bench.begin("a", "local"))  # has a look of its own, after the first
