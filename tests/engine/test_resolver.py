@@ -223,9 +223,9 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The weights that are read."""
     read: list[Path] = []
 
-    def counted(config: Any, path: Path, tensors: Any) -> str:
+    def counted(config: Any, path: Path, *rest: Any) -> str:
         read.append(path)
-        return identify(config, path, tensors)
+        return identify(config, path, *rest)
 
     monkeypatch.setattr(finder, "identify", counted)
     return read
@@ -1253,7 +1253,7 @@ def test_closing_ends_all_that_waits(bench: Bench, monkeypatch: Any) -> None:
     for name in ("a", "b", "known"):
         bench.put(name, 1)
     bench.ask("known", "other")
-    monkeypatch.setattr(finder, "read_header", lambda _, name: gate(name))
+    monkeypatch.setattr(finder, "read_header", lambda _, name, *_rest: gate(name))
     futures = [bench.begin(name, source) for name in "ab" for source in ("fake", "local")]
     gate.wait_for(2)
     futures.append(bench.begin("a", "local"))  # has a look of its own, after the first
