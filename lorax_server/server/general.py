@@ -100,6 +100,8 @@ def _add_health(router: APIRouter, service: Service) -> None:
     @router.get("/startup", response_model=None, responses=answers, tags=["LoRAX"])
     async def startup() -> Response:
         """Ask the base model for a token, unless one has come in the last seconds."""
+        if not service.is_ready:
+            return unhealthy.response("/")
         return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
 
 
@@ -112,7 +114,7 @@ class _Probe:
         self._running: asyncio.Task[bool] | None = None
 
     async def run(self) -> bool:
-        if self._service.is_ready and time.monotonic() < self._good_until:
+        if time.monotonic() < self._good_until:
             return True
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._generate())

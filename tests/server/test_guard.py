@@ -290,8 +290,8 @@ TOO_MUCH = ("content-length", str(10**9))
         (request("GET", "/info"), 401, "authentication", "/info"),
         (with_key("/tokenize", {"inputs": "x" * (general.MAX_CHARACTERS + 1)}), 422, "validation", "/tokenize"),
         (with_key("/embed", {}), 422, "validation", "/embed"),
-        (request("GET", "/nowhere?key=s3cret"), 404, "validation", "/nowhere"),
-        (request("DELETE", "/generate"), 405, "validation", "/generate"),
+        (request("GET", "/nowhere?key=s3cret"), 404, "bad_request", "/nowhere"),
+        (request("DELETE", "/generate"), 405, "bad_request", "/generate"),
     ],
     ids=lambda value: str(value)[:40],
 )
