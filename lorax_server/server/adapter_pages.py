@@ -49,7 +49,7 @@ async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str,
     page = rows[: asked.limit]
     following = _mark(page[-1], rows[asked.limit]) if len(rows) > asked.limit else None
     if asked.after == BY_NAME and asked.also:
-        page += _also(parts, key, asked.also, {row.name for row in page})
+        page += _also(parts, key, asked.also, page)
     states = await parts.engine.list_adapters([row.identity for row in page if row.identity])
     data = _describe_all(page, {state.identity: state for state in states})
     return {"object": "list", "data": data, "has_more": following is not None, "next": following}
@@ -115,9 +115,15 @@ def _mark(last: _Row, following: _Row) -> str:
     return BY_HASH + ("" if last.is_named else last.identity)
 
 
-def _also(parts: Parts, key: Key, also: Sequence[str], on_page: set[str]) -> Iterator[_Row]:
+def _also(parts: Parts, key: Key, also: Sequence[str], page: Sequence[_Row]) -> list[_Row]:
     """Further adapters that a caller names, on the first page: of those that it may use."""
-    for name in dict.fromkeys(name for name in also if name not in on_page):
+    names, others = {row.name for row in page}, {row.place for row in page if not row.name}
+    rows = _those(parts, key, dict.fromkeys(name for name in also if name not in names))
+    return [row for row in rows if row.place not in others]
+
+
+def _those(parts: Parts, key: Key, wanted: Iterable[str]) -> Iterator[_Row]:
+    for name in wanted:
         choice = parts.names.find(name, None)
         (ref,), (allowed,) = choice.refs, choice.named
         if key.may_use(*allowed, parts.names.default_source, ref.source == HUB):

@@ -146,6 +146,9 @@ def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own()
     assert [each["id"] for each in first["data"]] == ["a-00000", "a-00001", "a-00003"]
     second = bench.page(ADMIN, limit=2, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-00002", "a-00003"]
+    all_of_them = bench.page(ADMIN, also=["owner/o-00000", "a-00003"])  # the hub is the default source here
+    assert [each["hash"] for each in all_of_them["data"]].count("other-00000") == 1
+    assert len(all_of_them["data"]) == 6
 
 
 def test_names_that_come_and_go_between_pages() -> None:
