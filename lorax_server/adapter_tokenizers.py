@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from lorax_server.adapters.finder import Recent
-from lorax_server.adapters.spec import Stamp
+from lorax_server.adapters.plain_file import Stamp
 from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.model_files import TokenizerFolder
@@ -16,14 +16,14 @@ MAX_TOKENIZERS = 64  # each of which may take tens of megabytes
 
 
 class AdapterTokenizers:
-    """Keeps those that were used last, and which of them are broken. Any thread may use it."""
+    """Keeps those that were used last. Any thread may use it."""
 
     def __init__(self, base: TextTokenizer, base_folder: Path) -> None:
         self._base = base
         self._base_folder = base_folder
         self._converter = Converter()
         self._lock = threading.Lock()
-        self._found: Recent[_Key, TextTokenizer | ConfigError] = Recent(MAX_TOKENIZERS)
+        self._found: Recent[_Key, TextTokenizer] = Recent(MAX_TOKENIZERS)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -42,17 +42,16 @@ class AdapterTokenizers:
             found = self._load(TokenizerFolder(folder, vouched))
             with self._lock:
                 self._found[key] = found
-        if isinstance(found, ConfigError):
-            raise AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {found}") from found
         return found
 
     def close(self) -> None:
         """End what other processes do for it."""
         self._converter.close()
 
-    def _load(self, files: TokenizerFolder) -> TextTokenizer | ConfigError:
+    def _load(self, files: TokenizerFolder) -> TextTokenizer:
+        """A failure is not kept: it may be due to the machine, and pass."""
         try:
             shared = share_base_tokenizer(files, self._base, self._base_folder)
             return shared or load_own_tokenizer(files, self._base_folder, self._converter)
-        except ConfigError as error:
-            return error
+        except (ConfigError, OSError) as error:
+            raise AdapterError(f"adapter {files.path.name!r}: its tokenizer cannot be used: {error}") from error

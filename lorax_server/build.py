@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lorax_server.adapters.source import AdapterSources, Source
-from lorax_server.adapters.sources.disk_budget import DiskBudget
+from lorax_server.adapters.sources.disk_budget import DiskBudget, find_in_use_s
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.config import EngineConfig, SourceConfig
 from lorax_server.engine.adapter_table import AdapterTable
@@ -54,7 +54,8 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
     scheduler = Scheduler(_limits(config, capabilities), pool, table, config.tenant_weights)
     resolver = AdapterResolver(
         AdapterSources(
-            build_sources(config.sources) if sources is None else sources, max_bytes=config.sources.max_bytes
+            build_sources(config.sources, config.adapter_timeout_s) if sources is None else sources,
+            max_bytes=config.sources.max_bytes,
         ),
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
@@ -114,14 +115,18 @@ def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
     )
 
 
-def build_sources(config: SourceConfig) -> dict[str, Source]:
-    """Those that the operator allows. What they are fetched with is imported only where it is needed."""
+def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
+    """Those that the operator allows. What they are fetched with is imported only where it is needed.
+
+    `adapter_timeout_s`: how long a request may wait for an adapter whose files must still be there then.
+    """
     sources: dict[str, Source] = {}
     if config.roots:
         sources["local"] = LocalSource(config.roots)
     if config.cache is None:
         return sources
-    cache, budget = config.cache, DiskBudget(config.cache, config.disk_bytes)
+    cache = config.cache
+    budget = DiskBudget(cache, config.disk_bytes, in_use_s=find_in_use_s(adapter_timeout_s))
     if config.hub:
         from lorax_server.adapters.sources.hub import HubSource  # noqa: PLC0415
 

@@ -9,6 +9,7 @@ a limit: how much may wait is for the scheduler to say, with an answer that tell
 """
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import queue
@@ -26,6 +27,8 @@ import zmq
 
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+
+logger = logging.getLogger(__name__)
 
 Info = dict[str, str | int | float | bool | None]
 Received = TypeVar("Received")
@@ -349,9 +352,19 @@ class EngineChannel:
                 self._put(to_engine.recv())
         except zmq.ContextTerminated:
             return
+        except Exception as error:
+            self._end_as_deaf(error)
+            return
         finally:
             to_engine.close(linger=0)
         self._end_as_orphan()
+
+    def _end_as_deaf(self, error: Exception) -> None:
+        """Nothing is heard any more: say so and stop, so that another engine is started."""
+        logger.error("the engine cannot listen any more, and ends", exc_info=error)
+        self.report(error)
+        self._inbox.put(encode(Stop()))
+        self.wake.set()
 
     def _end_as_orphan(self) -> None:
         """The other process is gone, however it ended: clean up after it, and stop; by force if that takes long."""

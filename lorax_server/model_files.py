@@ -10,36 +10,46 @@ from lorax_server.adapters.files import (
     MAX_TEMPLATES,
     MAX_TOKENIZER_BYTES,
     TEMPLATES_FOLDER,
+    VOCABULARY_FILE,
     find_limit,
     is_template,
 )
-from lorax_server.adapters.plain_file import open_plain
-from lorax_server.adapters.spec import Stamp, stamp_of
+from lorax_server.adapters.plain_file import ChangedError, Stamp, open_plain, size_in, stamp_of
 from lorax_server.adapters.strict_json import parse_json
-from lorax_server.errors import ConfigError
+from lorax_server.errors import ConfigError, SourceError
 
 MODEL_CONFIG = "config.json"
+MAX_COPIED_BYTES = 2**27  # of one adapter
 
 
-def check_size(path: Path, limit: int | None = None) -> None:
+def check_size(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> None:
+    """Refuse what is no file or too large. With a stamp, the file is not looked at."""
     limit = limit or find_limit(path.name) or MAX_TOKENIZER_BYTES
-    if not path.is_file():
+    if stamp is None and not path.is_file():
         raise ConfigError(f"{path}: is not a file")
-    size = path.stat().st_size
+    size = path.stat().st_size if stamp is None else size_in(stamp)
     if size > limit:
         raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
 
 
 def read_bytes(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> bytes:
-    """All of a plain file. `stamp` is that of the file that is meant, if only that one will do."""
+    """All of a plain file. `stamp` is that of the file that is meant, if only that one will do: a ChangedError says
+    that it has gone or that another has taken its place."""
     try:
-        check_size(path, limit)
-        with open_plain(path) as file:
-            if stamp is not None and stamp_of(file.fileno()) != stamp:
-                raise ConfigError(f"{path}: changed after it was chosen; try again")
+        check_size(path, limit, stamp)
+        with open_plain(path, stamp) as file:
             return file.read(limit or find_limit(path.name) or MAX_TOKENIZER_BYTES)
     except OSError as error:
+        if stamp is not None and _has_changed(path, stamp, error):
+            raise ChangedError(0, "it changed after it was chosen") from error
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _has_changed(path: Path, stamp: Stamp, error: OSError) -> bool:
+    try:
+        return isinstance(error, ChangedError) or stamp_of(path) != stamp
+    except OSError:
+        return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -74,7 +84,10 @@ class TokenizerFolder:
         return (self.path / name).exists() if self._vouched is None else name in self._vouched
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        return read_bytes(self.path / name, limit, None if self._vouched is None else self._vouched[name])
+        try:
+            return read_bytes(self.path / name, limit, self._stamp(name))
+        except ChangedError as error:  # its source, asked again, vouches for what is there now
+            raise SourceError(f"adapter {self.path.name!r}: {name} changed after it was chosen; try again") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """None if there is no such file."""
@@ -88,7 +101,7 @@ class TokenizerFolder:
 
     def check(self, name: str) -> None:
         """Refuse what is no file or too large, without reading it."""
-        check_size(self.path / name)
+        check_size(self.path / name, stamp=self._stamp(name))
 
     def list_templates(self) -> list[str]:
         """Of the folder of templates, no more than one too many."""
@@ -99,6 +112,16 @@ class TokenizerFolder:
 
     def copy_to(self, folder: Path) -> None:
         """Only what was vouched for: for a reader that looks for files by itself."""
-        for name in self._vouched or ():
+        vouched = self._vouched or {}
+        total = sum(map(size_in, vouched.values()))
+        if total > MAX_COPIED_BYTES:
+            raise ConfigError(
+                f"{self.path}: the files of its tokenizer have {total} bytes, at most {MAX_COPIED_BYTES} are "
+                f"converted; ship a {VOCABULARY_FILE} that can be taken as it is"
+            )
+        for name in vouched:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(self.read(name))
+
+    def _stamp(self, name: str) -> Stamp | None:
+        return None if self._vouched is None else self._vouched[name]

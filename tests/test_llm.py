@@ -21,7 +21,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lorax_server import adapter_tokenizers
-from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
 from lorax_server.llm import LLM, Completion
 from lorax_server.models.registry import MODELS
 from lorax_server.types import FinishReason, SamplingParams, StopParams
@@ -710,6 +710,30 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
         assert len(llm._tokenizers) == 2
     assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
+
+
+@pytest.mark.parametrize("problem", [ConfigError("takes longer than 60 s"), OSError(28, "No space left on device")])
+def test_a_tokenizer_that_fails_because_of_the_machine_is_tried_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    shutil.copytree(world.adapters["first"], tmp_path / "own")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<own>"])
+    tokenizer.save_pretrained(tmp_path / "own")
+    with LLM(world.model, {"own": tmp_path / "own"}, **SMALL) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter_tokenizers, "load_own_tokenizer", _raise(problem))
+            (failed,) = llm.generate("hello", stop=STOP, adapter="own", on_error="return")
+        assert isinstance(failed.error, AdapterError)
+        (completion,) = llm.generate("hello", stop=STOP, adapter="own")
+    assert completion.text == world.answer("hello", "first")[1]
+
+
+def _raise(problem: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise problem
+
+    return fail
 
 
 def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:

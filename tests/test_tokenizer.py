@@ -16,10 +16,10 @@ from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB
 
 from lorax_server import convert_tokenizer, converter, tokenizer
 from lorax_server.adapters.files import tokenizer_files
-from lorax_server.adapters.spec import stamp_of
+from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.chat_template import ENVIRONMENT
 from lorax_server.converter import Converter
-from lorax_server.errors import ConfigError, InputError
+from lorax_server.errors import ConfigError, InputError, SourceError
 from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.model_files import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
@@ -654,6 +654,18 @@ def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, convert
     assert not converts
 
 
+def test_files_of_an_adapter_that_are_large_together_are_not_copied(
+    tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, size in (("tokenizer.model", 2**26), ("spiece.model", 2**26), ("vocab.txt", 1)):
+        (tmp_path / file).touch()
+        os.truncate(tmp_path / file, size)
+    monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(ConfigError, match="have 134217729 bytes, at most 134217728 are converted; ship a tokenizer"):
+        load_own_tokenizer(vouch_for(tmp_path), tmp_path, Converter())
+    assert not converts
+
+
 def test_templates_that_are_no_text_too_large_or_too_many(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
@@ -709,7 +721,9 @@ def test_a_file_that_took_the_place_of_what_was_vouched_for(
         path.write_text("what was vouched FOR")
     elif kind == "fifo":
         os.mkfifo(path)  # and nobody ever writes to it
-    with pytest.raises(ConfigError, match=r"default\.jinja: (changed after it was chosen|is not a file)"):
+    with pytest.raises(
+        SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was chosen; try again"
+    ):
         share_base_tokenizer(files, plain, plain_folder)
 
 

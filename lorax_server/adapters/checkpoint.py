@@ -16,9 +16,9 @@ from typing import Any
 
 import regex
 
-from lorax_server.adapters.plain_file import open_plain
+from lorax_server.adapters.plain_file import ChangedError, Stamp, open_plain
 from lorax_server.adapters.strict_json import parse_json
-from lorax_server.errors import AdapterError
+from lorax_server.errors import AdapterError, SourceError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -69,10 +69,11 @@ class TensorInfo:
     stop: int
 
 
-def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
-    """The tensors of adapter `name`, after every claim of the header has been held against the file's size."""
+def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
+    """The tensors of adapter `name`, after every claim of the header has been held against the file's size. `stamp` is
+    that of the file that is meant, if only that one will do."""
     try:
-        with open_plain(path) as file:
+        with open_plain(path, stamp) as file:
             size = os.fstat(file.fileno()).st_size
             length_bytes = file.read(8)
             length = struct.unpack("<Q", length_bytes)[0] if len(length_bytes) == 8 else 0
@@ -82,6 +83,8 @@ def read_header(path: Path, name: str) -> dict[str, TensorInfo]:
                     f"{size} bytes); other formats are never opened"
                 )
             header = parse_json(file.read(length))
+    except ChangedError as error:
+        raise SourceError(f"adapter {name!r}: {path.name} changed while it was read; try again") from error
     except (OSError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: {path.name} cannot be read as safetensors: {error}") from error
     metadata = header.pop("__metadata__", {})

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_hea
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
 from lorax_server.adapters.files import REQUIRED_FILES
 from lorax_server.adapters.identity import identify
+from lorax_server.adapters.plain_file import Stamp, stamp_of
 from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources, BaseModelType, FetchedAdapter, read_json
-from lorax_server.adapters.spec import AdapterSpec, Stamp, StoredPart, count_elements, is_settled, stamp_of
+from lorax_server.adapters.spec import AdapterSpec, StoredPart, count_elements, is_settled
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef, Resolved
 
@@ -57,12 +59,14 @@ class Found:
     spec: AdapterSpec
     resolved: Resolved
     files: Mapping[Path, Stamp | None]  # and the folders that are watched for it
+    roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # which folder each was
     is_settled: bool = False  # a change from then on shows in the stamps
     is_new: bool = False  # some of its files had to be brought here
 
     def is_unchanged(self) -> bool:
         """One look at each file. May take as long as the file system does."""
-        return all(_stamp(path) == stamp for path, stamp in self.files.items())
+        is_same = all(_which_folder(root) == folder for root, folder in self.roots.items())
+        return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
 
 
 class AdapterFinder:
@@ -91,12 +95,15 @@ class AdapterFinder:
         check = partial(self._check_config, key_of(ref))
         for _ in range(ATTEMPTS):
             began_ns = self._time_ns()
-            places = _stamps(self._sources.places(ref.source, ref.name))  # before anything in them is looked at
+            places = self._sources.places(ref.source, ref.name)
+            roots = {root: _which_folder(root) for root in places.roots}
+            folders = _stamps(places.folders)  # before anything in them is looked at
             fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
             found = self._identify(ref.name, fetched)
-            if found is not None:
-                return _watch(found, places, began_ns)
-        raise SourceError(f"adapter {ref.name!r}: {WEIGHTS_FILE} changed while it was read; try again")
+            # It may have moved meanwhile, to a root that is not watched.
+            if found is not None and self._sources.places(ref.source, ref.name) == places:
+                return replace(_watch(found, folders, began_ns), roots=roots)
+        raise SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
 
     def _check_config(self, key: Key, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
         source, name, token_hash = key
@@ -116,22 +123,26 @@ class AdapterFinder:
         return found
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> Found | None:
-        """None if a file is not what it was when it was fetched: config and weights must be of one moment."""
+        """None if a file is not what it was when it was fetched: config and weights must be of one moment, and of the
+        files that their source vouches for. What lies under their names by now may be anything."""
         folder, config = fetched.folder, parse_config(fetched.config, name)
         weights = folder / WEIGHTS_FILE
         files = _stamps(folder / file for file in (*REQUIRED_FILES, *fetched.tokenizer_files))
         stamp = files[weights]
-        if stamp is None or None in files.values():
+        is_vouched_for = all(files[folder / file] == stamp for file, stamp in fetched.stamps.items())
+        if stamp is None or None in files.values() or not is_vouched_for:
             return None
         settled = is_settled(stamp, self._time_ns())
         try:
-            is_same_config = read_json(folder / CONFIG_FILE, f"adapter {name!r}") == fetched.config
+            again = read_json(folder / CONFIG_FILE, f"adapter {name!r}", files[folder / CONFIG_FILE])
             identity, num_elements = self._read_identity(config, weights, stamp)
+        except SourceError:
+            return None
         except AdapterError:
             if _stamps(files) == files:
                 raise
             return None
-        if not is_same_config or _stamps(files) != files:
+        if again != fetched.config or _stamps(files) != files:
             return None
         part = StoredPart(folder, config, stamp, identity, settled)
         spec = AdapterSpec(identity, name, (part,), num_elements)
@@ -148,8 +159,8 @@ class AdapterFinder:
         if known is not None:
             return known
         keeps = is_settled(stamp, self._time_ns())
-        tensors = read_header(path, config.name)
-        found = identify(config, path, tensors), count_elements(tensors)
+        tensors = read_header(path, config.name, stamp)
+        found = identify(config, path, tensors, stamp), count_elements(tensors)
         if keeps and _stamps([path]) == {path: stamp}:
             with self._lock:
                 self._identities[key] = found
@@ -167,6 +178,15 @@ def _watch(found: Found, places: Mapping[Path, Stamp | None], now_ns: int) -> Fo
     watched = {**places, **found.files}
     settled = all(is_settled(stamp, now_ns) for stamp in watched.values() if stamp is not None)
     return replace(found, files=watched, is_settled=settled)
+
+
+def _which_folder(path: Path) -> Stamp | None:
+    """Another one when a link is switched, and the same whatever comes and goes in the folder."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp | None]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.files import (
@@ -23,9 +24,9 @@ from lorax_server.adapters.files import (
     find_limit,
     tokenizer_files,
 )
-from lorax_server.adapters.plain_file import open_plain
+from lorax_server.adapters.plain_file import ChangedError, Stamp, open_plain
 from lorax_server.adapters.strict_json import parse_json
-from lorax_server.errors import AdapterAccessError, AdapterError
+from lorax_server.errors import AdapterAccessError, AdapterError, SourceError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class AdapterFiles:
     version: str  # changes whenever a file does
     sizes: Mapping[str, int]  # bytes of each known file that is there
     tags: Mapping[str, str] = field(default_factory=dict)  # what the source needs to fetch and check each file
+    # Of the very files that the source has checked, where others may write to their folder.
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -62,13 +65,29 @@ class Source(Protocol):
         """The `model_type` of a base model that is kept here; None, and never an error, when it cannot be known."""
 
 
+class Places(NamedTuple):
+    """Where to look whether an adapter has changed."""
+
+    # One at least gets another stamp when the name means another folder of the same roots, or when a known file comes,
+    # goes or is replaced. Most of them need not exist.
+    folders: Sequence[Path] = ()
+    roots: Sequence[Path] = ()  # have to stay the folders that they are, whatever comes and goes in them
+
+
 @runtime_checkable
 class Watchable(Protocol):
     """A source whose adapters lie on this machine, so that a look at some paths tells whether one has changed."""
 
-    def places(self, name: str) -> Sequence[Path]:
-        """Folders of which one at least gets another stamp when the name means another folder, or when a known file
-        comes, goes or is replaced. Most of them need not exist."""
+    def places(self, name: str) -> Places:
+        """Where to look whether what a name means has changed."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """A source that keeps what it fetched in folders, of which the longest unused leave."""
+
+    def mark_used(self, folder: Path) -> None:
+        """Note that a version is still used. Takes as long as the file system does."""
 
 
 BaseModelType = Callable[[str], str | None]
@@ -83,6 +102,7 @@ class FetchedAdapter:
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # of those files that its source vouches for
     is_new: bool = field(default=False, compare=False)  # some of its files had to be brought here just now
 
 
@@ -106,10 +126,16 @@ class AdapterSources:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
-    def places(self, source: str, name: str) -> Sequence[Path]:
-        """Folders to watch for changes of an adapter; none where its source has to be asked."""
+    def places(self, source: str, name: str) -> Places:
+        """What to watch for changes of an adapter; nothing where its source has to be asked."""
         origin: object = self._sources.get(source)
-        return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else ()
+        return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else Places()
+
+    def mark_used(self, source: str, folder: Path) -> None:
+        """Note that a version, which was fetched before, is still used."""
+        origin: object = self._sources.get(source)
+        if isinstance(origin, Keeping):
+            origin.mark_used(folder)
 
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
         """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
@@ -124,13 +150,14 @@ class AdapterSources:
         files = origin.find(name, token)
         wanted = _choose(files, self._max_bytes)
         config_folder = origin.fetch(files, [CONFIG_FILE], token)
-        config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}")
+        config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}", files.stamps.get(CONFIG_FILE))
         check_config(config, partial(self._base_model_type, source, token))
-        is_new = not all((config_folder / file).is_file() for file in wanted)
+        is_new = not all(os.path.isfile(config_folder / file) for file in wanted)
         folder = origin.fetch(files, wanted, token)
         total = sum(files.sizes[file] for file in wanted)
         logger.debug("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
-        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)), is_new)
+        stamps = {file: files.stamps[file] for file in wanted if file in files.stamps}
+        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)), stamps, is_new)
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:
         key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())
@@ -213,20 +240,24 @@ def read_model_type(source: Source, name: str, token: str | None) -> str | None:
         if files.sizes.get(MODEL_CONFIG_FILE, MAX_CONFIG_BYTES + 1) > MAX_CONFIG_BYTES:
             return None
         folder = source.fetch(files, [MODEL_CONFIG_FILE], token)
-        found = read_json(folder / MODEL_CONFIG_FILE, f"base model {name!r}").get("model_type")
+        stamp = files.stamps.get(MODEL_CONFIG_FILE)
+        found = read_json(folder / MODEL_CONFIG_FILE, f"base model {name!r}", stamp).get("model_type")
     except AdapterError:
         return None
     return found if isinstance(found, str) else None
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file that nobody vouches for."""
+def read_json(path: Path, what: str, stamp: Stamp | None = None) -> dict[str, Any]:
+    """A JSON object from a file whose content nobody vouches for. `stamp` is that of the file that is meant, if only
+    that one will do."""
     try:
-        with open_plain(path) as file:
+        with open_plain(path, stamp) as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")
         return parse_json(content)
+    except ChangedError as error:
+        raise SourceError(f"{what}: {path.name} changed while it was read; try again") from error
     except OSError as error:
         raise AdapterError(f"{what}: {path.name} cannot be read: {error.strerror}") from error
     except ValueError as error:

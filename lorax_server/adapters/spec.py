@@ -1,26 +1,15 @@
 """What has to be known to prepare an adapter: where it lies and what it must turn out to be. Travels to the workers."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.plain_file import Stamp
 from lorax_server.types import Merge
 
-Stamp = tuple[int, ...]
 SETTLED_NS = 2 * 10**9
-
-
-def stamp_of(path: Path | int) -> Stamp:
-    """Changes whenever the file does, but for two changes within one tick of the file system's clock. A number is that
-    of a file that is open.
-
-    The time of the last change of any kind is last: who writes a file can set the other time back, as `cp -p` does.
-    """
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def is_settled(stamp: Stamp, now_ns: int) -> bool:

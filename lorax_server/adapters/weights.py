@@ -11,8 +11,7 @@ import torch
 from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.plain_file import open_plain
-from lorax_server.adapters.spec import Stamp, stamp_of
+from lorax_server.adapters.plain_file import Stamp, open_plain, stamp_of
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError, SourceError
 
@@ -67,7 +66,7 @@ class StoredAdapter:
         self.path = folder / WEIGHTS_FILE
         self._stamp = self._stat()
         if stamp is not None and stamp != self._stamp:
-            raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed after it was chosen; try again")
+            raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was chosen; try again")
         self.tensors = read_header(self.path, self.name)
         assigned = assign_tensors(self.tensors, targets, self.name)
         self._written = {module: found.written for module, found in assigned.items()}
@@ -139,7 +138,7 @@ class StoredAdapter:
 
     def _check_same(self, stamp: Stamp) -> None:
         if stamp != self._stamp:
-            raise AdapterError(f"adapter {self.name!r}: {self.path.name} changed while it was read; try again")
+            raise SourceError(f"adapter {self.name!r}: {self.path.name} changed while it was read; try again")
 
     def _read(self, file: BufferedReader, key: str) -> torch.Tensor:
         """Read, not mapped: a file that somebody cuts short while it is mapped kills the process."""

@@ -293,8 +293,13 @@ def _adapters(args: Namespace) -> int:
 def _all_adapters(api: Api) -> Any:
     """The list with all of its pages as one; as it is where it is none."""
     answer = page = api.get("/v1/adapters")
+    asked = set()
     while isinstance(page, dict) and page.get("next"):
-        page = api.get("/v1/adapters?" + urlencode({"after": page["next"]}))
+        mark = str(page["next"])
+        if mark in asked:
+            raise LoraxError(f"the server's pages of adapters come again after {clean(mark)[:80]!r}; try again later")
+        asked.add(mark)
+        page = api.get("/v1/adapters?" + urlencode({"after": mark}))
         if not isinstance(page, dict) or not isinstance(page.get("data"), list):
             raise LoraxError("a page of the server's answer lists no adapters; is it a lorax server?")
         answer = {**answer, "data": [*answer["data"], *page["data"]], "has_more": False, "next": None}

@@ -60,7 +60,7 @@ class AdapterTable:
     # --- What the engine does with it ---------------------------------------------------------------------------------
 
     def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
-        """Why an adapter can never be used here."""
+        """The error of an adapter that can never be used here, if it is one."""
         if not self._capabilities.num_adapter_units:
             return AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
         return self._host.find_problem(spec)

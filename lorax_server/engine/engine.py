@@ -216,7 +216,7 @@ class Engine:
         self.wake.set()
 
     def _tier(self, spec: AdapterSpec) -> str:
-        """Where its weights are: if a merged adapter is nowhere yet, where the worst of its parts is."""
+        """The place of its weights. A merged adapter that is nowhere yet has that of the worst of its parts."""
         best = self._tier_of(spec.identity)
         if best != TIERS[-1] or spec.merge is None:
             return best

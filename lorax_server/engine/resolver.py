@@ -1,12 +1,12 @@
-"""Who an adapter's name means now: asks the sources on threads of its own, and remembers what they said for a while.
+"""Finds out which adapter a name means now: asks the sources on threads of its own, and remembers what they said.
 
 a request -> a pointer, if its files are the same   answered after one look at each, on a thread for looks
           -> a failure of a moment ago              answered at once
           -> a flight: somebody asks the source     all who want to know the same wait for it, in no thread
 
 A pointer to a folder of this machine is good as long as no file changes. One to a hub or a bucket is good for a while;
-then it is still answered with, and its source is asked beside it. Not for a request that brings a token, though: what
-that may read is never older than the while.
+then it is still answered with, and its source is asked beside it, or fails. Not for a request that brings a token,
+though: what that may read is never older than the while, and when its source fails then so does the request.
 """
 
 import copy
@@ -82,6 +82,7 @@ class AdapterResolver:
         clock: Callable[[], float] = time.monotonic,
         time_ns: Callable[[], int] = time.time_ns,  # what the times of files are held against
     ) -> None:
+        self._sources = sources
         self._revalidate_s = revalidate_s
         self._clock = clock
         self._finder = AdapterFinder(
@@ -105,7 +106,7 @@ class AdapterResolver:
         return len(self._unfinished)
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Answer]":
-        """Who is meant. Whatever goes wrong is in the Future, which is the caller's own and may be cancelled."""
+        """Find out which adapter is meant. What goes wrong is in the Future, which the caller may cancel."""
         try:
             _check_request(refs, merge)
             parts = [self._find(ref) for ref in refs]
@@ -152,7 +153,7 @@ class AdapterResolver:
             failure, now = self._failures.recall(key), self._clock()
             if failure is None or now >= failure.retry_at:
                 return self._join(key, ref).answer
-        stand_in = _stand_in(key, pointer, failure.error)
+        stand_in = self._stand_in(key, pointer, failure.error)
         return _done(stand_in) if stand_in else _failed(_again(failure.error, failure.retry_at - now))
 
     # --- looking at files
@@ -169,7 +170,7 @@ class AdapterResolver:
         try:
             now = self._clock()
             is_good = now < (pointer.ask_at if ref.token else pointer.good_until)
-            if is_good and pointer.found.is_unchanged():
+            if is_good and self._is_here(key, pointer.found):
                 if now >= pointer.ask_at:
                     self._ask_beside(key, ref)
                 found = _done(pointer.found)
@@ -186,6 +187,21 @@ class AdapterResolver:
             is_due = failure is None or self._clock() >= failure.retry_at
             if is_due and key not in self._flights and len(self._unfinished) < MAX_FLIGHTS:
                 self._join(key, ref)
+
+    def _is_here(self, key: Key, found: Found) -> bool:
+        """One look at each file. Those that are here are used now, so that they do not leave."""
+        self._sources.mark_used(key[0], found.spec.parts[0].folder)
+        return found.is_unchanged()
+
+    def _stand_in(self, key: Key, pointer: _Pointer | None, error: LoraxError) -> Found | None:
+        """An answer that may be given while a source fails; it takes looks at files.
+
+        This machine's folders never fail: they only change. What a token may read is known for its time and no longer.
+        """
+        source, _, token_hash = key
+        if pointer is None or token_hash or source == LocalSource.kind or not isinstance(error, SourceError):
+            return None
+        return pointer.found if self._is_here(key, pointer.found) else None
 
     def _tell_looker(self, answer: "Future[Found]", found: "Future[Found]") -> None:
         with self._lock:
@@ -259,7 +275,7 @@ class AdapterResolver:
             return found
         with self._lock:
             pointer = self._pointers.recall(flight.key)
-        stand_in = _stand_in(flight.key, pointer, failure.error)
+        stand_in = self._stand_in(flight.key, pointer, failure.error)
         if stand_in is None:
             raise _again(failure.error, failure.delay_s)
         logger.warning("%s; until then, what it was before is served", failure.error)
@@ -378,13 +394,6 @@ def _combine(merge: Merge | None, parts: Sequence[Found]) -> Answer:
     stored = tuple(part for spec in specs for part in spec.parts)
     name, num_elements = "+".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
     return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity, tier=tier)
-
-
-def _stand_in(key: Key, pointer: _Pointer | None, error: LoraxError) -> Found | None:
-    """What may be served while a source fails. This machine's folders never do: they only change."""
-    if pointer is None or key[0] == LocalSource.kind or not isinstance(error, SourceError):
-        return None
-    return pointer.found if pointer.found.is_unchanged() else None
 
 
 def _again(error: LoraxError, retry_after_s: float | None) -> LoraxError:

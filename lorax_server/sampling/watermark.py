@@ -5,6 +5,8 @@ that of its own hash and that of the token before, both odd numbers of 32 bits. 
 token, on the device, and nobody has to know the token before. `docs/generation.md` says how the mark is found.
 """
 
+import functools
+
 import torch
 
 GREEN_SHARE = 0.5
@@ -25,6 +27,7 @@ def green_mask(previous: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     return _products(previous, hashes) < 0
 
 
+@functools.lru_cache(maxsize=4)  # a batch that changes in each step would have it made each time
 def hash_tokens(vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """[vocabulary] int32: what is the same for every row and step."""
     return _hash(torch.arange(vocab_size, device=device))

@@ -6,7 +6,7 @@ engine is asked only for the adapters of the page.
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,7 +45,7 @@ async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str,
     """Describe the adapters of a page, as the body of an answer."""
     rows = [] if asked.after.startswith(BY_HASH) else await _named(parts, key, asked)
     if key.is_admin and len(rows) <= asked.limit:
-        rows += islice(_others(parts, asked), asked.limit + 1 - len(rows))
+        rows += await _others(parts, asked, asked.limit + 1 - len(rows))
     page = rows[: asked.limit]
     following = _mark(page[-1], rows[asked.limit]) if len(rows) > asked.limit else None
     if asked.after == BY_NAME and asked.also:
@@ -86,18 +86,30 @@ async def _named(parts: Parts, key: Key, asked: Asked) -> list[_Row]:
     return [_Row(name, place, parts.seen.latest(place)) for name, place in names]
 
 
-def _others(parts: Parts, asked: Asked) -> Iterator[_Row]:
-    """Adapters that have been resolved and whose names the operator did not give."""
+async def _others(parts: Parts, asked: Asked, count: int) -> list[_Row]:
+    """Up to `count` adapters that have been resolved and whose names the operator did not give.
+
+    After every few of them other requests have their turn.
+    """
     seen, named, wanted = parts.seen, parts.names.listing.named, asked.search.casefold()
     start = asked.after.removeprefix(BY_HASH) if asked.after.startswith(BY_HASH) else ""
-    for identity in seen.after(start):
-        places = seen.names(identity)
-        if not any(place in named for place in places) and any(wanted in place.name.casefold() for place in places):
-            yield _Row("", seen.name(identity), identity, is_named=False)
+    rows: list[_Row] = []
+    while True:
+        few = list(islice(seen.after(start), FEW))
+        kept = (identity for identity in few if _is_other(seen.names(identity), named, wanted))
+        rows += (_Row("", seen.name(each), each, is_named=False) for each in islice(kept, count - len(rows)))
+        if len(few) < FEW or len(rows) == count:
+            return rows
+        start = few[-1]
+        await asyncio.sleep(0)
+
+
+def _is_other(places: Iterable[Named], named: frozenset[Named], wanted: str) -> bool:
+    return not any(place in named for place in places) and any(wanted in place.name.casefold() for place in places)
 
 
 def _mark(last: _Row, following: _Row) -> str:
-    """Where the next page begins."""
+    """The mark at which the next page begins."""
     if following.is_named:
         return BY_NAME + last.name
     return BY_HASH + ("" if last.is_named else last.identity)

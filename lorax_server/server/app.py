@@ -23,8 +23,8 @@ OPENAPI_PATH = "/api-doc/openapi.json"
 DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."
 
 
-def make_app(service: Service) -> FastAPI:
-    """Of a service that has been started."""
+def make_app(service: Service, address: str = "") -> FastAPI:
+    """Make it of a service that has been started. `address` is the one of the socket, where there is one."""
     app: FastAPI = FastAPIOffline(
         redoc_url=None,
         static_url="/docs/static",
@@ -43,7 +43,7 @@ def make_app(service: Service) -> FastAPI:
     _add_handlers(app, methods)
     describe_limits(app, service.parts)
     config = service.config
-    app.add_middleware(Guard, methods=methods, service=service)
+    app.add_middleware(Guard, methods=methods, service=service, address=address)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.cors.allow_origins,
@@ -60,7 +60,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
 
     @app.exception_handler(LoraxError)
     async def ours(http: Request, error: LoraxError) -> Response:
-        return describe(error, http.url.path).response(http.url.path)
+        return _refuse(http, describe(error, http.url.path))
 
     @app.exception_handler(RequestValidationError)
     async def wrong_shape(http: Request, error: RequestValidationError) -> Response:
@@ -80,8 +80,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
             headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
         if isinstance(error.__cause__, ValueError | RecursionError):  # what no parser of JSON has a word for
             message = f"Failed to parse the request body as JSON: {_reason(error.__cause__)}"
-            return _refuse(http, http_problem(error.status_code, message, headers))
-        return http_problem(error.status_code, message, headers).response(http.url.path)
+        return _refuse(http, http_problem(error.status_code, message, headers))
 
     @app.exception_handler(Exception)
     async def mistake(http: Request, error: Exception) -> Response:
@@ -89,7 +88,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
 
 
 def _refuse(http: Request, problem: Problem) -> Response:
-    """What the schema refuses. `Guard` writes it down."""
+    """Answer a request that is refused outside of `Service.answer`. `Guard` writes it down."""
     http.state.problem = problem
     return problem.response(http.url.path)
 

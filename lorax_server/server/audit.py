@@ -53,7 +53,7 @@ class Ration:
         self._left_out = 0
 
     def take(self) -> int | None:
-        """How many were left out before this one; None if this one is to be left out as well."""
+        """Take one. Return the number of those left out before it, or None if this one is to be left out as well."""
         now = self._clock()
         if now - self._began >= MINUTE_S:
             self._began, self._count = now, 0
@@ -74,12 +74,12 @@ class Trail:
         self._connections = Ration(LINES_PER_MINUTE, clock)
         self._keys = Ration(LINES_PER_MINUTE, clock)
 
-    def refuse(self, visit: Visit, problem: Problem, *, is_stranger: bool) -> None:
-        """Count and log a request that ends before a route has it. A stranger has shown no valid key so far."""
+    def refuse(self, visit: Visit, problem: Problem) -> None:
+        """Count and log a request that is refused outside of `Service.answer`."""
         record = Record(visit.request_id, visit.path, visit.key, started_at=time.time())
         record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
         self._metrics.refuse(record)
-        left_out = self._refusals.take() if is_stranger else 0
+        left_out = 0 if visit.key else self._refusals.take()
         if left_out is not None:
             log_request(record, {"address": visit.address} | _left_out(left_out))
 
@@ -94,7 +94,7 @@ class Trail:
         is_refused = visit.status == HTTPStatus.UNAUTHORIZED
         if act is None and not is_refused:
             return
-        left_out = self._keys.take() if is_refused else 0
+        left_out = 0 if act is not None and act.key else self._keys.take()
         if left_out is None:
             return
         fields: dict[str, Any] = {

@@ -21,9 +21,12 @@ from lorax_server.errors import (
     AdapterAccessError,
     AdapterNotFoundError,
     DeadlineError,
+    EngineError,
     ForbiddenError,
     InputError,
     LoraxError,
+    OverloadedError,
+    SourceError,
 )
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
@@ -44,6 +47,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_HEADER = "x-request-timeout"
 BEARER = "bearer "
 LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of what was fetched just now
+NOT_GIVEN = (SourceError, OverloadedError, EngineError)  # an adapter that may be given to who tries again
 MAX_LABEL = 256  # characters of a merge's label that are remembered
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
@@ -122,7 +126,7 @@ class Call:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
         for ref, named in zip(choice.refs, choice.named, strict=True):
-            await self._check_may_use(ref, named, choice)
+            await self.check_may_use(named, ref.source == HUB, choice.asked_source)
         resolved = await self._resolve(choice)
         record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
         return Found(resolved, await self.parts.tokenizers.find(resolved))
@@ -153,11 +157,12 @@ class Call:
         self._num_logprobs += each * len(question.seeds)
         check_logprobs(self._num_logprobs)
 
-    async def _check_may_use(self, ref: AdapterRef, named: Named, choice: Choice) -> None:
+    async def check_may_use(self, named: Named, has_revisions: bool, source: str | None) -> None:
+        """Refuse what the key may not use, in the same words whether it exists or not."""
         try:
-            self.key.check_may_use(*named, self.parts.names.default_source, ref.source == HUB)
+            self.key.check_may_use(*named, self.parts.names.default_source, has_revisions)
         except ForbiddenError as error:
-            raise await self.with_nearest(error, named.name, choice.asked_source) from None
+            raise await self.with_nearest(error, named.name, source) from None
 
     async def with_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
         """The error of a name that may be misspelt, with those that may have been meant."""
@@ -188,17 +193,22 @@ class Call:
             return found[0][1]
         merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
         self.parts.seen.note(merged.identity, Named("", choice.label[:MAX_LABEL]))
-        return merged
+        is_fetched = any(part.tier == FETCHED for _, part in found)  # by now the engine has them all
+        return merged._replace(tier=FETCHED) if is_fetched else merged
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """A name that is new here counts against the caller's quota, whatever comes of it."""
+        """A name that is new here counts against the caller's quota, unless it could not be given now."""
         place = Named(ref.source, ref.name)
-        is_new = not self.parts.seen.latest(place)
-        if is_new and ref.source != LOCAL:
-            self.parts.gate.take_adapter(self.key)
-        ref, resolved = await self._ask_source(ref)
-        if not is_new and resolved.tier == FETCHED:
-            self.parts.gate.owe_adapter(self.key)
+        with self.parts.gate.fare(self.key, place) as fare:
+            if ref.source != LOCAL and not self.parts.seen.latest(place):
+                fare.take()
+            try:
+                ref, resolved = await self._ask_source(ref)
+            except NOT_GIVEN:
+                fare.give_back()
+                raise
+            if resolved.tier == FETCHED:
+                fare.owe()
         self.parts.seen.note(resolved.identity, place)
         return ref, resolved
 
@@ -364,7 +374,7 @@ class Call:
 
     @property
     def first_event(self) -> dict[str, str]:
-        """What only the first event of a stream says, beside its token."""
+        """Fields that only the first event of a stream has, beside its token."""
         return {"adapter_tier": self.adapter_tier} if self.adapter_tier else {}
 
     def stream_headers(self) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Connections:
 
 
 def network(client: str) -> str:
-    """What counts as one address: an address of IPv4, or the network of one of IPv6."""
+    """Name what counts as one address: an address of IPv4, or the network of one of IPv6."""
     try:
         address = ip_address(client.partition("%")[0])
     except ValueError:

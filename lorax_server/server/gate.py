@@ -81,6 +81,7 @@ class Gate:
         self._max_concurrent = max_concurrent
         self._clock = clock
         self._usages: dict[str, _Usage] = {}
+        self._fares: dict[tuple[str, tuple[str, str]], Fare] = {}  # that further requests may share
         self._sweep_at = 1024
 
     def enter(self, key: Key, count: int = 1) -> "Permit":
@@ -122,19 +123,23 @@ class Gate:
         self._remember(key, usage, now)
         usage.adapters.take(1, now)
 
-    def owe_adapter(self, key: Key) -> None:
-        """Count one that turned out to be new after it was let in."""
+    def owe_adapter(self, key: Key, count: int = 1) -> None:
+        """Count one that turned out to be new after it was let in; -1 of them gives one back."""
         now = self._clock()
         usage = self._usage(key, now)
         if usage.adapters is not None:
             self._remember(key, usage, now)
-            usage.adapters.take(1, now)
+            usage.adapters.take(count, now)
+
+    def fare(self, key: Key, place: tuple[str, str]) -> "Fare":
+        """Join the requests of a key that wait for the same adapter; it is one adapter, so they pay once."""
+        return self._fares.setdefault((key.name, place), Fare(self, key, place))
 
     def _usage(self, key: Key, now: float) -> _Usage:
         return self._usages.get(key.name) or _Usage(key, now, self._adapters_per_minute(key))
 
     def _adapters_per_minute(self, key: Key) -> int | None:
-        """What the key says, else what the server says, else a usual rate. Admins are free of those two."""
+        """The rate that the key says, else the server's, else a usual one. Admins are free of those two."""
         if key.new_adapters_per_minute is not None or key.is_admin:
             return key.new_adapters_per_minute
         return self._new_adapters_per_minute or (NEW_ADAPTERS_PER_MINUTE if key.name else None)
@@ -193,3 +198,47 @@ class Permit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
+
+
+class Fare:
+    """Price of an adapter, which the requests of a key that wait for it pay together.
+
+    The first answer closes it, so that a later request shares nothing with a fetch that has ended.
+    """
+
+    def __init__(self, gate: Gate, key: Key, place: tuple[str, str]) -> None:
+        self._gate = gate
+        self._key = key
+        self._pair = key.name, place
+        self._num_waiting = 0
+        self._is_paid = False
+
+    def take(self) -> None:
+        """Pay for an adapter that is new here, or refuse the request."""
+        if not self._is_paid:
+            self._gate.take_adapter(self._key)
+            self._is_paid = True
+
+    def owe(self) -> None:
+        """Pay for an adapter that had to be fetched again."""
+        if not self._is_paid:
+            self._gate.owe_adapter(self._key)
+            self._is_paid = True
+
+    def give_back(self) -> None:
+        """Take nothing for an adapter that its source could not give."""
+        if self._is_paid:
+            self._gate.owe_adapter(self._key, -1)
+            self._is_paid = False
+
+    def __enter__(self) -> Self:
+        self._num_waiting += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._num_waiting -= 1
+        is_answered = error is None or isinstance(error, Exception)  # else the client has left, and others wait on
+        if (is_answered or self._num_waiting == 0) and self._gate._fares.get(self._pair) is self:
+            del self._gate._fares[self._pair]

@@ -1,6 +1,7 @@
 """Routes that do not ask the model for text: health, what is served, metrics, and the tokenizer."""
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,7 @@ from lorax_server.types import SamplingParams, StopParams
 STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
 JSON = "application/json"
 MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
+PROBE_S = 5.0  # for so long the answer to a probe holds: callers without a key cannot keep the engine at work
 NOT_YET = {
     "/embed": "embeddings are",
     "/v1/embeddings": "embeddings are",
@@ -97,18 +99,21 @@ def _add_health(router: APIRouter, service: Service) -> None:
 
     @router.get("/startup", response_model=None, responses=answers, tags=["LoRAX"])
     async def startup() -> Response:
-        """Whether a request for a token of the base model is answered."""
+        """Ask the base model for a token, unless one has come in the last seconds."""
         return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
 
 
 class _Probe:
-    """One request at a time, however many ask."""
+    """One request at a time, however many ask, and none for a while after one that went well."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._good_until = -math.inf
         self._running: asyncio.Task[bool] | None = None
 
     async def run(self) -> bool:
+        if self._service.is_ready and time.monotonic() < self._good_until:
+            return True
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._generate())
         return await asyncio.shield(self._running)
@@ -117,6 +122,8 @@ class _Probe:
         engine = self._service.engine
         request = EngineRequest(engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
         tokens = [output async for output in engine.generate(request)]
+        if tokens:
+            self._good_until = time.monotonic() + PROBE_S
         return bool(tokens)
 
 

@@ -1,5 +1,7 @@
 """What stands before all routes: hosts and keys are looked at first, then bodies of JSON, of bounded size, that arrive
-in time. Each request gets an id, and what is refused here is written down."""
+in time. Each request gets an id, and what is refused here is written down.
+
+Every route of a router needs a key, but for those that are named here."""
 
 import asyncio
 import re
@@ -23,6 +25,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 SINGLE = ("host", "authorization", "content-type")  # a proxy might look at one of two, and we at the other
 CLOSE = {"connection": "close"}
+PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # to read, without a key
 
 
 class Methods:
@@ -43,12 +46,12 @@ class Methods:
 class Guard:
     """Reads the whole body before a route begins; routes take them whole, and so it is known here what is wrong."""
 
-    def __init__(self, app: ASGIApp, methods: Methods, service: Service) -> None:
+    def __init__(self, app: ASGIApp, methods: Methods, service: Service, address: str = "") -> None:
         config = service.config
         self._app = app
         self._methods = methods
         self._service = service
-        self._hosts = Hosts(config.host, config.allowed_hosts)
+        self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
 
@@ -76,10 +79,13 @@ class Guard:
 
     async def _answer(self, scope: Scope, headers: Headers, visit: Visit, receive: Receive, send: Send) -> None:
         """Refuse it, as early as can be, or let a route have it."""
-        is_post = scope["method"] == "POST" and "POST" in self._methods.of(scope["path"])
-        problem = self._check_caller(headers, visit, needs_key=is_post)
+        method, path = scope["method"], scope["path"]
+        is_known = method in self._methods.of(path)
+        is_post = is_known and method == "POST"
+        is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
+        problem = self._check_caller(headers, visit, needs_key=is_known and not is_public)
         if problem is not None:
-            await self._refuse(visit, problem, receive, send, is_stranger=True)
+            await self._refuse(visit, problem, receive, send)
             return
         if is_post:
             body, problem = await self._read(headers, receive)
@@ -90,9 +96,9 @@ class Guard:
                 return  # nobody is there any more
             receive = _replay(body, receive)
         await self._app(scope, receive, send)
-        problem = scope["state"].get("problem")  # of the schema
+        problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.trail.refuse(visit, problem, is_stranger=False)
+            self._service.trail.refuse(visit, problem)
 
     def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
         for name in SINGLE:
@@ -108,12 +114,10 @@ class Guard:
                 return describe(error, visit.path)._replace(headers=CLOSE)
         return None
 
-    async def _refuse(
-        self, visit: Visit, problem: Problem, receive: Receive, send: Send, *, is_stranger: bool = False
-    ) -> None:
+    async def _refuse(self, visit: Visit, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then take what still comes for a while: a client that is cut off in the middle of sending
         does not hear why."""
-        self._service.trail.refuse(visit, problem, is_stranger=is_stranger)
+        self._service.trail.refuse(visit, problem)
         response = problem.response(visit.path)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})

@@ -69,7 +69,7 @@ class Listing:
 
     @cached_property
     def signatures(self) -> list[int]:
-        """What `nearest` goes by, for each of the names; of many, only of the first ones."""
+        """Signatures of the names, by which `nearest` finds them; of many names, only of the first ones."""
         return [signature_of(name) for name in self.names[:MAX_SIGNED]]
 
 
@@ -129,7 +129,9 @@ class Names:
         with self._lock:
             self._folder = folder
             self._listing = None
-        _ = self.listing.names  # sorted here, on the thread that watches the folder, and not while requests wait
+        listing = self.listing
+        # All of it is made here, on the thread that watches the folder, and not while requests wait.
+        _ = listing.names, listing.named, listing.signatures
 
     # --- What a request means -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from lorax_server.errors import AdapterNotFoundError
 from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Call, Question
 from lorax_server.server.jobs import Job, count_cached
-from lorax_server.server.names import Choice
+from lorax_server.server.keys import HUB
+from lorax_server.server.names import Choice, Named
 from lorax_server.server.openai_schemas import CommonRequest
 from lorax_server.server.rules import check, check_stops, not_yet
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
@@ -51,9 +52,12 @@ class Heading:
 
 
 async def choose_adapter(body: CommonRequest, call: Call) -> Choice:
+    names = call.parts.names
     try:
-        return call.parts.names.by_model(body.model, body.adapter_source, body.api_token or None)
+        return names.by_model(body.model, body.adapter_source, body.api_token or None)
     except AdapterNotFoundError as error:
+        named = Named(names.default_source, names.without_base(body.model))
+        await call.check_may_use(named, named.source == HUB, None)  # else who may not use it learns that it is missing
         raise await call.with_nearest(error, body.model, None) from None
 
 

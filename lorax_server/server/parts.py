@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lorax_server.config import ServerConfig
 from lorax_server.engine.client import EngineClient
@@ -16,6 +17,7 @@ from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.server.tracing import Tracer
 
 MAX_SEEN = 10_000
+MAX_SPELLINGS = 16  # names of one adapter, of which a folder's has any number: `poet`, `./poet`, `poet/.`
 
 
 class Seen:
@@ -32,11 +34,16 @@ class Seen:
     def note(self, identity: str, name: Named) -> None:
         if identity not in self._names:
             insort(self._sorted, identity)
-        self._names.setdefault(identity, {})[name] = None
+        names = self._names.setdefault(identity, {})
+        if name != next(iter(names), None):  # the first one keeps its place: the adapter is shown by it
+            names.pop(name, None)
+            names[name] = None
         self._names.move_to_end(identity)
         hashes = self._hashes.setdefault(name, {})
         hashes.pop(identity, None)
         hashes[identity] = None
+        if len(names) > MAX_SPELLINGS:
+            self._forget_name(identity, next(islice(names, 1, None)))
         if len(self._names) > MAX_SEEN:
             self._forget()
 
@@ -45,7 +52,7 @@ class Seen:
         return next(iter(self._names.get(identity, ())), None)
 
     def names(self, identity: str) -> Iterable[Named]:
-        """All that it was found by."""
+        """Those that it was found by: the first one and the latest."""
         return self._names.get(identity, ())
 
     def after(self, identity: str) -> Iterator[str]:
@@ -58,7 +65,7 @@ class Seen:
         return list(self._hashes.get(name, ()))
 
     def latest(self, name: Named) -> str:
-        """Who a name means; "" if it was never resolved."""
+        """The adapter that a name means; "" if it was never resolved."""
         return next(reversed(self._hashes.get(name, {})), "")
 
     def is_meant_by_others(self, identity: str, name: Named) -> bool:
@@ -67,12 +74,17 @@ class Seen:
         return any(self.identities(other)[-1] == identity for other in others)
 
     def _forget(self) -> None:
-        identity, names = self._names.popitem(last=False)
+        identity = next(iter(self._names))
+        for name in list(self._names[identity]):
+            self._forget_name(identity, name)
+        del self._names[identity]
         del self._sorted[bisect_left(self._sorted, identity)]
-        for name in names:
-            del self._hashes[name][identity]
-            if not self._hashes[name]:
-                del self._hashes[name]
+
+    def _forget_name(self, identity: str, name: Named) -> None:
+        del self._names[identity][name]
+        del self._hashes[name][identity]
+        if not self._hashes[name]:
+            del self._hashes[name]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lorax_server.errors import (
     LoraxError,
     MissingVariableError,
     NoTemplateError,
+    NotSupportedError,
     OverloadedError,
     TemplateError,
 )
@@ -108,7 +109,9 @@ def describe(error: BaseException, path: str) -> Problem:
     if not isinstance(error, LoraxError):
         return Problem(500, "internal", "Internal server error")
     problem = _describe(error, is_native=not path.startswith(OPENAI_PREFIX))
-    message = _in_words_of(path, problem.message) if isinstance(error, InputError) else problem.message
+    # What a template says is its own, and what is not supported is named as the route's callers know it.
+    is_ours = isinstance(error, InputError) and not isinstance(error, TemplateError | NotSupportedError)
+    message = _in_words_of(path, problem.message) if is_ours else problem.message
     return problem._replace(message=message, retry_after_s=error.retry_after_s)
 
 

@@ -1,5 +1,9 @@
-"""uvicorn's HTTP, for clients that mean no good: connections are counted, headers have a size and a time to arrive, and
-errors are JSON."""
+"""uvicorn's HTTP, for clients that mean no good: connections are counted, headers have a size and a time to arrive,
+answers have a time to be taken, and errors are JSON.
+
+A connection always has a timer, so that none stays for ever: for the headers of a request, for a body that no route
+wanted, for the next request, or for what is to be written. While a request is answered, its route has one.
+"""
 
 import asyncio
 from http import HTTPStatus
@@ -11,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from lorax_server.server.audit import Trail, Visit
 from lorax_server.server.connections import FULL, FULL_ADDRESS, Connections
 from lorax_server.server.problems import Problem, http_problem
+from lorax_server.server.sse import STUCK_S
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_LINGERING = 256
@@ -44,6 +49,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.Handle | None = None
+        self._num_unwritten = 0
         self._num_header_bytes = 0
         self._is_refused = False
         self._has_rest = False
@@ -59,6 +66,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_rest_timer()
+        self._stop_write_timer()
+        self._unset_keepalive_if_required()
         if self._is_refused:
             self._counted.num_lingering -= 1
         self._counted.leave(self)
@@ -77,19 +86,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def give_way(self) -> None:
-        """Another connection needs the place. One that waits for its first request, or in the middle of the headers of
-        one, is told so."""
+        """Close, since another connection needs the place. A client that waits for its first request, or in the middle
+        of the headers of one, is told so. What it does not take at once is dropped: its place is no longer counted."""
         if self._header_timer is None:
             self.transport.close()
         else:
             self._send_problem(_too_many(FULL))
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_soon(self._drop_unwritten)
 
     def data_received(self, data: bytes) -> None:
         """The parser keeps what is not complete, however long it gets."""
         if self._is_refused:
             self.transport.close()
             return
-        self._unset_keepalive_if_required()
         while data and not self.transport.is_closing():
             self._num_header_bytes += len(data)
             data = self._parse(data)
@@ -125,6 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()  # not by any byte: a line end between requests begins none
         self._num_header_bytes = 0  # not those of the body before it
         if self._header_timer is None:  # another request on a connection that was kept
             self._header_timer = self.loop.call_later(self.timeout_s, self._give_up)
@@ -136,6 +147,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_too_large:
             raise OverflowError  # which the parser makes an error of its own
         self._stop_timer()
+        self._unset_keepalive_if_required()  # set again if the answer before ended among these headers
         self._has_rest = True
         self._counted.wake(self)
         super().on_headers_complete()
@@ -150,11 +162,59 @@ class GuardedProtocol(HttpToolsProtocol):
         """A body that no route wanted may still be on its way, but not for ever: every byte of it would put off the
         time when an idle connection is closed."""
         super().on_response_complete()
-        if self._is_answering or self.transport.is_closing():
+        if self.transport.is_closing():
+            self._watch_writing()
+            return
+        if self._is_answering:
             return
         self._counted.rest(self)
         if self._has_rest:
-            self._rest_timer = self.loop.call_later(self.timeout_s, self.transport.close)
+            self._rest_timer = self.loop.call_later(self.timeout_s, self._close)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    # --- Clients that do not read -------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_timer()
+
+    def _close(self) -> None:
+        """Close when all is written, which a client that does not read can put off for a while only."""
+        self.transport.close()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        """Begin to watch. Nothing more is written meanwhile, so that less to write means that the client reads."""
+        if self._write_timer is None:
+            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(STUCK_S, self._check_writing)
+
+    def _check_writing(self) -> None:
+        """Cut off a client that has taken nothing since the last look."""
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unwritten:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def _drop_unwritten(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # --- Timers of requests -------------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
         self._header_timer = None
@@ -185,8 +245,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if not (self._is_answering and self.cycle.response_started):
             self._write(problem)
             if hasattr(self, "url") or self._num_header_bytes:  # else nobody has asked for anything
-                self._trail.refuse(Visit("", self._path, self._address), problem, is_stranger=True)
-        self.transport.close()
+                self._trail.refuse(Visit("", self._path, self._address), problem)
+        self._close()
 
     def _write(self, problem: Problem) -> None:
         response = problem.response(self._path)

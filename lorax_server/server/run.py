@@ -65,15 +65,15 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         return 1
     starting.result()
     try:
-        await _Server(service).serve([listener])
+        await _Server(service, listener.getsockname()[0]).serve([listener])
     finally:
         await service.close()
     return 0
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, service: Service) -> None:
-        super().__init__(_uvicorn_config(service))
+    def __init__(self, service: Service, address: str) -> None:
+        super().__init__(_uvicorn_config(service, address))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -93,11 +93,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _uvicorn_config(service: Service) -> uvicorn.Config:
+def _uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:
     config = service.config
     connections = Connections(config.max_connections, config.max_connections_per_address, service.parts.metrics)
     return uvicorn.Config(
-        make_app(service),
+        make_app(service, address),
         http=make_protocol(config.body_timeout_s, connections, service.trail),
         ws="none",
         lifespan="off",

@@ -169,7 +169,7 @@ class Service:
         return self.check_caller(http.headers.get("authorization"))
 
     def check_caller(self, authorization: str | None) -> Key:
-        """Who asks, by a header, before anything else of a request is looked at."""
+        """Find the caller by a header, before anything else of a request is looked at."""
         self._check_is_open()
         return self._keys.identify(authorization)
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lorax_server.adapters.spec import Stamp
+from lorax_server.adapters.plain_file import Stamp
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError, NoTemplateError

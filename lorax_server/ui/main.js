@@ -18,6 +18,7 @@ const parameters = new Parameters();
 const residency = new Residency(() => hasMore && watch.poke());
 let listed = []; // what the server said last of its adapters
 let hasMore = false; // whether it has more of them than it says at once
+let lastAsked = ""; // which of them it was asked for
 let running = null; // what stops the requests under way
 let isKnown = false; // whether the server has said what it serves
 
@@ -102,8 +103,10 @@ async function list() {
   const asked = new URLSearchParams([...names.map((name) => ["also", name]), ...(search ? [["search", search]] : [])]);
   const { data, has_more } = await getJson(asked.size ? `v1/adapters?${asked}` : "v1/adapters");
   const isOther = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
-  if (isOther && !hasMore) await models.refresh(); // else it is what was asked for that has changed
+  const isSameQuestion = !hasMore || asked.toString() === lastAsked;
+  if (isOther && isSameQuestion) await models.refresh(); // else it is what was asked for that has changed
   listed = data;
+  lastAsked = asked.toString();
   hasMore = Boolean(has_more) || search !== "";
 }
 

@@ -21,12 +21,14 @@ import torch
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
+from lorax_server.machine import give_back_memory, share_arenas
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0  # how long a rank may take to end by itself
+REST_S = 1.0  # without a plan, until a rank gives memory back
 EXPLAIN_S = 5.0  # how long it may take until it is known why one has ended
 GROUP_TIMEOUT_S = 600.0  # how long ranks wait for each other, e.g. while one loads
 
@@ -164,9 +166,10 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends its ranks itself
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        share_arenas()
         worker = _join(config, rank, meeting)
         while True:
-            worker.submit(pickle.loads(connection.recv_bytes()))
+            worker.submit(receive_plan(connection))
             worker.take_prepared()
             worker.forget()
     except EOFError:
@@ -177,6 +180,14 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         time.sleep(0.1)
         os._exit(1)
+
+
+def receive_plan(connection: Connection) -> StepPlan:
+    """Wait for the next plan. If none comes for a while, memory that the largest step needed is given back, once."""
+    if not connection.poll(REST_S):
+        give_back_memory()
+    plan: StepPlan = pickle.loads(connection.recv_bytes())
+    return plan
 
 
 def _end_with_parent() -> None:

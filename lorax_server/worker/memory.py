@@ -1,4 +1,4 @@
-"""How the memory that there is gets shared out between the cache and the adapters."""
+"""Shares of the memory: the cache's and the adapters'."""
 
 import itertools
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
-from lorax_server.adapters.spec import stamp_of
+from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup

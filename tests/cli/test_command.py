@@ -548,6 +548,14 @@ def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[s
     assert ([each["id"] for each in whole["data"]], whole["has_more"], whole["next"]) == (list("abcd"), False, None)
 
 
+@pytest.mark.parametrize("following", [("b", "b"), ("b", "c", "b")])
+def test_pages_that_come_again(server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
+        server.replies[f"/v1/adapters{query}"] = lambda _, mark=mark: (200, {"data": [], "next": mark})
+    assert main(["adapters"]) == 1
+    assert "pages of adapters come again after 'b'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
 def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, answer)

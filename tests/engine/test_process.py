@@ -177,6 +177,17 @@ def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
     assert peer.engine.is_closed
 
 
+def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could stop it, and nobody would be answered."""
+    monkeypatch.setattr(ipc, "decode_question", lambda _: 1 / 0)
+    peer.send(ipc.GetStatus(1))
+    assert peer.receive() == ipc.Failed("ZeroDivisionError: division by zero")
+    ended_with = peer.ended_with.get(timeout=60)
+    assert isinstance(ended_with, SystemExit)
+    assert ended_with.code == 1
+    assert peer.engine.is_closed
+
+
 def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
     peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
     steps = iter([[Output(1, 5, 0.0), Output(2, 5, object()), Output(3, 6, 0.0)]])  # type: ignore[arg-type]

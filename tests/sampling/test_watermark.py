@@ -105,3 +105,7 @@ def test_the_mark_is_found_and_only_where_there_is_one(device: torch.device) -> 
     params = [SamplingParams(do_sample=True, watermark=row % 2 == 0, seed=row) for row in range(4)]
     ids = generate([*params, SamplingParams(watermark=True), SamplingParams()], 100, device)
     assert [z_score(row) > 4 for row in ids.tolist()] == [True, False, True, False, True, False]
+
+
+def test_what_is_the_same_for_all_batches_is_made_once() -> None:
+    assert hash_tokens(VOCAB, "cpu") is hash_tokens(VOCAB, "cpu")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -44,6 +45,12 @@ class Wire:
                 self._parser.parser.feed_data(data)
         return self._parser.answers if count is None else self._parser.answers[-count:]
 
+    async def take(self, count: int) -> int:
+        """Read at most so many bytes; 0 when the server has closed the connection."""
+        with suppress(ConnectionError):
+            return len(await self._reader.read(count))
+        return 0
+
     async def close(self) -> None:
         self._writer.close()
         with suppress(ConnectionError):
@@ -53,10 +60,21 @@ class Wire:
 class Edge:
     """A server that can be asked over a socket."""
 
-    def __init__(self, port: int, metrics: Metrics) -> None:
+    def __init__(self, port: int, metrics: Metrics, state: ServerState) -> None:
         self.metrics = metrics
+        self.state = state
         self._port = port
         self._wires: list[Wire] = []
+
+    async def connect_deaf(self) -> Wire:
+        """A client whose socket takes little, and of which nothing is read until a test does so."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
+        wire = Wire(*await asyncio.open_connection(sock=sock, limit=1024))
+        self._wires.append(wire)
+        return wire
 
     async def connect(self, address: str = "127.0.0.1") -> Wire:
         wire = Wire(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
@@ -89,7 +107,7 @@ async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator
     state = ServerState()
     loop, make = asyncio.get_running_loop(), settings.http_protocol_class
     server = await loop.create_server(lambda: make(config=settings, server_state=state, app_state={}), "127.0.0.1", 0)
-    found = Edge(server.sockets[0].getsockname()[1], metrics)
+    found = Edge(server.sockets[0].getsockname()[1], metrics, state)
     try:
         yield found
     finally:
@@ -109,6 +127,10 @@ class Shared:
         self.bench.engine.info = INFO | {"num_blocks": 1, "block_size": 16, "dtype": "float32"}
         self._settings = _uvicorn_config(self.bench.service)
         self._runner = asyncio.Runner()
+
+    @property
+    def app(self) -> Any:
+        return self._settings.app
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         """Nothing that a test before it did has been written down."""

@@ -118,6 +118,36 @@ def test_search() -> None:
     assert bench.walk(search="\0") == [[]]
 
 
+def test_a_search_of_many_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, turns = Pages(0, others=25), []
+    monkeypatch.setattr(adapter_pages, "FEW", 10)
+
+    async def search() -> dict[str, Any]:
+        beside = asyncio.create_task(look())
+        page = await list_page(bench.parts, ADMIN, Asked(search="o-00024"))
+        beside.cancel()
+        return page
+
+    async def look() -> None:
+        while not bench.asked:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    assert [each["id"] for each in asyncio.run(search())["data"]] == ["n-other-00024"]
+    assert len(turns) >= 2
+    assert bench.walk(ADMIN, limit=10) == [
+        [f"n-other-{number:05}" for number in range(start, min(start + 10, 25))] for start in (0, 10, 20)
+    ]
+
+
+def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own() -> None:
+    bench = Pages(4, others=2)
+    first = bench.page(ADMIN, limit=2, also=["a-00001", "a-00003"])
+    assert [each["id"] for each in first["data"]] == ["a-00000", "a-00001", "a-00003"]
+    second = bench.page(ADMIN, limit=2, after=first["next"])
+    assert [each["id"] for each in second["data"]] == ["a-00002", "a-00003"]
+
+
 def test_names_that_come_and_go_between_pages() -> None:
     bench = Pages(6)
     first = bench.page(limit=2)

@@ -30,8 +30,8 @@ def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplo
     trail = make(lambda: now)
     with caplog.at_level(logging.INFO):
         for _ in range(100):
-            trail.refuse(Visit("it", "/generate", CLIENT), http_problem(403), is_stranger=True)
-            trail.refuse(Visit("it", "/generate", CLIENT, "alice"), http_problem(422), is_stranger=False)
+            trail.refuse(Visit("it", "/generate", CLIENT), http_problem(403))
+            trail.refuse(Visit("it", "/generate", CLIENT, "alice"), http_problem(422))
             trail.refuse_connection(CLIENT, http_problem(503))
             trail.end(Visit("it", "/generate", CLIENT, status=401), None)
             trail.end(Visit("it", "/v1/adapters/load", CLIENT, status=401), Act("load", "poet"))

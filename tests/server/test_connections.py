@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server import protocol
@@ -107,31 +108,40 @@ def test_there_are_files_for_all_connections(max_files: int, expected: int, capl
 # --- On sockets -------------------------------------------------------------------------------------------------------
 
 BUSY = head("GET", "/stay", [b"host: localhost"])
+LONG = b"x" * 2**23  # more than the sockets of both ends take
+ASK_LONG = head("GET", "/long", [b"host: localhost"])
 BEGUN = b"GET /health HTTP/1.1\r\nhost: loc"
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers, but for who is to stay."""
+    """Answers, at length if that is asked for, but for who is to stay."""
     while scope["path"] == "/stay" and (await receive())["type"] != "http.disconnect":
         pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    body = LONG if scope["path"] == "/long" else b""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 @asynccontextmanager
-async def limited(most: int, most_per_address: int = 0) -> AsyncIterator[Edge]:
+async def limited(most: int, most_per_address: int = 0, keep_alive_s: float = 75.0) -> AsyncIterator[Edge]:
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
     kind = make_protocol(30.0, Connections(most, most_per_address, metrics), Trail(metrics))
-    async with listening(uvicorn.Config(app, http=kind, lifespan="off", log_config=None), metrics) as edge:
+    settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, timeout_keep_alive=keep_alive_s)
+    async with listening(settings, metrics) as edge:
         yield edge
 
 
-def run(check: Callable[[Edge], Awaitable[None]], most: int, most_per_address: int = 0) -> None:
+def run(
+    check: Callable[[Edge], Awaitable[None]], most: int, most_per_address: int = 0, keep_alive_s: float = 75.0
+) -> None:
+    """On the event loop of the server, whose transports are not those of asyncio."""
+
     async def inside() -> None:
-        async with limited(most, most_per_address) as edge:
+        async with limited(most, most_per_address, keep_alive_s) as edge:
             await check(edge)
 
-    asyncio.run(inside())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
 
 
 async def stay(edge: Edge, address: str = "127.0.0.1") -> Wire:
@@ -220,3 +230,127 @@ def test_those_that_are_refused_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
         assert edge.count("lorax_connections_refused_total", 'reason="full"') == 6
 
     run(check, 1)
+
+
+# --- Clients that do not read -----------------------------------------------------------------------------------------
+
+
+async def until_open(edge: Edge, count: int) -> None:
+    async with asyncio.timeout(30):
+        while len(edge.state.connections) != count:
+            await asyncio.sleep(0.001)
+
+
+async def until_written(edge: Edge) -> None:
+    """Wait until each answer has begun, and cannot go on."""
+    async with asyncio.timeout(30):
+        while not all(each.transport.get_write_buffer_size() for each in edge.state.connections):
+            await asyncio.sleep(0.001)
+
+
+def test_a_client_that_does_not_read_gives_its_socket_up_with_its_place() -> None:
+    async def check(edge: Edge) -> None:
+        for count in range(1, 7):
+            wire = await edge.connect_deaf()
+            await wire.send(ASK_LONG)
+            while edge.count("lorax_connections_refused_total", 'reason="gave_way"') < count - 2:
+                await asyncio.sleep(0.001)
+            await until_open(edge, min(count, 2))
+            await until_written(edge)
+        assert edge.count("lorax_connections") == 2
+
+    run(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["kept", "close"])
+def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "STUCK_S", 0.05)
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect_deaf()
+        closing = [b"connection: close"] if kind == "close" else []
+        await wire.send(head("GET", "/long", [b"host: localhost", *closing]))
+        await until_open(edge, 1)
+        await until_open(edge, 0)
+        assert edge.count("lorax_connections") == 0
+
+    run(check, 2)
+
+
+def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer below the mark at which writing pauses: the connection is closed as idle, but not at once."""
+    monkeypatch.setattr(protocol, "STUCK_S", 0.05)
+
+    async def check(edge: Edge) -> None:
+        await edge.connect_deaf()
+        await until_open(edge, 1)
+        (connection,) = edge.state.connections
+        connection.transport.set_write_buffer_limits(high=2 * len(LONG))  # so that all of it is little
+        connection.data_received(ASK_LONG)
+        await until_written(edge)
+        await until_open(edge, 0)
+
+    run(check, 2, keep_alive_s=0.05)
+
+
+def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look finds that there is less to write than at the last one."""
+    monkeypatch.setattr(protocol, "STUCK_S", 1000.0)
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect_deaf()
+        await wire.send(ASK_LONG)
+        await until_open(edge, 1)
+        await until_written(edge)
+        (connection,) = edge.state.connections
+        looks, taken, left = 0, 0, connection.transport.get_write_buffer_size()
+        while taken < len(LONG):
+            got = await wire.take(2**16)
+            assert got, "it was cut off"
+            taken += got
+            now = connection.transport.get_write_buffer_size()
+            if now < left and connection._write_timer is not None:
+                looks, left = looks + 1, now
+                connection._stop_write_timer()
+                connection._check_writing()  # as the timer does
+        assert looks > 3
+        assert (await edge.ask(HEALTH)).status == 200
+
+    run(check, 2)
+
+
+# --- A timer for every connection -------------------------------------------------------------------------------------
+
+REST = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REST, b"xxx"), (REST, b"xxx\r\n")], ids=repr
+)
+def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: bytes) -> None:
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(first)
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        await wire.send(then)
+        assert len(await wire.hear()) == 1, "closed without another word"
+
+    run(check, 2, keep_alive_s=0.05)
+
+
+def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
+    """The answer before ended while the headers of this one were on their way."""
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(HEALTH + BUSY[:-2])
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        await wire.send(BUSY[-2:])
+        await asyncio.sleep(0.05)
+        (connection,) = edge.state.connections
+        assert connection.timeout_keep_alive_task is None
+        assert connection._header_timer is None
+
+    run(check, 2)

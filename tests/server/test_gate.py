@@ -229,3 +229,49 @@ def test_what_is_remembered_of_new_adapters_is_bounded(clock: Clock) -> None:
         gate.take_adapter(Key(f"k-{number}"))
         clock.now += 1
     assert len(gate._usages) <= 1024
+
+
+PLACE = ("hub", "owner/poet")
+
+
+def test_requests_of_a_key_for_an_adapter_share_a_fare(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=1)
+    with gate.fare(key, PLACE) as first, gate.fare(key, PLACE) as second:
+        first.take()
+        second.take()
+        second.owe()
+        for other, place in ((key, ("s3", "owner/poet")), (Key("other", new_adapters_per_minute=1), PLACE)):
+            with gate.fare(other, place) as third:
+                assert third is not first
+    assert retry_new_after(gate, key) == pytest.approx(60.0)
+    assert not gate._fares
+
+
+def test_a_fare_is_shared_until_an_answer_comes(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=5)
+    with gate.fare(key, PLACE) as first:
+        with pytest.raises(KeyboardInterrupt), gate.fare(key, PLACE):
+            raise KeyboardInterrupt  # as a request whose client leaves
+        assert gate.fare(key, PLACE) is first
+        with pytest.raises(ZeroDivisionError), gate.fare(key, PLACE):
+            raise ZeroDivisionError
+        assert gate.fare(key, PLACE) is not first
+
+
+def test_a_fare_that_is_given_back_is_given_back_once(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=2)
+    gate.take_adapter(key)
+    with gate.fare(key, PLACE) as fare:
+        fare.take()
+        fare.give_back()
+        fare.give_back()
+    gate.take_adapter(key)
+    assert retry_new_after(gate, key) == pytest.approx(30.0)
+
+
+def test_a_request_that_is_refused_leaves_no_fare(clock: Clock) -> None:
+    gate, key = Gate(10, clock), Key("k", new_adapters_per_minute=1)
+    gate.take_adapter(key)
+    with pytest.raises(OverloadedError), gate.fare(key, PLACE) as fare:
+        fare.take()
+    assert not gate._fares

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lorax_server.errors import AdapterError
-from lorax_server.server import general, guard
+from lorax_server.server import audit, general, guard
 from lorax_server.server.audit import LINES_PER_MINUTE
 from lorax_server.server.logs import FIELDS
+from lorax_server.types import FinishReason
 from tests.e2e.hostile_client import post, request
 from tests.server.edge import GOOD, HEALTH, Edge, Shared, error_of, head, with_key
 
@@ -98,12 +99,64 @@ def test_a_refused_body_is_not_kept(keyed: Shared, monkeypatch: pytest.MonkeyPat
     keyed.run(check)
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/", "/metrics", "/openapi.json", "/docs", "/ui", "/ui/"])
+OPEN_PATHS = (
+    "/", "/health", "/ping", "/metrics", "/openapi.json", "/api-doc/openapi.json", "/docs", "/ui", "/ui/",
+    "/ui/index.html",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OPEN_PATHS)
 def test_what_needs_no_key_still_needs_none(path: str, keyed: Shared) -> None:
     async def check(server: Edge) -> None:
-        assert (await server.ask(request("GET", path))).status in (200, 307)
+        for method in ("GET", "HEAD"):
+            assert (await server.ask(request(method, path))).status in (200, 307)
 
     keyed.run(check)
+
+
+def test_every_other_route_needs_one(keyed: Shared) -> None:
+    """Also those that are added after this was written: all that the schema knows is asked for."""
+    paths = keyed.app.openapi()["paths"]
+    asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    guarded = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
+    assert ("GET", "/info") in guarded
+
+    async def check(server: Edge) -> None:
+        for method, path in guarded:
+            assert (await server.ask(request(method, path))).status == 401, (method, path)
+
+    keyed.run(check)
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters?limit=0", "/v1/adapters?after=%00", "/v1/models/x", "/info"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        answer = await server.ask(request(method, path))
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+    keyed.run(check)
+
+
+def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) -> None:
+    """One token for many, at the same time and soon after; not if the engine is lost meanwhile."""
+    engine, probe = unlocked.bench.engine, request("GET", "/startup")
+
+    async def check(server: Edge) -> None:
+        asking = [asyncio.create_task(server.ask(probe)) for _ in range(3)]
+        while not engine.added:
+            await asyncio.sleep(0.001)
+        engine.give(engine.added[0].request_id, 42, end=FinishReason.LENGTH)
+        assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 3
+        assert [(await server.ask(probe)).status for _ in range(3)] == [200] * 3
+        assert len(engine.added) == 1
+        engine.is_healthy = False
+        try:
+            assert (await server.ask(probe)).status == 503
+        finally:
+            engine.is_healthy = True
+
+    unlocked.run(check)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +287,11 @@ TOO_MUCH = ("content-length", str(10**9))
         (b"GET /x?key=s3cret HTTP/1.1\r\nhost : x\r\n\r\n", 400, "validation", "/x"),
         (head("GET", "/x?key=s3cret", [b"x: " + b"y" * 70_000]), 431, "validation", "/x"),
         (head("GET", "/health", [b"host: evil"]), 403, "forbidden", "/health"),
+        (request("GET", "/info"), 401, "authentication", "/info"),
+        (with_key("/tokenize", {"inputs": "x" * (general.MAX_CHARACTERS + 1)}), 422, "validation", "/tokenize"),
+        (with_key("/embed", {}), 422, "validation", "/embed"),
+        (request("GET", "/nowhere?key=s3cret"), 404, "validation", "/nowhere"),
+        (request("DELETE", "/generate"), 405, "validation", "/generate"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -349,6 +407,30 @@ def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Share
 
     keyed.run(check)
     assert len(lines("audit")) == len(lines("request")) == LINES_PER_MINUTE
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "messages"),
+    [
+        (request("GET", "/v1/adapters?limit=0"), 422, ["request"]),
+        (post("/generate", GOOD, kind="text/plain"), 415, ["request"]),
+        (request("GET", "/nowhere"), 404, ["request"]),
+        (post("/v1/adapters/unload", {"adapter_id": "poet"}), 403, ["request", "audit"]),
+    ],
+    ids=["schema", "kind", "nowhere", "admin"],
+)
+def test_callers_without_a_key_do_not_flood_the_log(
+    data: bytes, status: int, messages: list[str], lines: Lines, unlocked: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where everybody may ask, either."""
+    monkeypatch.setattr(audit, "LINES_PER_MINUTE", 3)
+
+    async def check(server: Edge) -> None:
+        for _ in range(6):
+            assert (await server.ask(data)).status == status
+
+    unlocked.run(check)
+    assert {message: len(lines(message)) for message in messages} == dict.fromkeys(messages, 3)
 
 
 # --- What is shared ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
 
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server.hosts import Hosts
+from lorax_server.server.run import _bind
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,30 @@ def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None
 )
 def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
     assert Hosts(bound, allowed).allow(host) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("bound", "address"),
+    [
+        ("localhost.localdomain", "127.0.0.1"),
+        ("ip6-localhost", "::1"),
+        ("::ffff:127.0.0.1", "::ffff:127.0.0.1"),
+        ("laptop", "127.0.1.1"),  # as many systems call themselves
+    ],
+)
+def test_a_name_that_means_this_machine_is_checked_like_its_address(bound: str, address: str) -> None:
+    hosts = Hosts(bound, (), address)
+    assert not hosts.allow("evil.example")
+    assert all(map(hosts.allow, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
+
+
+def test_a_mapped_address_of_all_is_meant_for_others() -> None:
+    assert Hosts("::ffff:0.0.0.0", ()).allow("anything.example")
+    assert Hosts("::ffff:0.0.0.0", ("api.example.com",)).allow("10.0.0.7:3000")
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.1"])
+def test_the_socket_says_what_a_name_means(name: str) -> None:
+    config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
+    with _bind(config) as listener:
+        assert not Hosts(name, (), listener.getsockname()[0]).allow("evil.example")

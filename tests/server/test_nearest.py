@@ -65,6 +65,13 @@ def test_names_of_a_source_that_is_named() -> None:
     assert find_nearest("peot", "local", make(), Key())[0] == "poet"
 
 
+def test_a_folder_is_made_ready_by_the_thread_that_watches_it() -> None:
+    names = Names("base")
+    names.set_folder(["poet"])
+    listing = names.listing
+    assert {"names", "named", "signatures"} <= vars(listing).keys()
+
+
 def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(Key, "may_use", lambda *named: bool(looks.append(named)))

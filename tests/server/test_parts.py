@@ -43,3 +43,16 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen.identities(BARD) == []
     assert seen.name("a") is None
     assert len(seen._hashes) == 1
+
+
+def test_an_adapter_that_is_spelt_in_many_ways_has_few_names() -> None:
+    seen = Seen()
+    seen.note("shared", POET)
+    spelt = [Named("local", f"bard{'/.' * number}") for number in range(100)]
+    for name in spelt:
+        seen.note("shared", name)
+        seen.note("shared", BARD)  # the one that is used is kept
+    assert len(list(seen.names("shared"))) == len(seen._hashes) == parts.MAX_SPELLINGS
+    assert seen.name("shared") == POET
+    assert seen.latest(POET) == seen.latest(BARD) == seen.latest(spelt[-1]) == "shared"
+    assert seen.latest(spelt[1]) == ""

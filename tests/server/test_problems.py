@@ -184,3 +184,9 @@ def test_fields_are_those_of_the_route(path: str, message: str) -> None:
 def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> None:
     path = "/v1/chat/completions"
     assert describe(error, path).body(path)["error"]["code"] == describe(error, path).error_type == code
+
+
+@pytest.mark.parametrize("kind", [TemplateError, MissingVariableError, NoTemplateError, NotSupportedError])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_a_template_or_a_caller_says_is_left_as_it_is(kind: type[LoraxError], path: str) -> None:
+    assert describe(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")

@@ -1,5 +1,8 @@
 """What routes tell their callers: of adapters that are misspelt, new or somewhere, of fields, of too much at once."""
 
+import asyncio
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,14 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError
+from lorax_server.errors import (
+    AdapterNotFoundError,
+    EngineError,
+    InputError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
 from lorax_server.server import rules
 from lorax_server.types import Output, Resolved
 from tests.server.bench import ids
@@ -116,6 +126,27 @@ def test_a_key_that_may_use_little_is_told_what_it_may_use(keys_file: Path) -> N
     assert there.message.replace("poet'", "poex'") == not_there.message.replace("poet'", "poex'")  # it tells nothing
 
 
+@pytest.mark.parametrize("default_source", ["hub", "local"])
+@pytest.mark.parametrize(
+    ("path", "ask_for"),
+    [
+        (COMPLETIONS, complete),
+        (CHAT, chat),
+        (CHAT, lambda name: chat(f"base:{name}")),
+        (NATIVE, lambda name: generate(adapter_id=name)),
+    ],
+    ids=["completions", "chat", "after the base model", "generate"],
+)
+def test_a_key_cannot_tell_forbidden_names_from_missing_ones(
+    path: str, ask_for: Callable[[str], dict[str, Any]], default_source: str, keys_file: Path
+) -> None:
+    routes = Misspelt(keys_file=keys_file, default_source=default_source)
+    there, missing = (routes.post(path, ask_for(name), "some") for name in ("secret-poet", "secret-poem"))
+    assert there.status == missing.status == 403
+    assert there.body.replace(b"secret-poet", b"secret-poem") == missing.body
+    assert routes.post(path, ask_for("pirate-x"), "some").status != 403  # which it may use
+
+
 def test_a_long_name_is_not_repeated() -> None:
     routes = Routes(["poet"], default_source="hub")
     assert len(routes.post(CHAT, chat("p" * 10_000)).message) < 500
@@ -168,6 +199,9 @@ def test_whole_answers_and_errors_say_where_the_adapter_was() -> None:
     assert (failed.status, failed.headers["x-adapter-tier"]) == (422, "host")
     merged = routes.post(NATIVE, generate(merged_adapters={"ids": ["poet", "pirate"]}))
     assert (merged.headers["x-adapter-hash"], merged.headers["x-adapter-tier"]) == ("merged", "host")
+    routes.answers["pirate"] = Resolved("hash of pirate", tier="fetched")
+    merged = routes.post(NATIVE, generate(merged_adapters={"ids": ["poet", "pirate"]}))
+    assert merged.headers["x-adapter-tier"] == "fetched"
 
 
 def test_the_base_model_is_nowhere() -> None:
@@ -223,6 +257,45 @@ def test_what_is_fetched_again_is_owed(keys_file: Path) -> None:
     routes.answers["o/a"] = Resolved("hash", tier="fetched")
     assert [ask(routes, "o/a", "few").status for _ in range(4)] == [200] * 4  # the first was paid for when it was new
     assert ask(routes, "o/b", "few").status == 429
+
+
+def ask_together(routes: Routes, name: str, key: str, count: int) -> Counter[int]:
+    """How many of so many requests at once had which status."""
+    body, headers = generate(adapter_id=name, adapter_source="hub"), {"authorization": f"Bearer {key}"}
+
+    async def send() -> list[Reply]:
+        return await asyncio.gather(*(routes._send("POST", NATIVE, body, headers) for _ in range(count)))
+
+    return Counter(reply.status for reply in asyncio.run(send()))
+
+
+def test_requests_that_come_together_for_a_new_adapter_pay_once(keys_file: Path) -> None:
+    routes = Routes(keys_file=keys_file)
+    routes.answers["o/a"] = Resolved("hash", tier="fetched")
+    assert ask_together(routes, "o/a", "few", 20) == {200: 20}
+    assert [ask(routes, name, "few").status for name in ("o/b", "o/c")] == [200, 429]
+
+
+def test_requests_that_wait_for_the_same_fetch_owe_once(keys_file: Path) -> None:
+    routes = Routes(keys_file=keys_file)
+    assert ask(routes, "o/a", "boss").status == 200
+    routes.answers["o/a"] = Resolved("hash", tier="fetched")
+    assert ask_together(routes, "o/a", "few", 20) == {200: 20}
+    assert [ask(routes, name, "few").status for name in ("o/b", "o/c")] == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(SourceError("the hub is down"), 424), (OverloadedError("many are fetched"), 429), (EngineError("it fell"), 500)],
+)
+def test_an_adapter_that_cannot_be_given_now_costs_nothing(error: LoraxError, status: int, keys_file: Path) -> None:
+    routes = Routes(keys_file=keys_file)
+    routes.answers["o/a"] = error
+    for _ in range(2):
+        assert ask_together(routes, "o/a", "few", 5) == {status: 5}
+    assert str(error) in ask(routes, "o/a", "few").message
+    del routes.answers["o/a"]
+    assert [ask(routes, name, "few").status for name in ("o/a", "o/b", "o/c")] == [200, 200, 429]
 
 
 def test_folders_cost_nothing(keys_file: Path) -> None:

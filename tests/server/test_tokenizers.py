@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorax_server.adapters.spec import stamp_of
-from lorax_server.errors import AdapterError, ConfigError
+from lorax_server.adapters.plain_file import stamp_of
+from lorax_server.errors import AdapterError, ConfigError, SourceError
 from lorax_server.model_files import TokenizerFolder
 from lorax_server.server import tokenizers as module
 from lorax_server.server.tokenizers import SHORT, Tokenizers
@@ -386,12 +386,25 @@ def test_where_the_files_are_is_told_to_the_log_only(
     assert str(folder) in caplog.text
 
 
-def test_a_file_that_has_gone(tokenizers: Tokenizers, run: Any, tmp_path: Path) -> None:
-    adapter = own(tmp_path)
-    (tmp_path / "own" / "tokenizer.json").unlink()
-    with pytest.raises(AdapterError) as raised:
-        run(tokenizers.find(adapter))
-    assert str(raised.value) == "adapter 'own': its tokenizer cannot be used: tokenizer.json: is not a file"
+@pytest.mark.parametrize("what", ["gone", "replaced"])
+def test_a_file_that_changes_after_it_was_chosen_is_no_fault_of_the_adapter(
+    tokenizers: Tokenizers, run: Any, tmp_path: Path, what: str
+) -> None:
+    adapter, path = own(tmp_path), tmp_path / "own" / "tokenizer.json"
+    content = path.read_bytes()
+
+    async def work() -> None:
+        path.unlink()
+        if what == "replaced":
+            path.write_bytes(content + b" ")
+        with pytest.raises(SourceError) as raised:
+            await tokenizers.find(adapter)
+        assert raised.value.status == 503
+        assert str(raised.value) == "adapter 'own': tokenizer.json changed after it was chosen; try again"
+        path.write_bytes(content)
+        await tokenizers.find(resolved(path.parent))
+
+    run(work())
 
 
 def test_a_reason_is_short(tokenizers: Tokenizers, tmp_path: Path) -> None:

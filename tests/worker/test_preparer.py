@@ -20,7 +20,8 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterSpec, StoredPart, stamp_of
+from lorax_server.adapters.plain_file import stamp_of
+from lorax_server.adapters.spec import AdapterSpec, StoredPart
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup

@@ -1,5 +1,7 @@
 """A rank does what plans say, in their order; and knows what it has, and what it can."""
 
+import multiprocessing
+import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -34,7 +36,7 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker import memory
+from lorax_server.worker import executor, memory
 from lorax_server.worker.memory import block_bytes, count_blocks, largest_step
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -393,3 +395,21 @@ def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: in
     model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))
     largest_step(model, step_tokens, 128)
     assert counted == [step_tokens]
+
+
+def test_a_rank_that_has_nothing_to_do_gives_back_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[None] = []
+    monkeypatch.setattr(executor, "REST_S", 0.0)
+
+    def give_back() -> None:
+        given_back.append(None)
+        there.send_bytes(pickle.dumps("plan"))
+
+    monkeypatch.setattr(executor, "give_back_memory", give_back)
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        assert executor.receive_plan(here) == "plan"
+        assert len(given_back) == 1
+        there.send_bytes(pickle.dumps("another"))
+        assert executor.receive_plan(here) == "another"
+    assert len(given_back) == 1, "a rank that is busy keeps what it has"

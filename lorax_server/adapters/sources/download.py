@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from lorax_server.errors import SourceError
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
+ATTEMPTS_AT_ALL = 3  # at fetching what makes room for others meanwhile
 LOCK, PART = ".lock", ".part"
 LOG_EVERY_S = 5.0
 # Slower than this is taken for a server that keeps us waiting on purpose.
@@ -48,6 +49,23 @@ def storing(what: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise SourceError(f"{what}: the server cannot store it ({reason}); its cache needs room") from error
+
+
+def complete(
+    what: str,
+    folder: Path,
+    sizes: Mapping[str, int],
+    mark: Callable[[], None],
+    bring: Callable[[Sequence[str]], None],
+) -> Path:
+    """Bring those files of a folder that are not here; it is marked as used before each look at them."""
+    for _ in range(ATTEMPTS_AT_ALL):
+        mark()
+        missing = [file for file, size in sizes.items() if not is_complete(folder / file, size)]
+        if not missing:
+            return folder
+        bring(missing)
+    raise SourceError(f"{what}: its files leave the disk as soon as they come; try again later")
 
 
 def download(file: Download) -> None:

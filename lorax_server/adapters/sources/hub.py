@@ -26,15 +26,14 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from lorax_server.adapters.checkpoint import CONFIG_FILE
 from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
 from lorax_server.adapters.source import AdapterFiles, read_model_type
-from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used
-from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
+from lorax_server.adapters.sources.download import Download, complete, download, is_complete, storing
 from lorax_server.adapters.sources.shelves import COMMIT, HubShelf
 from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 
 REVISION = re.compile(r"(?!.*(\.\.|//))[A-Za-z0-9][\w./-]*", re.ASCII)
 MAX_INFO_BYTES = 1 << 22
-ATTEMPTS = 3  # at fetching what makes room for others meanwhile
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -59,7 +58,7 @@ class HubSource:
         self._cache_dir = cache_dir
         self._shelf = HubShelf(cache_dir)
         self._budget = budget or DiskBudget(cache_dir)
-        self._budget.add(self._shelf)
+        self._budget.add(self._shelf, is_fixed=offline)
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._token = token
         self._offline = offline
@@ -88,20 +87,25 @@ class HubSource:
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
         folder = self._repo_folder(files.name) / "snapshots" / files.version
-        for _ in range(ATTEMPTS):
-            mark_used(self._shelf.mark_of(folder))
-            missing = [file for file in wanted if not is_complete(folder / file, files.sizes[file])]
-            if not missing:
-                return folder
-            self._bring(files, missing, folder, token)
-        raise SourceError(f"adapter {files.name!r}: its files leave the disk as soon as they come; try again later")
+        bring = partial(self._bring, files, folder, token)
+        sizes = {file: files.sizes[file] for file in wanted}
+        return complete(f"adapter {files.name!r}", folder, sizes, partial(self._mark, folder), bring)
 
-    def _bring(self, files: AdapterFiles, missing: Sequence[str], folder: Path, token: str | None) -> None:
+    def mark_used(self, folder: Path) -> None:
+        mark_used_again(self._shelf.mark_of(folder))
+
+    def _mark(self, folder: Path) -> None:
+        mark = self._shelf.mark_of(folder)
+        is_new = not mark.exists() and self._shelf.was_fetched(folder)  # by a server that set no marks
+        with suppress(OSError):
+            mark_used(mark, is_fetched=is_new)
+
+    def _bring(self, files: AdapterFiles, folder: Path, token: str | None, missing: Sequence[str]) -> None:
         if self._offline:
             raise _not_cached(files.name)
         what, blobs = f"adapter {files.name!r}", {file: self._blob(files, file) for file in missing}
         new = {blob: files.sizes[file] for file, blob in blobs.items() if not is_complete(blob, files.sizes[file])}
-        with self._budget.room_for(what, sum(new.values())), self._client(token) as client:
+        with self._budget.room_for(what, sum(new.values()), new), self._client(token) as client:
             with storing(what):
                 mark_used(self._shelf.mark_of(folder), is_fetched=True)
             for file, blob in blobs.items():

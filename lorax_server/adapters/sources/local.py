@@ -3,16 +3,18 @@
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path, PurePath
 
 from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_template
-from lorax_server.adapters.source import AdapterFiles, read_model_type
+from lorax_server.adapters.plain_file import Stamp, size_in, to_stamp
+from lorax_server.adapters.source import AdapterFiles, Places, read_model_type
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 
 MAX_ENTRIES = 1000  # that are looked at in a folder of templates
+STEP = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # from a folder into one that is in it
 
 
 class LocalSource:
@@ -29,34 +31,43 @@ class LocalSource:
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - what is below a root is for all
         self._folder(name)
 
-    def places(self, name: str) -> list[Path]:
-        """The folder that a name has below each root, and those in it that hold known files."""
-        folders = ("", TEMPLATES_FOLDER) if _is_plain(name) else ()
-        return [root / name / folder for root in self._roots for folder in folders]
+    def places(self, name: str) -> Places:
+        """The folder that a name has below each root, and those in it that hold known files. Roots after the one that
+        has it cannot win, and one that hangs must not hold up what is in the others."""
+        roots = []
+        for root in self._roots if _is_plain(name) else ():
+            roots.append(root)
+            if _look_below(root, name) is not None:
+                break
+        return Places([root / name / folder for root in roots for folder in ("", TEMPLATES_FOLDER)], roots)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
-        folder, root = self._folder(name)
-        known = {file: folder / file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")}
-        known |= {file: folder / file for file in _list_templates(folder, root, name)}
-        stats = {file: _stat(path, root, name) for file, path in known.items()}
-        facts = [(file, found.st_size, found.st_mtime_ns, found.st_ino) for file, found in stats.items()]
-        version = hashlib.sha256(repr(facts).encode()).hexdigest()
-        return AdapterFiles(self.kind, name, version, {file: found.st_size for file, found in stats.items()})
+        return self._find(name)[1]
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
-        if self.find(files.name, token).version != files.version:
+        folder, now = self._find(files.name)
+        if now.version != files.version:
             raise SourceError(f"adapter {files.name!r}: its files changed while they were read; try again")
-        return self._folder(files.name)[0]
+        return folder
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
         return read_model_type(self, name, token)
 
+    def _find(self, name: str) -> tuple[Path, AdapterFiles]:
+        folder, root = self._folder(name)
+        known = {file: folder / file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")}
+        known |= {file: folder / file for file in _list_templates(folder, root, name)}
+        stamps = {file: _vouch_for(path, root, name) for file, path in known.items()}
+        version = hashlib.sha256(repr(list(stamps.items())).encode()).hexdigest()
+        sizes = {file: size_in(stamp) for file, stamp in stamps.items()}
+        return folder, AdapterFiles(self.kind, name, version, sizes, stamps=stamps)
+
     def _folder(self, name: str) -> tuple[Path, Path]:
         """The folder of a name, and the root that it is below."""
-        for root in map(_real, self._roots if _is_plain(name) else ()):
-            folder = _real(root / name)
-            if folder.is_relative_to(root) and os.path.isdir(folder):
-                return folder, root
+        for root in self._roots if _is_plain(name) else ():
+            found = _look_below(root, name)
+            if found is not None:
+                return found
         # One answer for all: it must not tell what exists outside the roots.
         raise AdapterNotFoundError(
             f"adapter {name!r}: there is no such folder below the server's adapter roots; give a path relative to one"
@@ -69,23 +80,51 @@ def _is_plain(name: str) -> bool:
     return name.isprintable() and not is_odd and ".." not in PurePath(name).parts
 
 
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
+def _look_below(root: Path, name: str) -> tuple[Path, Path] | None:
+    """The folder that a name has below a root, and the root, both without links; None if there is none."""
+    real_root = _real(root, name)
+    folder = None if real_root is None else _real(real_root / name, name)
+    if real_root is None or folder is None or not (folder.is_relative_to(real_root) and os.path.isdir(folder)):
+        return None
+    return folder, real_root
+
+
+def _real(path: Path, name: str) -> Path | None:
+    """Where a path leads over links; None if the server may not know."""
+    try:
+        return Path(os.path.realpath(path))
+    except PermissionError:
+        return None
+    except OSError as error:  # a link that is none any more
+        raise SourceError(f"adapter {name!r}: its folder changed while it was read; try again") from error
+
+
+@contextmanager
+def _open_folder(folder: Path, root: Path) -> Iterator[int]:
+    """A descriptor of a folder below the root. No step to it is over a link, whatever is put in its way meanwhile."""
+    descriptor = os.open(root, STEP)
+    try:
+        for part in folder.relative_to(root).parts:
+            inner = os.open(part, STEP, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
     """The templates in the folder of templates, which must lie below the root as everything else."""
     path = folder / TEMPLATES_FOLDER
-    if not (path.is_dir() or path.is_symlink()):
+    if not (os.path.isdir(path) or os.path.islink(path)):
         return []
-    real = _real(path)
-    if not (real.is_relative_to(root) and real.is_dir()):
+    real = _real(path, name)
+    if real is None or not (real.is_relative_to(root) and os.path.isdir(real)):
         raise AdapterError(
             f"adapter {name!r}: {TEMPLATES_FOLDER} is not a folder below its root; links out of it are refused"
         )
     try:
-        with os.scandir(real) as entries:
-            found = [f"{TEMPLATES_FOLDER}/{entry.name}" for entry in islice(entries, MAX_ENTRIES + 1)]
+        found = [f"{TEMPLATES_FOLDER}/{entry}" for entry in _list_folder(real, root)]
     except OSError as error:
         raise AdapterError(f"adapter {name!r}: {TEMPLATES_FOLDER} cannot be read: {error.strerror}") from error
     if len(found) > MAX_ENTRIES:
@@ -93,11 +132,27 @@ def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
     return sorted(filter(is_template, found))
 
 
-def _stat(path: Path, root: Path, name: str) -> os.stat_result:
-    real = _real(path)
+def _list_folder(folder: Path, root: Path) -> list[str]:
+    """Names in a folder, no more than one too many."""
+    with _open_folder(folder, root) as descriptor:
+        readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
+    try:
+        with os.scandir(readable) as entries:
+            return [entry.name for entry in islice(entries, MAX_ENTRIES + 1)]
+    finally:
+        os.close(readable)
+
+
+def _vouch_for(path: Path, root: Path, name: str) -> Stamp:
+    """The stamp of a plain file below the root. Who reads it has to hold what is open against the stamp: the path may
+    lead elsewhere by then."""
+    real = _real(path, name)
     with suppress(OSError):
-        if real.is_relative_to(root) and stat.S_ISREG((found := os.stat(real)).st_mode):
-            return found
+        if real is not None and root in real.parents:
+            with _open_folder(real.parent, root) as folder:
+                found = os.stat(real.name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode):
+                return to_stamp(found)
     raise AdapterError(
         f"adapter {name!r}: {path.name} is not a plain file below its root; links out of it and devices are refused"
     )

@@ -15,15 +15,14 @@ from typing import Any
 
 from lorax_server.adapters.files import TEMPLATES_FOLDER, known_files
 from lorax_server.adapters.source import AdapterFiles, read_model_type
-from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used
-from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
+from lorax_server.adapters.sources.download import Download, complete, download, storing
 from lorax_server.adapters.sources.shelves import FolderShelf
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
 
 CHUNK_BYTES = 2**16
 MAX_KEYS = 10_000
 MAX_PAGES = 100  # of a list: a store may say for ever that there are more
-ATTEMPTS = 3  # at fetching what makes room for others meanwhile
 
 
 class S3Source:
@@ -75,17 +74,17 @@ class S3Source:
         prefix = self._folder(files.name)
         place = hashlib.sha256(repr((self._bucket, prefix, files.version)).encode()).hexdigest()
         folder = self._cache_dir / place
-        for _ in range(ATTEMPTS):
-            mark_used(self._shelf.mark_of(folder))
-            missing = [file for file in wanted if not is_complete(folder / file, files.sizes[file])]
-            if not missing:
-                return folder
-            self._bring(files, missing, prefix, folder)
-        raise SourceError(f"adapter {files.name!r}: its files leave the disk as soon as they come; try again later")
+        mark = partial(mark_used, self._shelf.mark_of(folder))
+        bring = partial(self._bring, files, prefix, folder)
+        return complete(f"adapter {files.name!r}", folder, {file: files.sizes[file] for file in wanted}, mark, bring)
 
-    def _bring(self, files: AdapterFiles, missing: Sequence[str], prefix: str, folder: Path) -> None:
+    def mark_used(self, folder: Path) -> None:
+        mark_used_again(self._shelf.mark_of(folder))
+
+    def _bring(self, files: AdapterFiles, prefix: str, folder: Path, missing: Sequence[str]) -> None:
         what = f"adapter {files.name!r}"
-        with self._budget.room_for(what, sum(files.sizes[file] for file in missing)):
+        sizes = {folder / file: files.sizes[file] for file in missing}
+        with self._budget.room_for(what, sum(sizes.values()), sizes):
             with storing(what):
                 mark_used(self._shelf.mark_of(folder), is_fetched=True)
             for file in missing:

@@ -1,4 +1,4 @@
-"""How sources lay out on the disk what they have fetched, and how a version of an adapter leaves."""
+"""The folders in which sources keep what they have fetched, and from which versions of adapters leave."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lorax_server.adapters.sources.disk_budget import Version, time_of
+from lorax_server.adapters.sources.disk_budget import Version, size_of, time_of
 from lorax_server.adapters.sources.download import LOCK, PART
 
 ASIDE = ".aside-"
@@ -30,9 +30,9 @@ class FolderShelf:
             if PLACE.fullmatch(folder.name):
                 mark = self.mark_of(folder)
                 files = {
-                    path: _size(path) for path in _walk(folder) if path.suffix not in (LOCK, PART) and path != mark
+                    path: size_of(path) for path in _walk(folder) if path.suffix not in (LOCK, PART) and path != mark
                 }
-                yield Version(folder, mark, time_of(mark, time_of(folder, 0.0)), files)
+                yield Version(self, folder, mark, time_of(mark, time_of(folder, 0.0)), files)
 
     def find_parts(self) -> Iterator[Path]:
         return (path for folder in _list(self._root) for path in _walk(folder) if path.suffix == PART)
@@ -62,11 +62,21 @@ class HubShelf:
 
     def find_versions(self) -> Iterator[Version]:
         for repo in self._repos():
-            for mark in _list(_marks(repo)):
-                if COMMIT.fullmatch(mark.name):
-                    folder = repo / "snapshots" / mark.name
-                    files = {repo / "blobs" / blob: _size(repo / "blobs" / blob) for blob in _blobs(folder)}
-                    yield Version(folder, mark, time_of(mark, 0.0), files)
+            marked = {path.name for path in _list(_marks(repo))}
+            others = {path.name for path in _list(repo / "snapshots")} - marked
+            for commit in filter(COMMIT.fullmatch, marked | others):
+                folder = repo / "snapshots" / commit
+                if commit in marked or self.was_fetched(folder):
+                    mark, blobs = self.mark_of(folder), (repo / "blobs" / blob for blob in _blobs(folder))
+                    yield Version(self, folder, mark, time_of(mark, 0.0), {blob: size_of(blob) for blob in blobs})
+
+    def was_fetched(self, folder: Path) -> bool:
+        """True if a server has fetched a version, though it may have been one that set no marks.
+
+        Only a server leaves a lock beside each file: huggingface_hub keeps its locks elsewhere.
+        """
+        locks = [folder.parent.parent / "blobs" / f"{blob}{LOCK}" for blob in _blobs(folder)]
+        return bool(locks) and all(map(os.path.isfile, locks))
 
     def find_parts(self) -> Iterator[Path]:
         return (path for repo in self._repos() for path in _list(repo / "blobs") if path.suffix == PART)
@@ -74,6 +84,7 @@ class HubShelf:
     def remove(self, version: Version) -> None:
         repo = version.folder.parent.parent
         aside = _marks(repo) / f"{ASIDE}{uuid.uuid4().hex}"
+        aside.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # no file of it ever came
             os.rename(version.folder, aside)
         version.mark.unlink(missing_ok=True)
@@ -95,7 +106,8 @@ class HubShelf:
         with suppress(OSError):  # it holds something else
             for folder in (_marks(repo), repo / "snapshots", repo / "blobs"):
                 folder.rmdir()
-            shutil.rmtree(repo, ignore_errors=True)  # what branches pointed at
+            shutil.rmtree(repo / "refs", ignore_errors=True)  # what branches pointed at
+            repo.rmdir()  # and nothing that somebody has begun to fetch since
 
     def _repos(self) -> list[Path]:
         return [repo for repo in _list(self._root) if repo.name.startswith("models--")]
@@ -106,7 +118,7 @@ def _marks(repo: Path) -> Path:
 
 
 def _blobs(folder: Path) -> set[str]:
-    """What the links of a version lead to, by name."""
+    """The names of the files that the links of a version lead to."""
     found = set()
     for path in _walk(folder):
         with suppress(OSError):  # no link, or gone
@@ -123,10 +135,3 @@ def _list(folder: Path) -> list[Path]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     return (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +18,27 @@ from filelock import FileLock
 from safetensors.torch import save
 from torch import zeros
 
+from lorax_server import build
 from lorax_server.adapters.source import AdapterSources
 from lorax_server.adapters.sources import disk_budget as module
-from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, Version, mark_used
+from lorax_server.adapters.sources.disk_budget import (
+    IN_USE_S,
+    DiskBudget,
+    Version,
+    find_in_use_s,
+    mark_used,
+    mark_used_again,
+)
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.shelves import ASIDE, FolderShelf, HubShelf
 from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.config import SourceConfig
 from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef
 from tests.adapters.sources.adapters import ADAPTER, WEIGHTS, check_contents, fetch
 from tests.adapters.sources.hub_server import HubServer, Repo, commit_of
-from tests.adapters.sources.server import running
+from tests.adapters.sources.server import Fault, Reply, running
 
 MB = 10**6
 LATER = IN_USE_S + 1
@@ -141,6 +152,102 @@ def test_an_adapter_larger_than_the_budget_says_what_to_raise(tmp_path: Path, ro
     with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as refused, room:
         pass
     assert type(refused.value) is AdapterError  # to try again would not help
+
+
+@pytest.mark.parametrize("reason", ["larger than the budget", "others are in use", "others are being fetched"])
+def test_what_cannot_fit_removes_nothing(tmp_path: Path, root: Path, clock: Clock, reason: str) -> None:
+    """Else one request could empty everybody's cache and get nothing for it."""
+    for index, name in enumerate("abc"):
+        put(root, name, 1000.0 + index)
+    used = put(root, "used", clock.now - 1 if reason == "others are in use" else 1000.0, 2 * MB)
+    lock = FileLock(used / f"{WEIGHTS}.lock")
+    if reason == "others are being fetched":
+        lock.acquire()
+    num_bytes = 6 * MB if reason == "larger than the budget" else 4 * MB
+    with pytest.raises(AdapterError), make_budget(tmp_path, clock).room_for("adapter 'x'", num_bytes):
+        pass
+    lock.release()
+    assert names_left(root, "a", "b", "c", "used") == ["a", "b", "c", "used"]
+
+
+@pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
+def test_a_version_stays_as_long_as_a_request_may_wait_for_it(
+    tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
+) -> None:
+    budget = DiskBudget(tmp_path, 5 * MB, in_use_s=find_in_use_s(timeout_s), now=clock)
+    budget.add(FolderShelf(root))
+    put(root, "a", clock.now - in_use_s + 1, 4 * MB)
+    with pytest.raises(SourceError), budget.room_for("adapter", 2 * MB):
+        pass
+    clock.now += 1
+    with budget.room_for("adapter", 2 * MB):
+        assert names_left(root, "a") == []
+
+
+def test_the_time_that_a_request_waits_reaches_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(build, "DiskBudget", lambda *_, **options: made.append(options) or DiskBudget(tmp_path))
+    build.build_sources(SourceConfig(cache=tmp_path), 900.0)
+    assert made == [{"in_use_s": 960.0}]
+
+
+def test_what_is_used_all_the_time_is_marked_once_a_minute(tmp_path: Path) -> None:
+    mark = tmp_path / ".used"
+    mark.touch()
+    for age_s, is_marked in ((3600, True), (50, False)):
+        before = time.time() - age_s
+        os.utime(mark, (before, before))
+        mark_used_again(mark)
+        assert (mark.stat().st_mtime > before + 1) == is_marked
+    mark_used_again(tmp_path / "gone" / ".used")
+    assert not (tmp_path / "gone").exists()
+
+
+# --- what counts
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["looked at before", "at the first look"])
+def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
+    budget = make_budget(tmp_path, clock)
+    path = root / place("a") / WEIGHTS
+
+    def break_off() -> None:
+        put(root, "a", clock.now, 2 * MB, file=f"{WEIGHTS}.part")
+        os.utime(root / place("a") / f"{WEIGHTS}.part", (clock.now, clock.now))
+        raise OSError("broke")
+
+    if is_known:
+        with pytest.raises(OSError, match="broke"), budget.room_for("one", 3 * MB, [path]):
+            break_off()
+    else:
+        with pytest.raises(OSError, match="broke"):
+            break_off()
+    with pytest.raises(SourceError, match="others use now"), budget.room_for("two", 4 * MB):
+        pass
+    with budget.room_for("three", 3 * MB):
+        pass
+    clock.now += LATER  # nobody goes on with it
+    with budget.room_for("four", 5 * MB):
+        assert not path.with_name(f"{WEIGHTS}.part").exists()
+
+
+@pytest.mark.parametrize("max_bytes", [5 * MB, None])
+def test_what_has_come_so_far_does_not_count_twice(
+    tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
+) -> None:
+    """Of 10 MB that are free, 5 are for adapters, however much of the 3 that are being fetched has come."""
+    budget = make_budget(tmp_path, clock, max_bytes)
+    free = 10 * MB
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    first, second = root / place("a") / "config", root / place("a") / WEIGHTS
+    with budget.room_for("one", 3 * MB, [first, second]):
+        put(root, "a", clock.now, MB, "config")
+        put(root, "a", clock.now, MB, f"{WEIGHTS}.part")
+        os.utime(root / place("a") / f"{WEIGHTS}.part", (clock.now, clock.now))
+        free -= 2 * MB
+        clock.now += 61
+        with budget.room_for("two", 2 * MB), pytest.raises(SourceError), budget.room_for("three", MB):
+            pass
 
 
 def test_what_is_coming_counts(tmp_path: Path, root: Path, clock: Clock) -> None:
@@ -308,24 +415,98 @@ def test_files_that_versions_share_stay_with_the_other(hub: HubServer, tmp_path:
 def test_what_others_keep_in_the_same_cache_is_never_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
-    shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as huggingface_hub leaves it
+    make_foreign(tmp_path)
     check_contents(fetch(source, NAME))  # to use it does not make it ours
     age(tmp_path, 1000.0)
     with source._budget.room_for("another", 450_000):
         check_contents(fetch(source, NAME))
 
 
-def bench_of(source: HubSource) -> AdapterResolver:
-    return AdapterResolver(AdapterSources({"hub": source}, max_bytes=2**30), model_type="llama", model_class="Llama")
+def make_foreign(tmp_path: Path) -> None:
+    """As huggingface_hub leaves a repository: without marks, and with its locks elsewhere."""
+    shutil.rmtree(repo_folder(tmp_path) / ".lorax")
+    for lock in (repo_folder(tmp_path) / "blobs").glob("*.lock"):
+        lock.unlink()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_what_a_server_fetched_before_there_were_marks_leaves_too(
+    hub: HubServer, tmp_path: Path, clock: Clock, is_used: bool
+) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    fetch(source, NAME)
+    shutil.rmtree(repo_folder(tmp_path) / ".lorax")
+    if is_used:
+        version = fetch(source, NAME).version
+        os.utime(repo_folder(tmp_path) / ".lorax" / version, (clock.now, clock.now))
+    clock.now += 61
+    with suppress(SourceError), source._budget.room_for("another", 450_000):
+        pass
+    assert repo_folder(tmp_path).exists() == is_used
+
+
+def test_a_repository_in_which_a_fetch_begins_is_not_removed(
+    hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps of the removal, another process comes."""
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    fetch(source, NAME)
+    repo, rmdir = repo_folder(tmp_path), Path.rmdir
+
+    def begin(folder: Path) -> None:
+        rmdir(folder)
+        if folder.name == "blobs":
+            mark_used(repo / ".lorax" / "new", is_fetched=True)
+            folder.mkdir()
+            (folder / "weights.part").write_bytes(b"half of it")
+
+    monkeypatch.setattr(Path, "rmdir", begin)
+    age(tmp_path, 1000.0)
+    with source._budget.room_for("another", 450_000):
+        pass
+    assert (repo / "blobs" / "weights.part").exists()
+    assert (repo / ".lorax" / "new").exists()
+    assert not any((repo / "snapshots").glob("*"))
+
+
+@pytest.mark.parametrize("after_s", [61, 3600], ids=["known", "stands in"])
+def test_what_is_served_while_the_hub_is_down_stays(
+    hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, after_s: float
+) -> None:
+    """It could not be fetched again. What another source fetches meanwhile makes room at the cost of others."""
+    hub.repos[NAME] = Repo(SMALL)
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    times = SimpleNamespace(now=0.0)
+    resolver = bench_of(source, lambda: times.now)
+    try:
+        spec, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
+        age(tmp_path, 1000.0)
+        for fault in ("info", "adapter_config.json"):
+            hub.faults[fault] = Fault(reply=Reply(503))
+        times.now += after_s
+        assert resolver.resolve([AdapterRef("hub", NAME)]).result(30)[0] == spec
+        clock.now = int(time.time()) + 1
+        with pytest.raises(SourceError), source._budget.room_for("another", 450_000):
+            pass
+        assert resolver.resolve([AdapterRef("hub", NAME)]).result(30)[0] == spec
+    finally:
+        resolver.close()
+
+
+CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+SMALL = {"adapter_config.json": json.dumps(CONFIG).encode(), WEIGHTS: save({"x.lora_A.weight": zeros(1, 4)})}
+
+
+def bench_of(source: HubSource, times: Callable[[], float] = time.monotonic) -> AdapterResolver:
+    sources = AdapterSources({"hub": source}, max_bytes=2**30, clock=times)
+    return AdapterResolver(sources, model_type="llama", model_class="Llama", clock=times)
 
 
 def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
     hub: HubServer, tmp_path: Path, clock: Clock
 ) -> None:
     """Whatever is remembered of a name: its files are needed again as soon as its copy in memory has gone."""
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    files = {"adapter_config.json": json.dumps(config).encode(), WEIGHTS: save({"x.lora_A.weight": zeros(1, 4)})}
-    hub.repos[NAME] = Repo(files)
+    hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     resolver = bench_of(source)
     try:
@@ -340,7 +521,7 @@ def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
         resolver.close()
     assert again.identity == spec.identity
     assert again.parts != spec.parts  # so that a table that knows it as failed forgets that
-    assert (again.parts[0].folder / WEIGHTS).read_bytes() == files[WEIGHTS]
+    assert (again.parts[0].folder / WEIGHTS).read_bytes() == SMALL[WEIGHTS]
 
 
 @pytest.mark.parametrize("at", ["moved", "half of the files"])
@@ -369,8 +550,16 @@ def test_a_part_of_a_hubs_file(hub: HubServer, tmp_path: Path, clock: Clock) -> 
 def test_offline_nothing_is_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
     age(tmp_path, 1000.0)
-    budget = DiskBudget(tmp_path, 1, now=clock)
-    check_contents(fetch(HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget), NAME))
+    budget = DiskBudget(tmp_path, 450_000, now=clock)
+    source = HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget)
+    budget.add(FolderShelf(tmp_path / "s3"))
+    put(tmp_path / "s3", "old", 1000.0, 1000)
+    with pytest.raises(AdapterError, match="cannot leave, since the hub is offline") as refused:  # noqa: SIM117
+        with budget.room_for("adapter 'x' of another source", 450_000):
+            pass
+    assert type(refused.value) is AdapterError  # to try again would not help
+    assert names_left(tmp_path / "s3", "old") == ["old"]
+    check_contents(fetch(source, NAME))
 
 
 def test_a_long_download_is_in_use(

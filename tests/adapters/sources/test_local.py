@@ -1,6 +1,8 @@
+import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -286,6 +288,68 @@ def test_a_folder_of_templates_that_leads_out_is_refused(
     (root / "team" / "adapter" / TEMPLATES).symlink_to(targets.get(target, "/" if target == "/" else "none"))
     with pytest.raises(AdapterError, match=f"'team/adapter': {TEMPLATES} is not a folder below its root"):
         fetch(source, "team/adapter")
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "swapped"),
+    [(TEMPLATE, TEMPLATE), (TEMPLATE, TEMPLATES), (TEMPLATE, ""), (CONFIG, CONFIG), (CONFIG, ""), (TEMPLATES, "")],
+)
+def test_a_path_that_leads_out_once_it_was_followed_is_refused(
+    root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str, swapped: str
+) -> None:
+    """A link takes the place of a file, or of a folder above it, right after the source has seen where it leads."""
+    folder, outside = root / "team" / "adapter", write(tmp_path / "outside", {**ADAPTER, TEMPLATE: b"a secret"})
+    (outside / TEMPLATES / "named.jinja").write_text("as nobody may know")
+    (folder / TEMPLATES).mkdir()
+    (folder / TEMPLATE).write_text("plain")
+    realpath = os.path.realpath
+
+    def follow(path: Path) -> str:
+        real = realpath(path)
+        if path == folder / looked_at and not (tmp_path / "aside").exists():
+            os.rename(folder / swapped, tmp_path / "aside")
+            (folder / swapped).symlink_to(outside / swapped)
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", follow)
+    with pytest.raises(AdapterError, match=r"is not a plain file below its root|cannot be read") as caught:
+        source.find("team/adapter", None)
+    assert "named" not in str(caught.value)
+    assert (tmp_path / "aside").exists()
+
+
+def test_a_folder_that_the_server_may_not_enter(
+    root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it looks to a server that does not run as root."""
+    for name in ("stat", "lstat"):
+        real = getattr(os, name)
+
+        def look(path: Path, real: Any = real, **options: Any) -> os.stat_result:
+            if str(path).startswith(f"{root}/team/adapter/"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return cast(os.stat_result, real(path, **options))
+
+        monkeypatch.setattr(os, name, look)
+    with pytest.raises(AdapterError, match=f"^adapter 'team/adapter': has no {CONFIG} and no {WEIGHTS}"):
+        fetch(source, "team/adapter")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOENT, errno.EACCES])
+def test_a_link_that_cannot_be_followed(
+    root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It may have become something else a moment ago; or it is not for the server, as some in /proc."""
+    (root / "latest").symlink_to("team/adapter")
+
+    def refuse(path: str, **_: Any) -> str:
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    with pytest.raises(AdapterError) as caught:
+        source.find("latest", None)
+    assert type(caught.value) is (AdapterNotFoundError if code == errno.EACCES else SourceError)
+    assert str(root) not in str(caught.value)
 
 
 def test_templates_are_found_limited_and_counted(root: Path, source: LocalSource) -> None:

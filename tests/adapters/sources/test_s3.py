@@ -15,11 +15,11 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
+from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.adapters.source import Source
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.s3 import S3Source
-from lorax_server.adapters.spec import stamp_of
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
 from lorax_server.model_files import TokenizerFolder
 from lorax_server.tokenizer import _read_templates
