@@ -105,6 +105,7 @@ class Residency:
         self.loads += 1
 
 
+@pytest.mark.slow
 def test_many_adapters_in_little_memory(tmp_path: Path, device: torch.device) -> None:
     folders = write_many(tmp_path)
     model = make_model(BASE, device)
