@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
