@@ -43,7 +43,7 @@ browser: venv ## Install Chromium for the tests in a browser, where there is non
 # the order that tests/conftest.py gives them, those that take longest first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"
+test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: browser ## Run all tests; the slow ones alone: make test-all ARGS="-m slow"

@@ -1,10 +1,13 @@
 """Processes for tests that are there in no time: forked from one that has imported torch already."""
 
 import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing import context, forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -28,3 +31,22 @@ def engines_of(made: ForkServerContext) -> Iterator[None]:
         yield
     finally:
         contexts["spawn"] = spawn
+
+
+def run_apart(
+    forks: ForkServerContext, folder: Path, function: Callable[..., Any], *args: Any
+) -> tuple[int | None, str]:
+    """The exit code of a process that calls a function, and what it printed."""
+    process = forks.Process(target=_run, args=(folder / "printed", function, args))
+    process.start()
+    process.join()
+    return process.exitcode, (folder / "printed").read_text()
+
+
+def _run(printed: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            function(*args)
+        except Exception:
+            traceback.print_exc()
+            raise

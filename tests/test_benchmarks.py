@@ -3,11 +3,12 @@
 import json
 import runpy
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+
+from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("paged", "report"))
@@ -38,16 +39,12 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_takes_json(script: Path, forks: ForkServerContext, tmp_path: Path) -> None:
-    process = forks.Process(target=ask_for_help, args=(script, tmp_path / "said"))
-    process.start()
-    process.join()
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 0, said
-    assert "--json FILE" in said
+    exit_code, printed = run_apart(forks, tmp_path, ask_for_help, script)
+    assert exit_code == 0, printed
+    assert "--json FILE" in printed
 
 
-def ask_for_help(script: Path, out: Path) -> None:
+def ask_for_help(script: Path) -> None:
     """As `python benchmarks/SCRIPT --help`, in a process of its own that need not import torch."""
     sys.argv, sys.path[0] = [str(script), "--help"], str(FOLDER)
-    with out.open("w") as said, redirect_stdout(said), redirect_stderr(said):
-        runpy.run_path(str(script), run_name="__main__")
+    runpy.run_path(str(script), run_name="__main__")

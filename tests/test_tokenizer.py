@@ -357,6 +357,7 @@ def test_sentencepiece_is_asked_for(tmp_path: Path, converts: list[list[str]], m
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
     monkeypatch.setattr("lorax_server.convert_tokenizer.find_spec", lambda _: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # transformers tries that too, and would leave a folder
     with pytest.raises(ConfigError, match="pip install sentencepiece"):
         load_tokenizer(tmp_path)
 

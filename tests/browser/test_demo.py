@@ -44,6 +44,7 @@ def test_the_first_example_is_filled_in(playground: Playground) -> None:
     expect(playground.at(".column[data-state=done]")).to_have_count(len(read_examples()[0]["models"]))
 
 
+@pytest.mark.slow
 def test_every_example_is_answered(playground: Playground) -> None:
     for place, example in enumerate(read_examples()):
         playground.at("#examples button").nth(place).click()

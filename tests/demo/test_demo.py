@@ -74,6 +74,7 @@ def test_a_mixed_load_gets_the_same_answers(demo: Demo, items: list[Item], alone
     assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == alone
 
 
+@pytest.mark.slow
 def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: dict[str, list[str]]) -> None:
     assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ROOM
     with serving_demo(f"--adapter-bytes={ROOM}") as demo:

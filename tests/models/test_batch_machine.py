@@ -188,10 +188,10 @@ class Batches(RuleBasedStateMachine):
             assert "".join(found.texts) == found.end.text
 
 
-SLOW = ("deepseek-v3", "falcon-new", "gemma3-window")  # with batches of their own kinds of past: test_past.py is quick
+SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_past.py has their kinds of past, and is quick
 
 
-@pytest.mark.parametrize("name", [*[pytest.param(name, marks=pytest.mark.slow) for name in SLOW], "gpt2", "llama"])
+@pytest.mark.parametrize("name", [*[pytest.param(name, marks=pytest.mark.slow) for name in SLOW], "llama"])
 def test_a_request_gets_what_it_gets_alone(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
 

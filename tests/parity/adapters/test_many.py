@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -105,6 +106,7 @@ class Residency:
         self.loads += 1
 
 
+@pytest.mark.slow
 def test_many_adapters_in_little_memory(tmp_path: Path, device: torch.device) -> None:
     folders = write_many(tmp_path)
     model = make_model(BASE, device)
