@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import numpy as np
 import psutil
 import torch
 from adapter_scale import write_adapter
-from http_load import make_tokenizer
+from http_load import make_tokenizer, wait_for_url
 from report import Record, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -46,8 +45,7 @@ HIDDEN, LAYERS, HEADS, INNER, RANK = 64, 2, 2, 128, 8
 MOST_GROWTH = 0.02
 AT_ONCE = 48
 DROPPED, CHECKED, CHATS, WHOLE = 0.25, 0.1, 0.1, 0.2  # of the requests
-READY = re.compile(r"ready: (http://\S+)")
-START_S, QUIET_S, ANSWER_S = 120, 60, 120
+QUIET_S, ANSWER_S = 60, 120
 REST_S = 1.5  # until an idle engine has given back what it does not need
 QUIET = {"lorax_batch_current_size": 0.0, "lorax_queue_length": 0.0, "lorax_waiting_for_adapters": 0.0}
 BLOCKS, FREE = "lorax_kv_blocks", "lorax_kv_blocks_free"
@@ -356,16 +354,6 @@ def serving(log: Path, flags: Sequence[str]) -> Iterator[Server]:
             yield Server(wait_for_url(process, log), process.pid)
         finally:
             process.terminate()
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        found = READY.search(log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class TokenizerFolder:
         check_size(self.path / name, stamp=self._stamp(name))
 
     def list_templates(self) -> list[str]:
-        """Of the folder of templates, no more than one too many."""
+        """List the folder of templates, up to one more than there may be."""
         if self._vouched is not None:
             return sorted(filter(is_template, self._vouched))[: MAX_TEMPLATES + 1]
         found = sorted((self.path / TEMPLATES_FOLDER).glob("*.jinja"))

@@ -66,7 +66,7 @@ class Source(Protocol):
 
 
 class Places(NamedTuple):
-    """Where to look whether an adapter has changed."""
+    """Paths that show whether an adapter has changed."""
 
     # One at least gets another stamp when the name means another folder of the same roots, or when a known file comes,
     # goes or is replaced. Most of them need not exist.
@@ -79,7 +79,7 @@ class Watchable(Protocol):
     """A source whose adapters lie on this machine, so that a look at some paths tells whether one has changed."""
 
     def places(self, name: str) -> Places:
-        """Where to look whether what a name means has changed."""
+        """Name the paths that show whether a name means something else by now."""
 
 
 @runtime_checkable
@@ -127,7 +127,7 @@ class AdapterSources:
         return tuple(self._sources)
 
     def places(self, source: str, name: str) -> Places:
-        """What to watch for changes of an adapter; nothing where its source has to be asked."""
+        """Name the paths to watch for changes of an adapter; none where its source has to be asked."""
         origin: object = self._sources.get(source)
         return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else Places()
 

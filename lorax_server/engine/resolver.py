@@ -148,7 +148,7 @@ class AdapterResolver:
         return self._find_anew(key, ref, None)
 
     def _find_anew(self, key: Key, ref: AdapterRef, pointer: _Pointer | None) -> "Future[Found]":
-        """What it failed with a moment ago, or what its source says now."""
+        """Give the failure of a moment ago, or what its source says now."""
         with self._lock:
             failure, now = self._failures.recall(key), self._clock()
             if failure is None or now >= failure.retry_at:

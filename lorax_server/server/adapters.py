@@ -51,7 +51,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     async def adapters(
         http: Request, also: Also, limit: Limit = MAX_LIMIT, after: After = BY_NAME, search: Search = ""
     ) -> Response:
-        """Where adapters are, and what they are used for, in pages. An admin sees all, others those with a name they
+        """List adapters in pages: their place and their use. An admin sees all, others those with a name they
         may use, and those that they name by `also`."""
         asked = Asked(limit, after, search, also)
         return json_response(await list_page(service.parts, service.identify(http), asked))

@@ -1,4 +1,4 @@
-"""What is written down of requests that no route answers, of keys that are refused, and of what admins change.
+"""Lines about requests that no route answers, about keys that are refused, and about changes by admins.
 
 All of it is counted. What callers without a valid key can cause is written so many times a minute only; the next line
 then says how many were left out.

@@ -1,4 +1,4 @@
-"""What stands before all routes: hosts and keys are looked at first, then bodies of JSON, of bounded size, that arrive
+"""The guard before all routes: it checks hosts and keys first, then bodies of JSON, of bounded size, that arrive
 in time. Each request gets an id, and what is refused here is written down.
 
 Every route of a router needs a key, but for those that are named here."""

@@ -82,7 +82,7 @@ def log_request(record: Record, more: Mapping[str, Any] | None = None) -> None:
 
 
 def shorten(text: str) -> str:
-    """What a client chose, in a length that a log can bear."""
+    """Shorten a client's text to a length that a log can bear."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
 
 

@@ -78,7 +78,7 @@ def mark_used_again(mark: Path) -> None:
 
 
 def find_in_use_s(adapter_timeout_s: float) -> float:
-    """How long after its last use a version stays: while a request may wait for it, and its mark may be older."""
+    """Seconds that a version stays after its last use: while a request may wait for it, and its mark may be older."""
     return max(IN_USE_S, min(adapter_timeout_s + MARK_AGAIN_S, MAX_IN_USE_S))
 
 

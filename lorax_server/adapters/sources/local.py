@@ -90,7 +90,7 @@ def _look_below(root: Path, name: str) -> tuple[Path, Path] | None:
 
 
 def _real(path: Path, name: str) -> Path | None:
-    """Where a path leads over links; None if the server may not know."""
+    """Follow the links of a path; None if the server may not know where they lead."""
     try:
         return Path(os.path.realpath(path))
     except PermissionError:
