@@ -60,7 +60,7 @@ class HubServer(Server):
         if found := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
             return self.describe(request, found[1], unquote(found[2]))
         if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes of a revision are quoted
-            return self.send_file(request, found[1], unquote(found[2]), found[3])
+            return self.send_file(request, found[1], unquote(found[2]), unquote(found[3]))
         return Reply(404)
 
     def describe(self, request: Request, name: str, revision: str) -> Reply:
