@@ -213,6 +213,8 @@ FOLDER = pytest.StashKey[tuple[str, str | None, str | None]]()
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Each process of tests has its own folder for temporary files, and marks its descendants."""
     config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it runs no tests, and its folder would be gone before those that do have ended
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
     multiprocessing.util.get_temp_dir()  # Python keeps it until it ends
     folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit
