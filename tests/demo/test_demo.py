@@ -56,6 +56,7 @@ def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine takes four times as long for 420 answers as an idle one
 def test_each_adapter_has_its_skill_and_the_base_model_has_none(demo: Demo) -> None:
     items = write_items(SEED, MANY_ITEMS, held_out=True)
     for model, answers in asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)).items():
