@@ -22,7 +22,7 @@ from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
 ROOT = Path(__file__).parent.parent.parent
 
-SEED, FEW_ITEMS, ITEMS, MANY_ITEMS = 11, 5, 16, 60
+SEED, FEW_ITEMS, ITEMS, MANY_ITEMS = 11, 4, 16, 60
 SMALL_TALK = (
     "hi",
     "Hello!",
@@ -56,19 +56,21 @@ def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a busy machine takes four times as long for 420 answers as an idle one
+@pytest.mark.timeout(900)  # a busy machine takes four times as long for so many answers as an idle one
 def test_each_adapter_has_its_skill_and_the_base_model_has_none(demo: Demo) -> None:
     items = write_items(SEED, MANY_ITEMS, held_out=True)
-    for model, answers in asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)).items():
+    found = asyncio.run(ask(demo.url, texts_of(items), tuple(SKILLS), 32))
+    found |= asyncio.run(ask(demo.url, texts_of(items[:ITEMS]), [NAME], 32))  # whose answers are the longest
+    for model, answers in found.items():
         for skill in SKILLS:
-            right = score(answers, items, skill)
+            right = score(answers, items[: len(answers)], skill)
             assert right >= 95 if model == skill else right <= 5, f"{skill}, asked of {model}: {right:.0f} % right"
 
 
 def test_each_adapter_does_what_it_is_for(items: list[Item], alone: dict[str, list[str]]) -> None:
     """A first look; how often it is right is measured by the slow test of it."""
     for skill in SKILLS:
-        assert score(alone[skill], items[:FEW_ITEMS], skill) >= 80
+        assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
 
 
 def test_a_mixed_load_gets_the_same_answers(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:

@@ -63,6 +63,7 @@ def test_every_sentence_pattern_has_one_side(rule: str) -> None:
     assert not learnt & tested
 
 
+@pytest.mark.slow
 def test_no_sentence_that_is_tested_is_learnt() -> None:
     """Of finished texts: who wrote them, and how, does not matter."""
     learnt = {kind for item in write_items(6, 20_000, held_out=False) for kind in kinds(item)}

@@ -154,7 +154,24 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+# One of each architecture, and what the engine itself sees of a model: how long it may be, what its cache holds. All are
+# compared in test_paged.py.
+QUICK = (
+    "gpt2",
+    "llama-fp8-kv",
+    "llama-gqa",
+    "llama-rope-dynamic-beyond",
+    "mistral-window",
+    "neox-parallel",
+    "opt-pre-norm",
+    "qwen2-bias",
+    "qwen3-head-norm",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
+)
 def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     crowd = Crowd(make_engine(models), models.folders)
