@@ -154,8 +154,8 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-# One of each architecture, and what the engine itself sees of a model: how long it may be, what its cache holds. All are
-# compared in test_paged.py.
+# One of each architecture, and what the engine itself sees of a model: how long it may be, what its cache holds. All
+# are compared in test_paged.py.
 QUICK = (
     "gpt2",
     "llama-fp8-kv",
