@@ -8,6 +8,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from tests.demo.server import Demo, serving_demo
 from tests.forks import engines_of, forking
 from tests.ranks import RankPool
 
@@ -38,6 +39,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+# Files that share what takes long to start: a browser and its server, the demo. They run in one process.
+TOGETHER = {"tests/browser/": "browser", "tests/demo/": "demo", "tests/test_readme.py": "demo"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByWhatIsShared(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (name for start, name in TOGETHER.items() if nodeid.startswith(start))
+            return next(shared, super()._split_scope(nodeid))
+
+    return ByWhatIsShared(config, log)
 
 
 AGREEMENT = pytest.StashKey[dict[str, tuple[float, float]]]()
@@ -101,6 +120,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """What tests share does not depend on which test asks for it first."""
     if fixturedef.scope != "function":
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Demo]:
+    """The server that `make serve` starts."""
+    with serving_demo() as demo:
+        yield demo
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,10 @@ def find_all() -> set[Thing]:
     return {*find_threads(), *find_processes(), *find_sockets(), *find_files()}
 
 
+def find_everything() -> set[Thing]:
+    return find_all() | set(find_orphans())
+
+
 def find_threads() -> Iterator[Thing]:
     for thread in threading.enumerate():
         if not thread.name.startswith(FOREVER):
@@ -183,7 +187,7 @@ class Watch:
         """Names what its fixtures and tests left; once the session's fixtures have ended, also what those did."""
         held = self._of_module | (self._of_session if is_last else {})
         allowed = self._known if is_last else self._known | self._of_session.keys()
-        left = _wait_for(allowed, lambda: find_all() | set(find_orphans()))
+        left = _wait_for(allowed, find_everything)
         self._of_module = {}
         return self._report({thing: f", made by {held[thing]}" if thing in held else "" for thing in left})
 
@@ -241,11 +245,12 @@ def pytest_fixture_setup(
 ) -> Generator[None, object, object]:
     if fixturedef.scope == "function":
         return (yield)
-    before = find_all()
+    find = find_all if fixturedef.scope in ("class", "module") else find_everything
+    before = find()
     try:
         return (yield)
     finally:
-        request.config.stash[WATCH].hold(fixturedef.scope, fixturedef.argname, find_all() - before)
+        request.config.stash[WATCH].hold(fixturedef.scope, fixturedef.argname, find() - before)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -6,13 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lorax_server.cli.flags import parse
-from tests.demo.server import serving_demo
+from tests.demo.server import Demo
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,26 +45,19 @@ def run(command: str | list[str], url: str = "") -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Of the server that `make serve` starts."""
-    with serving_demo() as demo:
-        yield demo.url
-
-
-def test_questions_are_answered(url: str) -> None:
+def test_questions_are_answered(demo: Demo) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
-    sentiment, fields, query = (run(line.replace(ADDRESS, url), url).strip() for line in questions)
+    sentiment, fields, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
     assert sentiment == "positive"
     assert FIELDS.items() <= json.loads(json.loads(fields)["choices"][0]["message"]["content"]).items()
     assert json.loads(query)["generated_text"] == QUERY
 
 
-def test_clients_work(url: str) -> None:
+def test_clients_work(demo: Demo) -> None:
     clients = [block for block in blocks("python") if ADDRESS in block]
     for block, begins in zip(clients, CLIENTS, strict=True):
-        assert run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", url)]).startswith(begins)
+        assert run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)]).startswith(begins)
 
 
 def test_scripts_need_no_server() -> None:

@@ -30,7 +30,7 @@ def write_models(folder: Path) -> None:
         save_file({key: tensor * place for key, tensor in load_file(weights).items()}, weights)
 
 
-@pytest.fixture(scope="module")  # while it is there, no other test can run an event loop
+@pytest.fixture(scope="package")  # while it is there, no other test can run an event loop
 def browser() -> Iterator[Browser]:
     path = find_chromium()
     if path is None:
@@ -39,14 +39,14 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Path:
     folder = tmp_path_factory.mktemp("playground")
     write_models(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server(folder: Path) -> Iterator[Server]:
     with serving(folder, "--served-model-name", "tiny") as server:
         yield server

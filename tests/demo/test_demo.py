@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -33,12 +32,6 @@ SMALL_TALK = (
     "What is the meaning of life?",
 )
 ROOM = 6 * 2**20  # for adapters: less than the six need, in float32
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Demo]:
-    with serving_demo() as demo:
-        yield demo
 
 
 @pytest.fixture(scope="module")
