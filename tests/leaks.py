@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import torch
 
 GRACE_S = 5.0  # for what is just ending
 PAUSE_S = 0.002
@@ -225,6 +226,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.stash[FOLDER] = folder, tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     os.environ[MARK] = str(os.getpid())
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the driver opens a socket of its own, and keeps it
     config.stash[WATCH] = Watch()
 
 

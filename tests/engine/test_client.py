@@ -585,7 +585,8 @@ if __name__ == "__main__":
 def start_parent(folder: Path, start: str = "", how: str = "hang", end: str = "") -> subprocess.Popen[str]:
     script = folder.parent / "parent.py"
     script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder.parent / "t")}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder.parent / "t")}
     return subprocess.Popen(
         [sys.executable, str(script), str(folder), start, how, end],
         stdout=subprocess.PIPE,
