@@ -1,6 +1,8 @@
 """The tokenizers that adapters bring, for a script: read in the thread that needs one."""
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lorax_server.adapters.finder import Recent
@@ -13,17 +15,21 @@ from lorax_server.types import Resolved
 
 _Key = tuple[Path, tuple[str, ...], tuple[Stamp, ...]]  # a folder, its files and their stamps
 MAX_TOKENIZERS = 64  # each of which may take tens of megabytes
+MAX_FAILURES = 1024
+FAILURE_S = 10.0  # a failure may be due to the machine, and pass
 
 
 class AdapterTokenizers:
-    """Keeps those that were used last. Any thread may use it."""
+    """Keeps those that were used last, and remembers failures for a while. Any thread may use it."""
 
-    def __init__(self, base: TextTokenizer, base_folder: Path) -> None:
+    def __init__(self, base: TextTokenizer, base_folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._base = base
         self._base_folder = base_folder
         self._converter = Converter()
         self._lock = threading.Lock()
+        self._clock = clock
         self._found: Recent[_Key, TextTokenizer] = Recent(MAX_TOKENIZERS)
+        self._failures: Recent[_Key, tuple[float, str]] = Recent(MAX_FAILURES)  # until when, and why
 
     def __len__(self) -> int:
         return len(self._found)
@@ -37,21 +43,28 @@ class AdapterTokenizers:
         key = folder, adapter.tokenizer_files, adapter.tokenizer_stamps
         with self._lock:
             found = self._found.recall(key)
-        if found is None:
-            vouched = dict(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
-            found = self._load(TokenizerFolder(folder, vouched))
-            with self._lock:
-                self._found[key] = found
-        return found
+            until, why = self._failures.recall(key) or (0.0, "")
+        if found is None and self._clock() < until:
+            raise AdapterError(why)
+        return found or self._load(key, adapter)
 
     def close(self) -> None:
         """End what other processes do for it."""
         self._converter.close()
 
-    def _load(self, files: TokenizerFolder) -> TextTokenizer:
-        """A failure is not kept: it may be due to the machine, and pass."""
+    def _load(self, key: _Key, adapter: Resolved) -> TextTokenizer:
+        files = TokenizerFolder(key[0], dict(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True)))
         try:
-            shared = share_base_tokenizer(files, self._base, self._base_folder)
-            return shared or load_own_tokenizer(files, self._base_folder, self._converter)
+            found = self._read(files)
         except (ConfigError, OSError) as error:
-            raise AdapterError(f"adapter {files.path.name!r}: its tokenizer cannot be used: {error}") from error
+            why = f"adapter {files.path.name!r}: its tokenizer cannot be used: {error}"
+            with self._lock:
+                self._failures[key] = self._clock() + FAILURE_S, why
+            raise AdapterError(why) from error
+        with self._lock:
+            self._found[key] = found
+        return found
+
+    def _read(self, files: TokenizerFolder) -> TextTokenizer:
+        shared = share_base_tokenizer(files, self._base, self._base_folder)
+        return shared or load_own_tokenizer(files, self._base_folder, self._converter)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -713,7 +714,7 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
 
 
 @pytest.mark.parametrize("problem", [ConfigError("takes longer than 60 s"), OSError(28, "No space left on device")])
-def test_a_tokenizer_that_fails_because_of_the_machine_is_tried_again(
+def test_a_tokenizer_that_fails_is_tried_again_after_a_while(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
     shutil.copytree(world.adapters["first"], tmp_path / "own")
@@ -722,18 +723,14 @@ def test_a_tokenizer_that_fails_because_of_the_machine_is_tried_again(
     tokenizer.save_pretrained(tmp_path / "own")
     with LLM(world.model, {"own": tmp_path / "own"}, **SMALL) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(adapter_tokenizers, "load_own_tokenizer", _raise(problem))
-            (failed,) = llm.generate("hello", stop=STOP, adapter="own", on_error="return")
-        assert isinstance(failed.error, AdapterError)
+            patch.setattr(adapter_tokenizers, "load_own_tokenizer", tried := Mock(side_effect=problem))
+            failed = llm.generate(["hello"] * 3, stop=STOP, adapter="own", on_error="return")
+            assert tried.call_count == 1
+        assert [type(each.error) for each in failed] == [AdapterError] * 3
+        assert len({str(each.error) for each in failed}) == 1
+        llm._tokenizers._clock = lambda: time.monotonic() + adapter_tokenizers.FAILURE_S
         (completion,) = llm.generate("hello", stop=STOP, adapter="own")
     assert completion.text == world.answer("hello", "first")[1]
-
-
-def _raise(problem: Exception) -> Callable[..., Any]:
-    def fail(*_: object) -> None:
-        raise problem
-
-    return fail
 
 
 def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:
