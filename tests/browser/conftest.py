@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser, forks: ForkServerContext) -> Path:
     folder = tmp_path_factory.mktemp("playground")
     write_models(folder)
     return folder

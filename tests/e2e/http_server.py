@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.e2e.command import FORKED
 from tests.models.tiny import SERVED
 from tests.parity.test_engine import write_adapter
 from tests.parity.variants import VARIANTS
@@ -147,6 +149,9 @@ class Server:
 
     @property
     def _engine(self) -> int:
+        forked = [line for line in self.log if line.startswith(FORKED)]
+        if forked:
+            return int(forked[-1].removeprefix(FORKED))
         listed = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(child) for file in listed for child in file.read_text().split()]
         (engine,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -157,28 +162,24 @@ class Server:
         return self.process.wait(timeout_s)
 
 
-# `lorax serve` with another time between signs of life, for which there is no flag.
-IMPATIENT = """
-import sys
-from dataclasses import replace
-from lorax_server import cli, launch
-serve = launch.serve_forever
-launch.serve_forever = lambda config: serve(replace(config, keep_alive_s=float(sys.argv[1])))
-sys.exit(cli.main(sys.argv[2:]))
-"""
-
-
 @contextmanager
 def serving(
     folder: Path,
     *flags: str,
     environ: dict[str, str] | None = None,
     has_hub: bool = False,
-    keep_alive_s: float | None = None,
+    from_scratch: bool = False,
+    **settings: float,
 ) -> Iterator[Server]:
-    """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready."""
+    """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready.
+
+    Its engine is forked where there is a process to fork from (`forks`), unless it needs variables of its own or is to
+    be the command's child. Settings are those of its config that have no flag.
+    """
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
-    program = ["-m", "lorax_server.cli"] if keep_alive_s is None else ["-c", IMPATIENT, str(keep_alive_s)]
+    forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]
+    address = "" if from_scratch or environ else forks_at
+    program = ["-m", "tests.e2e.command", json.dumps(settings), address]
     hub = [] if has_hub else ["--no-hub"]
     command = [sys.executable, *program, "serve", *arguments, *hub, *flags]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

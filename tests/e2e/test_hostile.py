@@ -11,7 +11,6 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from tests.e2e import http_server
 from tests.e2e.hostile_cases import (
     ALIVE,
     BODIES,
@@ -52,24 +51,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     outside = folder / "adapters" / "first"
     outside.rename(folder / "outside")
     (folder / "adapters" / "out").symlink_to(folder / "outside")
-    with pytest.MonkeyPatch.context() as patch:
-        assert "keep_alive_s" in http_server.IMPATIENT
-        patch.setattr(http_server, "IMPATIENT", http_server.IMPATIENT.replace("keep_alive_s", "body_timeout_s"))
-        with serving(folder, keep_alive_s=BODY_TIMEOUT_S) as running:
-            for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
-                exchange(running.port, post(NATIVE, body))  # what a first request and a large one need stays
-            process = psutil.Process(running.process.pid)
-            before, files = _memory(process), process.num_fds()
-            children = process.children(recursive=True)
-            yield running
-            assert running.process.poll() is None
-            assert process.children(recursive=True) == children
-            assert exchange(running.port, ALIVE)[0].status == 200
-            assert _memory(process) - before < MAX_GROWTH
-            assert process.num_fds() <= files + 4  # what threads and late closing may hold
-            log = "".join(running.log)
-            assert "Traceback" not in log
-            assert "mistake of the server" not in log
+    with serving(folder, from_scratch=True, body_timeout_s=BODY_TIMEOUT_S) as running:
+        for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
+            exchange(running.port, post(NATIVE, body))  # what a first request and a large one need stays
+        process = psutil.Process(running.process.pid)
+        before, files = _memory(process), process.num_fds()
+        children = process.children(recursive=True)
+        yield running
+        assert running.process.poll() is None
+        assert process.children(recursive=True) == children
+        assert exchange(running.port, ALIVE)[0].status == 200
+        assert _memory(process) - before < MAX_GROWTH
+        assert process.num_fds() <= files + 4  # what threads and late closing may hold
+        log = "".join(running.log)
+        assert "Traceback" not in log
+        assert "mistake of the server" not in log
 
 
 def _memory(process: psutil.Process) -> int:

@@ -1,0 +1,53 @@
+"""`lorax`, for tests: with settings that have no flag, and with an engine that is there sooner.
+
+`python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are fields of the config of the server as JSON.
+ADDRESS is where a process of tests/forks.py listens, which has imported torch; it may be empty. An engine that is
+forked from there is no child of the command, so its process id is printed.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from multiprocessing import context, forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from lorax_server import cli, launch
+from lorax_server.config import ServerConfig
+
+FORKED = "forked an engine:"
+
+
+class Forked(ForkServerProcess):
+    def start(self) -> None:
+        super().start()
+        print(FORKED, self.pid, file=sys.stderr, flush=True)
+
+
+class Forks(ForkServerContext):
+    Process = Forked
+
+
+def fork_engines_from(address: str) -> None:
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # children of this process do not keep it alive
+    server.ensure_running = resource_tracker.ensure_running
+    context._concrete_contexts["spawn"] = Forks()  # type: ignore[attr-defined]
+
+
+def serve_with(settings: dict[str, Any]) -> None:
+    serve = launch.serve_forever
+
+    def serve_forever(config: ServerConfig) -> int:
+        return serve(replace(config, **settings))
+
+    launch.serve_forever = serve_forever
+
+
+if __name__ == "__main__":
+    serve_with(json.loads(sys.argv[1]))
+    if sys.argv[2]:
+        fork_engines_from(sys.argv[2])
+    sys.exit(cli.main(sys.argv[3:]))
