@@ -1,5 +1,6 @@
 """Options and fixtures of the whole suite."""
 
+import logging
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -18,6 +19,13 @@ pytest_plugins = ["tests.leaks"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where models run: cpu (the default) or cuda")
     tqdm.monitor_interval = 0  # or the first bar leaves a thread that looks at bars
+
+
+def pytest_collection_finish() -> None:
+    """pytest adds its handlers to each logger that does not, six times for every test; torch has 80 of these."""
+    for name, logger in logging.getLogger().manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 # Where tests take longest. They come first, or one process would be left with them when the other has nothing to do.
