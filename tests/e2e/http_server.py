@@ -173,12 +173,12 @@ def serving(
 ) -> Iterator[Server]:
     """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready.
 
-    Its engine is forked where there is a process to fork from (`forks`), unless it needs variables of its own or is to
-    be the command's child. Settings are those of its config that have no flag.
+    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child: then it
+    has none of the variables. Settings are those of the config that have no flag.
     """
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
     forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]
-    address = "" if from_scratch or environ else forks_at
+    address = "" if from_scratch else forks_at
     program = ["-m", "tests.e2e.command", json.dumps(settings), address]
     hub = [] if has_hub else ["--no-hub"]
     command = [sys.executable, *program, "serve", *arguments, *hub, *flags]

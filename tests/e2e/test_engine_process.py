@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import os
 import random
 import signal
@@ -137,9 +138,18 @@ def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
 # --- The same as alone ------------------------------------------------------------------------------------------------
 
 
+# Engines of all run in one process in tests/parity/test_engine.py.
+QUICK = (("llama-gqa", 1), ("llama-gqa", 2), ("gpt2", 2))
+
+
 @pytest.mark.usefixtures("forked_engines")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(ARCHITECTURES, (1, 2))
+    ],
+)
 def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
     oracles = write_models(name, tmp_path)
     adapter_bytes = UNIT_BYTES * max(units(name, tmp_path, ranks))  # for one at a time
