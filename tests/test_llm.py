@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -189,10 +190,11 @@ def test_one_prompt_in_any_form(prompts: Any, world: World, llm: LLM) -> None:
 
 def test_ids_of_numpy_and_torch(llm: LLM) -> None:
     ids = torch.tensor([108, 109, 110])
-    plain = llm.generate([108, 109, 110], stop=STOP)
+    (plain,) = llm.generate([108, 109, 110], stop=STOP)
     for given in (ids, ids.numpy(), [ids], [ids.numpy()], torch.stack([ids]), ids.numpy()[None]):
         (completion,) = llm.generate(given, stop=STOP)  # type: ignore[arg-type]
-        assert completion == plain[0]
+        assert completion.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+        assert replace(completion, logprobs=plain.logprobs) == plain
 
 
 def test_no_prompts_at_all(llm: LLM) -> None:

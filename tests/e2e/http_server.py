@@ -86,6 +86,11 @@ def write_other(adapter: Path, folder: Path) -> None:
     os.replace(folder / "new.safetensors", folder / "adapter_model.safetensors")
 
 
+def import_path() -> str:
+    """Where processes of tests find what they import."""
+    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
 class Answer(NamedTuple):
     """What came over the wire; the headers' names are in lower case."""
 
@@ -173,8 +178,8 @@ def serving(
 ) -> Iterator[Server]:
     """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready.
 
-    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child: then it
-    has none of the variables. Settings are those of the config that have no flag.
+    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child. A forked
+    one has none of the variables. Settings are those of the config that have no flag.
     """
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
     forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]
@@ -182,12 +187,11 @@ def serving(
     program = ["-m", "tests.e2e.command", json.dumps(settings), address]
     hub = [] if has_hub else ["--no-hub"]
     command = [sys.executable, *program, "serve", *arguments, *hub, *flags]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environ or {})},
+        env={**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", **(environ or {})},
     )
     log: list[str] = []
     url: list[str] = []

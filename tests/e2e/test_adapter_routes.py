@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.http_server import Server, serving, write_model
+from tests.e2e.http_server import Server, serving, write_model, write_other
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -17,7 +17,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write_model(folder)
     shutil.copytree(folder / "adapters" / "second", folder / "adapters" / "twin")
     flags = ("--preloaded-adapter-ids", "first", "--preloaded-adapter-source", "local", "--admin-key", "admin")
-    shutil.copytree(folder / "adapters" / "first", folder / "others" / "deep")
+    (folder / "others").mkdir()
+    write_other(folder / "adapters" / "first", folder / "others" / "deep")
     with serving(folder, *flags, "--local-adapters", str(folder / "others")) as server:
         yield server
 
@@ -39,16 +40,29 @@ def ask(server: Server, name: str) -> None:
     assert server.post("/generate", body).status == 200
 
 
-def test_what_is_preloaded_is_listed_and_can_be_unloaded(server: Server) -> None:
-    first = listed(server)["first"]
+@pytest.fixture(scope="module", autouse=True)
+def preloaded(server: Server) -> Any:
+    """What was listed before any other test: of everybody, and of the operator."""
+    return listed(server)["first"], listed(server, ADMIN)["first"]
+
+
+def test_what_is_preloaded_is_listed(preloaded: Any) -> None:
+    first, for_operators = preloaded
     assert (first["state"], first["pinned"], first["source"]) == ("on the device", True, "local")
+    assert first["uses"] == 0
     assert first["hash"]
-    assert listed(server, ADMIN)["first"] == first
+    assert for_operators == first
+
+
+def test_what_is_loaded_can_be_unloaded(server: Server) -> None:
+    change(server, "load", "first", pin=True)
+    before = listed(server)["first"]
+    assert (before["state"], before["pinned"]) == ("on the device", True)
     change(server, "unload", "first")
     assert listed(server)["first"]["state"] == "on disk"
     ask(server, "first")
     first = listed(server)["first"]
-    assert (first["state"], first["pinned"], first["uses"]) == ("on the device", False, 1)
+    assert (first["state"], first["pinned"], first["uses"]) == ("on the device", False, before["uses"] + 1)
 
 
 def test_an_answer_says_where_its_adapter_was(server: Server) -> None:

@@ -31,7 +31,7 @@ def hub(folder: Path) -> Iterator[HubServer]:
     with running(HubServer()) as server:
         server.repos[PRIVATE] = Repo(first, token=SECRET)
         server.repos[GATED] = Repo(second, token=SECRET, gated=True)
-        server.repos[PUBLIC] = Repo(first, branches={"older": second})
+        server.repos[PUBLIC] = Repo(first, branches={"older": second, "shown": second})
         yield server
 
 
@@ -88,9 +88,9 @@ def test_the_bodys_token_counts_more_than_the_headers(open_server: Server) -> No
 
 def test_a_bearer_is_shown_only_where_nobody_is_let_in_without(open_server: Server, hub: HubServer) -> None:
     hub.reset()
-    assert ask(open_server, f"{PUBLIC}@older", "somebody's").status == 200
+    assert ask(open_server, f"{PUBLIC}@shown", "somebody's").status == 200
     assert tokens_seen(hub) == {None}
-    merged = {"adapter_id": None, "merged_adapters": {"ids": [f"{PUBLIC}@older", PRIVATE], "weights": [1, 1]}}
+    merged = {"adapter_id": None, "merged_adapters": {"ids": [f"{PUBLIC}@shown", PRIVATE], "weights": [1, 1]}}
     ask(open_server, "", "another's", **merged)
     told = {request.path for request in hub.seen if request.headers.get("authorization") == "Bearer another's"}
     assert told

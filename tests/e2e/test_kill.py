@@ -17,7 +17,7 @@ import pytest
 
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
-from tests.e2e.http_server import ROOT, Server, _read, serving, write_model
+from tests.e2e.http_server import Server, _read, import_path, serving, write_model
 from tests.e2e.test_engine_process import is_alive
 from tests.e2e.wire import (
     CHAT,
@@ -219,7 +219,7 @@ def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
     """`tests.e2e.light_server`; what it leaves in its folder for temporary files is a failure."""
     with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
         command = ["-m", "tests.e2e.light_server", str(folder / "model"), str(tmp_path / "gate"), str(drain_s)]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": scratch}
+        environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
         process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environ)
         log, url, has_answer = list[str](), list[str](), threading.Event()
         reader = threading.Thread(target=_read, args=(process, log, url, has_answer))
