@@ -14,7 +14,12 @@ ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 
 @pytest.fixture(scope="module")
 def url(browser: Browser) -> Iterator[str]:
+    """Of a server that has loaded nothing yet, and says so."""
     with serving_demo() as demo:
+        with visiting(browser, demo.url) as playground:
+            playground.open()
+            for name in ADAPTERS:
+                expect(playground.resident(DISK, name)).to_be_visible()
         yield demo.url
 
 
@@ -26,8 +31,6 @@ def playground(browser: Browser, url: str) -> Iterator[Playground]:
 
 def test_three_adapters_do_three_things(playground: Playground) -> None:
     chosen = ("json", "sql", "pirate")
-    for name in ADAPTERS:  # on disk, unless a test before this one has used it
-        expect(playground.resident(DISK, name).or_(playground.resident(DEVICE, name))).to_be_visible()
     playground.ask(read_examples()[0]["prompt"], *chosen)
     for name in chosen:
         expect(playground.column(name)).to_have_attribute("data-state", "done")

@@ -178,8 +178,8 @@ def serving(
 ) -> Iterator[Server]:
     """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready.
 
-    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child. A forked
-    one has none of the variables. Settings are those of the config that have no flag.
+    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child. One
+    that is forked has none of the variables. Settings are those of the config that have no flag.
     """
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
     forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]
