@@ -42,7 +42,7 @@ def imported_beside_others() -> dict[str, frozenset[str]]:
 
 
 def run(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return done.stdout
 
