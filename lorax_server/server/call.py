@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import (
     AdapterAccessError,
+    AdapterError,
     AdapterNotFoundError,
     DeadlineError,
     EngineError,
@@ -34,7 +35,7 @@ from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
 from lorax_server.server.nearest import with_nearest
-from lorax_server.server.parts import Parts
+from lorax_server.server.parts import MERGES, Parts
 from lorax_server.server.problems import Problem, describe
 from lorax_server.server.record import Record
 from lorax_server.server.rules import check_logprobs
@@ -192,7 +193,7 @@ class Call:
         if choice.merge is None:
             return found[0][1]
         merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
-        self.parts.seen.note(merged.identity, Named("", choice.label[:MAX_LABEL]))
+        self.parts.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
         is_fetched = any(part.tier == FETCHED for _, part in found)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
 
@@ -206,6 +207,12 @@ class Call:
                 ref, resolved = await self._ask_source(ref)
             except NOT_GIVEN:
                 fare.give_back()
+                raise
+            except AdapterNotFoundError:
+                await self.parts.forget_unloaded(place)
+                raise
+            except AdapterError as error:
+                self.parts.note_failure(ref, error)
                 raise
             if resolved.tier == FETCHED:
                 fare.owe()
