@@ -68,6 +68,12 @@ class Found:
         is_same = all(_which_folder(root) == folder for root, folder in self.roots.items())
         return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
 
+    def is_overwritten(self) -> bool:
+        """Whether other config or weights lie where these were. Not so if one of them is gone."""
+        paths = [self.spec.parts[0].folder / file for file in REQUIRED_FILES]
+        now = _stamps(paths)
+        return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
+
 
 class AdapterFinder:
     """Adapters for one base model. May be called by any thread."""
@@ -98,7 +104,12 @@ class AdapterFinder:
             places = self._sources.places(ref.source, ref.name)
             roots = {root: _which_folder(root) for root in places.roots}
             folders = _stamps(places.folders)  # before anything in them is looked at
-            fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+            try:
+                fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+            except SourceError:
+                if not places.roots:
+                    raise
+                continue  # a folder of this machine changed
             found = self._identify(ref.name, fetched)
             # It may have moved meanwhile, to a root that is not watched.
             if found is not None and self._sources.places(ref.source, ref.name) == places:

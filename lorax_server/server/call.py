@@ -100,6 +100,7 @@ class Call:
         self.timeout_s = parts.config.request_timeout_s
         self.num_characters = 0
         self.adapter_tier = ""  # where the adapter was when the request named it
+        self._is_stale = False  # the adapter is what was there before what is there now and cannot be served
         self._num_logprobs = 0  # that its answers may list
 
     # --- What a route does, in this order -----------------------------------------------------------------------------
@@ -130,6 +131,7 @@ class Call:
             await self.check_may_use(named, ref.source == HUB, choice.asked_source)
         resolved = await self._resolve(choice)
         record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
+        self._is_stale = resolved.stale is not None
         return Found(resolved, await self.parts.tokenizers.find(resolved))
 
     async def ask(self, found: Found, question: Question) -> list[Job]:
@@ -217,6 +219,8 @@ class Call:
             if resolved.tier == FETCHED:
                 fare.owe()
         self.parts.seen.note(resolved.identity, place)
+        if resolved.stale is not None:
+            self.parts.seen.fail(place, resolved.stale.message)
         return ref, resolved
 
     async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
@@ -377,6 +381,7 @@ class Call:
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
             **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),
+            **({"x-adapter-version": "previous"} if self._is_stale else {}),
         }
 
     @property
