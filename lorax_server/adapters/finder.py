@@ -16,7 +16,7 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_hea
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
 from lorax_server.adapters.files import REQUIRED_FILES
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.plain_file import Stamp, stamp_of
+from lorax_server.adapters.plain_file import Stamp, size_in, stamp_of
 from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources, BaseModelType, FetchedAdapter, read_json
 from lorax_server.adapters.spec import AdapterSpec, StoredPart, count_elements, is_settled
 from lorax_server.errors import AdapterError, SourceError
@@ -73,6 +73,12 @@ class Found:
         paths = [self.spec.parts[0].folder / file for file in REQUIRED_FILES]
         now = _stamps(paths)
         return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
+
+    def is_cut(self) -> bool:
+        """Whether shorter weights lie where these were: somebody may have begun to write them anew."""
+        path = self.spec.parts[0].folder / WEIGHTS_FILE
+        before, now = self.files.get(path), _stamp(path)
+        return before is not None and now is not None and size_in(now) < size_in(before)
 
 
 class AdapterFinder:

@@ -291,7 +291,7 @@ class AdapterResolver:
         try:
             found = self._finder.find(flight.ref)
         except LoraxError as error:
-            failure = self._remember_failure(flight, error)
+            failure = self._remember_failure(flight, error, self._shows_writing(flight.key, error))
         else:
             self._remember(flight, replace(found, is_new=False))
             return found
@@ -315,7 +315,16 @@ class AdapterResolver:
                 self._pointers[flight.key] = _Pointer(found, ask_at, good_until)
                 self._failures.pop(flight.key, None)
 
-    def _remember_failure(self, flight: _Flight, error: LoraxError) -> _Failure:
+    def _shows_writing(self, key: Key, error: LoraxError) -> bool:
+        """Whether an error comes of somebody who may be writing into a folder of this machine. That files changed while
+        they were read does not say so, since each may have been whole, unless the weights have become shorter."""
+        if key[0] != LocalSource.kind or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
+            return False
+        with self._lock:
+            pointer = self._pointers.get(key)
+        return not isinstance(error, SourceError) or (pointer is not None and pointer.found.is_cut())
+
+    def _remember_failure(self, flight: _Flight, error: LoraxError, is_writing: bool) -> _Failure:
         is_source = isinstance(error, SourceError)
         with self._lock:
             before = self._failures.recall(flight.key)
@@ -326,19 +335,19 @@ class AdapterResolver:
             failure = _Failure(_again(error, None), self._clock() + delay_s, delay_s)
             if self._flights.get(flight.key) is flight and self._is_worth_keeping(flight.ref):
                 self._failures[flight.key] = failure
-                self._mark_failing(flight.key, error)
+                self._mark_failing(flight.key, error, is_writing)
         return failure
 
-    def _mark_failing(self, key: Key, error: LoraxError) -> None:
+    def _mark_failing(self, key: Key, error: LoraxError, is_writing: bool) -> None:
         """Keep what may stand in: for a source that fails, and for a folder into which somebody may be writing."""
-        if isinstance(error, SourceError):
-            return  # that files change says nothing of whether they are whole
-        pointer, now = self._pointers.pop(key, None), self._clock()
-        is_broken = isinstance(error, AdapterError) and not isinstance(error, AdapterNotFoundError)
-        if pointer is not None and key[0] == LocalSource.kind and is_broken:
+        pointer, now = self._pointers.get(key), self._clock()
+        if pointer is not None and is_writing:
             since = now if pointer.failing_since is None else pointer.failing_since
             if now < since + WRITING_S:
                 self._pointers[key] = pointer._replace(failing_since=since)
+                return
+        if not isinstance(error, SourceError):
+            self._pointers.pop(key, None)
 
     def _is_worth_keeping(self, ref: AdapterRef) -> bool:
         """No source is asked for the others, and their names may be of any size."""

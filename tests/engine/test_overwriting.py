@@ -139,6 +139,22 @@ def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, m
         assert ask(bench).identity == old
 
 
+def test_files_that_change_under_a_look_and_are_shorter_are_being_written(bench: Bench, monkeypatch: Any) -> None:
+    old = ask(bench).identity
+    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE][:-1])
+
+    def changed(*_: Any) -> Path:
+        raise SourceError("it changed")
+
+    monkeypatch.setattr(LocalSource, "fetch", changed)
+    for _ in range(10):
+        found = ask(bench)
+        assert (found.identity, found.stale and found.stale.kind) == (old, "SourceError")
+        bench.clock.now += RETRY_S
+    bench.clock.now += WRITING_S
+    assert isinstance(bench.error("tuned", "local"), SourceError)
+
+
 def test_a_look_that_a_change_disturbs_is_repeated(bench: Bench, monkeypatch: Any) -> None:
     fetch, disturbed = LocalSource.fetch, iter([True, True])
 
