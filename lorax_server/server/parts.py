@@ -121,10 +121,6 @@ class Seen:
         """The reason why a place could not be served when it was named last."""
         return None if name is None else self._errors.get(name)
 
-    def mend(self, name: Named) -> None:
-        """Forget what was wrong with a place."""
-        self._errors.pop(name, None)
-
     def _forget_oldest(self) -> None:
         """Of those that are not pinned, the one that was found longest ago."""
         for _ in range(len(self._names)):
