@@ -15,6 +15,7 @@ LoraxError                   500
 │   └── NotSupportedError          what this server cannot do yet, and would do wrong if it tried
 ├── AuthenticationError      401   no API key, or one that is not known
 ├── ForbiddenError           403   a key that may not do this
+├── ConflictError            409   something else holds what was to be changed; the message says what
 ├── DeadlineError            504   it took longer than the request, or the server, allows
 ├── OverloadedError          429   too much is waiting already; the error says when to try again
 └── EngineError              500   the engine, or a rank of it, failed; it starts again by itself
@@ -103,6 +104,12 @@ class ForbiddenError(LoraxError):
     """The caller is known, and may not do this."""
 
     status = 403
+
+
+class ConflictError(LoraxError):
+    """What was asked for cannot be done now, because of something else that the message names."""
+
+    status = 409
 
 
 class DeadlineError(LoraxError):

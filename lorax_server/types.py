@@ -17,6 +17,7 @@ MAX_BIAS = 1e6  # beyond what any score can make up for, and far from where scor
 PENALTIES = (1e-3, 1e3)
 MERGE_STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties")
 SIGN_METHODS = ("total", "frequency")
+MAX_MERGE_WEIGHT = 1000.0  # of an adapter in a merge: far beyond what is of use, and far from where numbers end
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,11 @@ class Merge:
     def __post_init__(self) -> None:
         if not self.weights or not all(math.isfinite(weight) for weight in self.weights):
             raise InputError(f"merged adapters need at least one weight, all of them finite, not {self.weights}")
+        if not all(abs(weight) <= MAX_MERGE_WEIGHT for weight in self.weights):
+            raise InputError(
+                f"weights of merged adapters are at least {-MAX_MERGE_WEIGHT:g} and at most {MAX_MERGE_WEIGHT:g}, "
+                f"not {', '.join(f'{weight:g}' for weight in self.weights)}"
+            )
         if self.strategy not in MERGE_STRATEGIES:
             raise InputError(f"merge_strategy is one of {', '.join(MERGE_STRATEGIES)}, not {self.strategy[:64]!r}")
         if self.majority_sign_method not in SIGN_METHODS:
@@ -210,6 +216,7 @@ class Merge:
             )
         if self.strategy != "linear" and not 0 < self.density <= 1:
             raise InputError(f"density is above 0, where nothing would be kept, and at most 1, not {self.density}")
+        _check(_is_count(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
 
     def identity(self, hashes: Sequence[str]) -> str:
         """Who the merged adapter is, from who its parts are."""
@@ -267,6 +274,7 @@ class Resolved(NamedTuple):
     tokenizer_files: tuple[str, ...] = ()
     tier: str = ""  # where its weights were when it was named: device, host, disk, or fetched from its source just now
     tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # of those files when their source vouched for them
+    stale: Failure | None = None  # it is what was there before: why what is there now cannot be served
 
 
 def _check(holds: bool, message: str) -> None:

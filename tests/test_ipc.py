@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lorax_server import ipc
 from lorax_server.errors import EngineError, InputError
 from lorax_server.types import (
+    MAX_MERGE_WEIGHT,
     MAX_SEED,
     AdapterRef,
     AdapterState,
@@ -93,7 +94,7 @@ outputs = st.builds(
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
 merges = st.builds(
     Merge,
-    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3).map(tuple),
+    st.lists(st.floats(-MAX_MERGE_WEIGHT, MAX_MERGE_WEIGHT), min_size=1, max_size=3).map(tuple),
     st.sampled_from(["linear", "ties", "dare_linear", "dare_ties"]),
     shares,
     st.sampled_from(["total", "frequency"]),
@@ -101,7 +102,13 @@ merges = st.builds(
 )
 stamps = st.lists(st.lists(ids, max_size=4).map(tuple), max_size=3).map(tuple)
 resolved = st.builds(
-    Resolved, texts, st.none() | texts, st.lists(texts, max_size=3).map(tuple), texts, tokenizer_stamps=stamps
+    Resolved,
+    texts,
+    st.none() | texts,
+    st.lists(texts, max_size=3).map(tuple),
+    texts,
+    tokenizer_stamps=stamps,
+    stale=st.none() | failures,
 )
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts

@@ -16,7 +16,7 @@ from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_hea
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
 from lorax_server.adapters.files import REQUIRED_FILES
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.plain_file import Stamp, stamp_of
+from lorax_server.adapters.plain_file import Stamp, size_in, stamp_of
 from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources, BaseModelType, FetchedAdapter, read_json
 from lorax_server.adapters.spec import AdapterSpec, StoredPart, count_elements, is_settled
 from lorax_server.errors import AdapterError, SourceError
@@ -68,6 +68,18 @@ class Found:
         is_same = all(_which_folder(root) == folder for root, folder in self.roots.items())
         return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
 
+    def is_overwritten(self) -> bool:
+        """Whether other config or weights lie where these were. Not so if one of them is gone."""
+        paths = [self.spec.parts[0].folder / file for file in REQUIRED_FILES]
+        now = _stamps(paths)
+        return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
+
+    def is_cut(self) -> bool:
+        """Whether shorter weights lie where these were: somebody may have begun to write them anew."""
+        path = self.spec.parts[0].folder / WEIGHTS_FILE
+        before, now = self.files.get(path), _stamp(path)
+        return before is not None and now is not None and size_in(now) < size_in(before)
+
 
 class AdapterFinder:
     """Adapters for one base model. May be called by any thread."""
@@ -98,7 +110,12 @@ class AdapterFinder:
             places = self._sources.places(ref.source, ref.name)
             roots = {root: _which_folder(root) for root in places.roots}
             folders = _stamps(places.folders)  # before anything in them is looked at
-            fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+            try:
+                fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+            except SourceError:
+                if not places.roots:
+                    raise
+                continue  # a folder of this machine changed
             found = self._identify(ref.name, fetched)
             # It may have moved meanwhile, to a root that is not watched.
             if found is not None and self._sources.places(ref.source, ref.name) == places:

@@ -31,7 +31,7 @@ class MergedAdapter:
         sizes = {adapter.vocab_size for adapter in adapters}
         if len(sizes) != 1:
             raise InputError(f"adapters with different vocabularies, of {sorted(sizes)} tokens, cannot be merged")
-        self.name = "+".join(adapter.name for adapter in adapters)
+        self.name = ",".join(adapter.name for adapter in adapters)
         self.vocab_size = sizes.pop()
         self._adapters = adapters
         self._merge = merge

@@ -123,8 +123,9 @@ class Parsed:
         return [_locate(source, name) for name in fixed], [_locate(first_source, name) for name in first]
 
     def _sources(self, local: Sequence[str]) -> SourceConfig:
-        """Adapters that the operator names by their folders may be read, wherever those are."""
-        roots = [*self.values.get("local_adapters", ()), self.values.get("adapters_dir"), *filter(_is_folder, local)]
+        """Adapters that the operator names by their folders may be read, wherever those are. The folder whose names are
+        listed comes first, so that a name means what the list says."""
+        roots = [self.values.get("adapters_dir"), *self.values.get("local_adapters", ()), *filter(_is_folder, local)]
         return SourceConfig(
             roots=tuple(dict.fromkeys(Path(root).absolute() for root in roots if root is not None)),
             cache=self.cache,

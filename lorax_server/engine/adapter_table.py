@@ -24,6 +24,7 @@ from lorax_server.types import AdapterState
 
 BASE_MODEL = ""
 MAX_KNOWN = 100_000  # adapters that are remembered though they are nowhere but on disk
+MAX_MERGES = 1000  # of these: merged by requests. Who names one again gets it again, made of its parts
 MAX_LISTED = 2000  # described at once: no step waits longer, however many adapters there are
 MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many
 
@@ -49,6 +50,7 @@ class AdapterTable:
         self._host = HostTier(host_bytes, capabilities.itemsize, self.counters)
         self._device = DeviceTier(capabilities, self.counters)
         self._known: OrderedDict[str, AdapterEntry] = OrderedDict()  # by when they were named last
+        self._merges: OrderedDict[str, AdapterEntry] = OrderedDict()  # of these: those that are merged
         self._to_prepare: OrderedDict[str, AdapterEntry] = OrderedDict()  # wanted on the device, by who came first
         self._to_load: OrderedDict[str, AdapterEntry] = OrderedDict()  # likewise
         self._prefetch: OrderedDict[str, AdapterEntry] = OrderedDict()  # to be in host memory, where there is room
@@ -73,11 +75,14 @@ class AdapterTable:
         entry = self._known.get(spec.identity)
         if entry is None:
             entry = self._known[spec.identity] = AdapterEntry(spec)
-            self._forget_some()
+            if spec.merge is not None:
+                self._merges[spec.identity] = entry
+            self._forget_some(self._known, MAX_KNOWN)
+            self._forget_some(self._merges, MAX_MERGES)
         if spec.parts != entry.spec.parts:  # the same content in another place: the old one may be gone
             entry.spec, entry.error = spec, None
         entry.is_dismissed = False
-        self._known.move_to_end(spec.identity)
+        self._keep(spec.identity)
         self._is_stirred = True
         if prefetch and entry.state is State.DISK:
             self._prefetch[spec.identity] = entry
@@ -199,6 +204,9 @@ class AdapterTable:
             return 0
         entry = self._known[identity]
         return entry.index if entry.is_loaded and (has_begun or not entry.is_draining) else None
+
+    def is_merged(self, identity: str) -> bool:
+        return identity in self._merges
 
     def vocab_size(self, identity: str) -> int:
         """Of an adapter that is there."""
@@ -353,7 +361,7 @@ class AdapterTable:
                 error.retry_after_s = left
                 raise error
             entry.error = None
-        self._known.move_to_end(identity)
+        self._keep(identity)
         return entry
 
     def _fail(self, entry: AdapterEntry, error: LoraxError) -> None:
@@ -368,14 +376,21 @@ class AdapterTable:
         self._device.touch(entry)
         self._host.touch(entry)
 
-    def _forget_some(self) -> None:
+    def _keep(self, identity: str) -> None:
+        """It is named, so that others are forgotten before it."""
+        self._known.move_to_end(identity)
+        if identity in self._merges:
+            self._merges.move_to_end(identity)
+
+    def _forget_some(self, among: OrderedDict[str, AdapterEntry], limit: int) -> None:
         """Of those that are nowhere but on disk, the longest unnamed."""
-        while len(self._known) > MAX_KNOWN:
-            identity, entry = next(iter(self._known.items()))
+        while len(among) > limit:
+            identity, entry = next(iter(among.items()))
             if entry.num_requests or entry.is_asked_for or entry.state not in (State.DISK, State.FAILED):
-                self._known.move_to_end(identity)
+                among.move_to_end(identity)
                 return
             del self._known[identity]
+            self._merges.pop(identity, None)
             self._prefetch.pop(identity, None)
 
 

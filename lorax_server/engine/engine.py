@@ -207,6 +207,8 @@ class Engine:
             problem = self._table.find_problem(spec)
             if problem is not None:
                 raise problem
+            if resolved.stale is not None and self._tier_of(spec.identity) == TIERS[-1]:
+                raise resolved.stale.to_error()  # what was there before is in memory no longer
             resolved = resolved._replace(tier=resolved.tier or self._tier(spec))
         except BaseException as error:  # whatever it is, it belongs to the caller
             answer.set_exception(error)

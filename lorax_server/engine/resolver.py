@@ -4,9 +4,10 @@ a request -> a pointer, if its files are the same   answered after one look at e
           -> a failure of a moment ago              answered at once
           -> a flight: somebody asks the source     all who want to know the same wait for it, in no thread
 
-A pointer to a folder of this machine is good as long as no file changes. One to a hub or a bucket is good for a while;
-then it is still answered with, and its source is asked beside it, or fails. Not for a request that brings a token,
-though: what that may read is never older than the while, and when its source fails then so does the request.
+A pointer to a folder of this machine is good as long as no file changes. If what is there then is broken, somebody may
+be writing it: for a while what was there before is answered with, marked as stale. One to a hub or a bucket is good for
+a while; then it is still answered with, and its source is asked beside it, or fails. Not for a request that brings a
+token, though: what that may read is never older than the while, and when its source fails then so does the request.
 """
 
 import copy
@@ -24,8 +25,16 @@ from lorax_server.adapters.finder import AdapterFinder, Found, Key, Recent, key_
 from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterSources
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.errors import EngineError, InputError, LoraxError, OverloadedError, SourceError
-from lorax_server.types import AdapterRef, Merge, Resolved
+from lorax_server.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    EngineError,
+    InputError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
+from lorax_server.types import AdapterRef, Failure, Merge, Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +45,9 @@ MAX_FAILURES = 10_000
 MAX_FLIGHTS = 10_000  # running and waiting for a thread
 NUM_LOOKERS = 2  # threads for each kind of source that look at files
 MAX_STALE = 10  # how many times as long as it is good a pointer may be answered with while its source is asked
+WRITING_S = 60.0  # for so long a folder's former adapter is answered with while what is there now is broken
 RETRY_S = 1.0
+LOOK_AGAIN_S = 0.1  # at a folder that changed while it was read, which costs little
 MAX_RETRY_S = 30.0
 
 Answer = tuple[AdapterSpec, Resolved]
@@ -46,6 +57,7 @@ class _Pointer(NamedTuple):
     found: Found
     ask_at: float  # from then on its source has to be asked again,
     good_until: float  # and from then on before anybody is answered
+    failing_since: float | None = None  # of a folder of this machine: what is there now is broken
 
 
 class _Failure(NamedTuple):
@@ -153,6 +165,7 @@ class AdapterResolver:
             failure, now = self._failures.recall(key), self._clock()
             if failure is None or now >= failure.retry_at:
                 return self._join(key, ref).answer
+            pointer = self._pointers.get(key, pointer)
         stand_in = self._stand_in(key, pointer, failure.error)
         return _done(stand_in) if stand_in else _failed(_again(failure.error, failure.retry_at - now))
 
@@ -199,9 +212,18 @@ class AdapterResolver:
         This machine's folders never fail: they only change. What a token may read is known for its time and no longer.
         """
         source, _, token_hash = key
-        if pointer is None or token_hash or source == LocalSource.kind or not isinstance(error, SourceError):
+        if pointer is not None and source == LocalSource.kind:
+            return self._former(pointer, error)
+        if pointer is None or token_hash or not isinstance(error, SourceError):
             return None
         return pointer.found if self._is_here(key, pointer.found) else None
+
+    def _former(self, pointer: _Pointer, error: LoraxError) -> Found | None:
+        """What a folder held before, as long as somebody may still be writing what it is to hold."""
+        since, found = pointer.failing_since, pointer.found
+        if since is None or self._clock() >= since + WRITING_S or not found.is_overwritten():
+            return None
+        return replace(found, resolved=found.resolved._replace(stale=Failure.of(error)))
 
     def _tell_looker(self, answer: "Future[Found]", found: "Future[Found]") -> None:
         with self._lock:
@@ -269,7 +291,7 @@ class AdapterResolver:
         try:
             found = self._finder.find(flight.ref)
         except LoraxError as error:
-            failure = self._remember_failure(flight, error)
+            failure = self._remember_failure(flight, error, self._shows_writing(flight.key, error))
         else:
             self._remember(flight, replace(found, is_new=False))
             return found
@@ -293,18 +315,39 @@ class AdapterResolver:
                 self._pointers[flight.key] = _Pointer(found, ask_at, good_until)
                 self._failures.pop(flight.key, None)
 
-    def _remember_failure(self, flight: _Flight, error: LoraxError) -> _Failure:
+    def _shows_writing(self, key: Key, error: LoraxError) -> bool:
+        """Whether an error comes of somebody who may be writing into a folder of this machine. That files changed while
+        they were read does not say so, since each may have been whole, unless the weights have become shorter."""
+        if key[0] != LocalSource.kind or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
+            return False
+        with self._lock:
+            pointer = self._pointers.get(key)
+        return not isinstance(error, SourceError) or (pointer is not None and pointer.found.is_cut())
+
+    def _remember_failure(self, flight: _Flight, error: LoraxError, is_writing: bool) -> _Failure:
         is_source = isinstance(error, SourceError)
         with self._lock:
             before = self._failures.recall(flight.key)
             is_repeated = is_source and before is not None and isinstance(before.error, SourceError)
             delay_s = min(2 * before.delay_s, MAX_RETRY_S) if before is not None and is_repeated else RETRY_S
+            if is_source and flight.ref.source == LocalSource.kind:
+                delay_s = LOOK_AGAIN_S
             failure = _Failure(_again(error, None), self._clock() + delay_s, delay_s)
             if self._flights.get(flight.key) is flight and self._is_worth_keeping(flight.ref):
                 self._failures[flight.key] = failure
-                if not is_source:
-                    self._pointers.pop(flight.key, None)
+                self._mark_failing(flight.key, error, is_writing)
         return failure
+
+    def _mark_failing(self, key: Key, error: LoraxError, is_writing: bool) -> None:
+        """Keep what may stand in: for a source that fails, and for a folder into which somebody may be writing."""
+        pointer, now = self._pointers.get(key), self._clock()
+        if pointer is not None and is_writing:
+            since = now if pointer.failing_since is None else pointer.failing_since
+            if now < since + WRITING_S:
+                self._pointers[key] = pointer._replace(failing_since=since)
+                return
+        if not isinstance(error, SourceError):
+            self._pointers.pop(key, None)
 
     def _is_worth_keeping(self, ref: AdapterRef) -> bool:
         """No source is asked for the others, and their names may be of any size."""
@@ -392,8 +435,9 @@ def _combine(merge: Merge | None, parts: Sequence[Found]) -> Answer:
     specs = [part.spec for part in parts]
     identity = merge.identity([spec.identity for spec in specs])
     stored = tuple(part for spec in specs for part in spec.parts)
-    name, num_elements = "+".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
-    return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity, tier=tier)
+    name, num_elements = ",".join(spec.name for spec in specs), sum(spec.num_elements for spec in specs)
+    stale = next((part.resolved.stale for part in parts if part.resolved.stale is not None), None)
+    return AdapterSpec(identity, name, stored, num_elements, merge), Resolved(identity, tier=tier, stale=stale)
 
 
 def _again(error: LoraxError, retry_after_s: float | None) -> LoraxError:

@@ -17,7 +17,7 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.limits import Limits
 from lorax_server.engine.pace import Pace
 from lorax_server.engine.sequence import Sequence
-from lorax_server.errors import LoraxError, SourceError
+from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, Started
 
@@ -164,9 +164,7 @@ class Scheduler:
         request_id, token_id, logprob = sequence.request.request_id, result.token_ids[place], result.logprobs[place]
         if math.isnan(logprob):
             self._end(sequence)
-            return Output.failed(
-                request_id, LoraxError("the model's scores are not numbers (too large for its dtype?)")
-            )
+            return Output.failed(request_id, self._not_numbers(sequence.request.adapter))
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # with the first token only
@@ -179,6 +177,12 @@ class Scheduler:
             self._wait(sequence)
         alternatives = result.alternatives.get(place)
         return Output(request_id, token_id, logprob, reason, alternatives, prompt_logprobs, started=started)
+
+    def _not_numbers(self, adapter: str) -> LoraxError:
+        """The mistake of a request if it chose the weights of a merge, else ours."""
+        if self._adapters.is_merged(adapter):
+            return InputError("the scores of these merged adapters are not numbers; give them smaller weights")
+        return LoraxError("the model's scores are not numbers (too large for its dtype?)")
 
     # --- A step -------------------------------------------------------------------------------------------------------
 

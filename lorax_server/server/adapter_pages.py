@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from lorax_server.engine.adapter_entry import State
 from lorax_server.server.keys import HUB, Key
 from lorax_server.server.names import Named, Names
-from lorax_server.server.parts import Parts
+from lorax_server.server.parts import IN_MEMORY, MERGES, Parts, Seen
 from lorax_server.types import AdapterState
 
 MAX_LIMIT = 1000  # adapters of a page
 MAX_TEXT = 1024  # characters of `search` and `after`
 MAX_ALSO = 100
 FEW = 1000  # names, which are looked through sooner than a thread has begun
-ON_DISK = "on disk"
 BY_NAME, BY_HASH = "name:", "hash:"
 MARK = f"^({BY_NAME}|{BY_HASH})"  # how `after` begins
 Made = TypeVar("Made")
@@ -51,7 +51,7 @@ async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str,
     if asked.after == BY_NAME and asked.also:
         page += _also(parts, key, asked.also, page)
     states = await parts.engine.list_adapters([row.identity for row in page if row.identity])
-    data = _describe_all(page, {state.identity: state for state in states})
+    data = _describe_all(parts.seen, page, {state.identity: state for state in states})
     return {"object": "list", "data": data, "has_more": following is not None, "next": following}
 
 
@@ -118,8 +118,8 @@ def _mark(last: _Row, following: _Row) -> str:
 def _also(parts: Parts, key: Key, also: Sequence[str], page: Sequence[_Row]) -> list[_Row]:
     """Further adapters that a caller names, on the first page: of those that it may use."""
     names, others = {row.name for row in page}, {row.place for row in page if not row.name}
-    rows = _those(parts, key, dict.fromkeys(name for name in also if name not in names))
-    return [row for row in rows if row.place not in others]
+    rows = {row.name: row for row in _those(parts, key, also)}
+    return [row for row in rows.values() if row.name not in names and row.place not in others]
 
 
 def _those(parts: Parts, key: Key, wanted: Iterable[str]) -> Iterator[_Row]:
@@ -128,25 +128,33 @@ def _those(parts: Parts, key: Key, wanted: Iterable[str]) -> Iterator[_Row]:
         (ref,), (allowed,) = choice.refs, choice.named
         if key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
             place = Named(ref.source, ref.name)
-            yield _Row(name, place, parts.seen.latest(place), name in parts.names.adapters)
+            yield _Row(choice.label, place, parts.seen.latest(place), choice.label in parts.names.adapters)
 
 
-def _describe_all(rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:
-    found = ((row, states.get(row.identity)) for row in rows)
-    return [describe(row.name, row.place, state) for row, state in found if row.is_named or state is not None]
+def _describe_all(seen: Seen, rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:
+    data = []
+    for row in rows:
+        state, is_merged = states.get(row.identity), row.place is not None and row.place.source == MERGES
+        if is_merged and (state is None or state.state not in IN_MEMORY):
+            seen.forget(row.identity)  # it is made anew when it is asked for, so that there is nothing to tell of it
+        elif row.is_named or state is not None:
+            data.append(describe(row.name, row.place, state, seen.error(row.place)))
+    return data
 
 
-def describe(name: str, place: Named | None, state: AdapterState | None) -> dict[str, Any]:
-    """An adapter as a body has it; `name` is empty where only the engine has one for it."""
+def describe(name: str, place: Named | None, state: AdapterState | None, error: str | None) -> dict[str, Any]:
+    """An adapter as a body has it; `name` is empty where it was not given by the operator. `error` is of its place,
+    whose files may be others by now than those in memory."""
+    is_gone = state is None or state.state not in IN_MEMORY
     return {
-        "id": name or (state.name if state else ""),
+        "id": name or (place.name if place else state.name if state else ""),
         "object": "adapter",
         "source": place.source or None if place else None,
         "hash": state.identity if state else None,
-        "state": state.state if state else ON_DISK,
+        "state": State.FAILED.value if error and is_gone else state.state if state else State.DISK.value,
         "bytes": state.num_bytes if state else None,
         "pinned": state.is_pinned if state else False,
         "requests": state.num_requests if state else 0,
         "uses": state.num_uses if state else 0,
-        "error": state.error if state else None,
+        "error": (state and state.error) or error,
     }

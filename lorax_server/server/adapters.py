@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from lorax_server.errors import AdapterNotFoundError, LoraxError
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictError, LoraxError
 from lorax_server.server.adapter_pages import BY_NAME, MARK, MAX_ALSO, MAX_LIMIT, MAX_TEXT, Asked, describe, list_page
 from lorax_server.server.completions import ERRORS
 from lorax_server.server.keys import Key
@@ -16,6 +16,7 @@ from lorax_server.server.openai_schemas import (
     AdapterList,
     AdapterRequest,
     LoadRequest,
+    OpenAIErrorResponse,
     VllmLoadRequest,
     VllmUnloadRequest,
 )
@@ -23,6 +24,8 @@ from lorax_server.server.problems import json_response
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
+MAX_HOLDERS = 5  # that a message names
+HELD: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Adapters of a page.")]
 After = Annotated[
     str,
@@ -67,10 +70,10 @@ def _add_ours(router: APIRouter, service: Service) -> None:
             names.add(body.name, choice.refs[0].source, choice.refs[0].name)
         return json_response(await _one(service, identity, body.name or body.adapter_id))
 
-    @router.post("/v1/adapters/unload", response_model=AdapterList, responses=ERRORS)
+    @router.post("/v1/adapters/unload", response_model=AdapterList, responses=HELD)
     async def unload(http: Request, body: AdapterRequest) -> Response:
-        """Let an adapter go as soon as no request needs it, also if it is pinned. Who names it again gets it again,
-        unless it had its name from here."""
+        """Let an adapter go as soon as no request needs it, also if it is pinned by this name. Who names it again gets
+        it again, unless it had its name from here."""
         service.check_admin(http, "unload", body.adapter_id)
         await _unload(service, service.identify(http), body.adapter_id, body.adapter_source)
         return json_response(await list_page(service.parts, service.identify(http)))
@@ -92,7 +95,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         service.parts.names.add(body.lora_name, source, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
-    @router.post("/v1/unload_lora_adapter", response_model=None, responses=as_text)
+    @router.post("/v1/unload_lora_adapter", response_model=None, responses={**HELD, **as_text})
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: let an adapter go, and its name with it."""
         service.check_admin(http, "unload", body.lora_name)
@@ -102,38 +105,70 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
 
 async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
     """Its source is asked again, whatever was known. What the name meant before is let go."""
-    engine, (ref,) = service.engine, choice.refs
+    engine, seen, (ref,) = service.engine, service.parts.seen, choice.refs
     place = Named(ref.source, ref.name)
-    before = service.parts.seen.identities(place)
+    before = seen.identities(place)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
         raise await with_nearest(error, choice.label, choice.asked_source, service.parts.names, key) from None
-    service.parts.seen.note(identity, place)
+    except AdapterError as error:
+        service.parts.note_failure(ref, error)
+        raise
+    seen.note(identity, place)
     await engine.load(identity, pin)
+    if pin is not None:
+        seen.pin(identity, place) if pin else seen.unpin(identity)
     for old in before:
-        if old != identity and not service.parts.seen.is_meant_by_others(old, place):
-            await engine.unload(old)
+        if old != identity and not await _find_holders(service, old, place):
+            await _let_go(service, old)
     return identity
 
 
 async def _unload(service: Service, key: Key, name: str, source: str | None) -> None:
     parts = service.parts
-    (ref,) = parts.names.find(name, source).refs
+    choice = parts.names.find(name, source)
+    (ref,) = choice.refs
     place = Named(ref.source, ref.name)
     identities = parts.seen.identities(place)
-    if not identities and parts.names.adapters.get(name) is None:
+    if not identities and choice.label not in parts.names.adapters:
         error = AdapterNotFoundError(f"adapter {name[:64]!r} is not loaded; /v1/adapters lists those that are")
         raise await with_nearest(error, name, source, parts.names, key)
+    held = {identity: await _find_holders(service, identity, place) for identity in identities}
+    if identities and held[identities[-1]]:
+        raise _conflict(choice.label, held[identities[-1]])
     for identity in identities:
-        if not parts.seen.is_meant_by_others(identity, place):
-            await service.engine.unload(identity)
+        if not held[identity]:
+            await _let_go(service, identity)
+    await parts.forget_unloaded(place)
     if source is None:
-        parts.names.remove(name)
+        parts.names.remove(choice.label)
+
+
+async def _find_holders(service: Service, identity: str, place: Named) -> list[str]:
+    """The names of other places that have pinned an adapter, if it still is: an engine that starts anew has no pins."""
+    others = service.parts.seen.pinned_by(identity) - {place}
+    if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
+        return []
+    given = service.parts.names.adapters
+    return sorted({name for name, each in given.items() if each in others} or {each.name for each in others})
+
+
+async def _let_go(service: Service, identity: str) -> None:
+    await service.engine.unload(identity)
+    service.parts.seen.unpin(identity)
+
+
+def _conflict(name: str, holders: list[str]) -> ConflictError:
+    named = ", ".join(map(repr, holders[:MAX_HOLDERS]))
+    return ConflictError(
+        f"adapter {name[:64]!r} has the same content as {named}, which is pinned, so that it stays. Unload that one, "
+        'or load it with "pin": false, and then unload this one'
+    )
 
 
 async def _one(service: Service, identity: str, name: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
-        return describe(name, service.parts.seen.name(identity), state)
+        return describe(name, service.parts.seen.name(identity), state, None)
     raise LoraxError("the adapter has gone again")

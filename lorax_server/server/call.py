@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import (
     AdapterAccessError,
+    AdapterError,
     AdapterNotFoundError,
     DeadlineError,
     EngineError,
@@ -34,7 +35,7 @@ from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
 from lorax_server.server.names import Choice, Named
 from lorax_server.server.nearest import with_nearest
-from lorax_server.server.parts import Parts
+from lorax_server.server.parts import MERGES, Parts
 from lorax_server.server.problems import Problem, describe
 from lorax_server.server.record import Record
 from lorax_server.server.rules import check_logprobs
@@ -99,6 +100,7 @@ class Call:
         self.timeout_s = parts.config.request_timeout_s
         self.num_characters = 0
         self.adapter_tier = ""  # where the adapter was when the request named it
+        self._is_stale = False  # the adapter is what was there before what is there now and cannot be served
         self._num_logprobs = 0  # that its answers may list
 
     # --- What a route does, in this order -----------------------------------------------------------------------------
@@ -129,6 +131,7 @@ class Call:
             await self.check_may_use(named, ref.source == HUB, choice.asked_source)
         resolved = await self._resolve(choice)
         record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
+        self._is_stale = resolved.stale is not None
         return Found(resolved, await self.parts.tokenizers.find(resolved))
 
     async def ask(self, found: Found, question: Question) -> list[Job]:
@@ -192,7 +195,7 @@ class Call:
         if choice.merge is None:
             return found[0][1]
         merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
-        self.parts.seen.note(merged.identity, Named("", choice.label[:MAX_LABEL]))
+        self.parts.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
         is_fetched = any(part.tier == FETCHED for _, part in found)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
 
@@ -207,9 +210,17 @@ class Call:
             except NOT_GIVEN:
                 fare.give_back()
                 raise
+            except AdapterNotFoundError:
+                await self.parts.forget_unloaded(place)
+                raise
+            except AdapterError as error:
+                self.parts.note_failure(ref, error)
+                raise
             if resolved.tier == FETCHED:
                 fare.owe()
         self.parts.seen.note(resolved.identity, place)
+        if resolved.stale is not None:
+            self.parts.seen.fail(place, resolved.stale.message)
         return ref, resolved
 
     async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
@@ -370,6 +381,7 @@ class Call:
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
             **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),
+            **({"x-adapter-version": "previous"} if self._is_stale else {}),
         }
 
     @property

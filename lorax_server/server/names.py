@@ -1,16 +1,21 @@
 """What a request's `model` or `adapter_id` means: the base model, an adapter by a name that the operator gave, or one
 by a name of its source."""
 
+import logging
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from lorax_server.adapters.source import MAX_NAME_LENGTH
+from lorax_server.adapters.sources.local import LocalSource, tidy_name
 from lorax_server.errors import AdapterNotFoundError, InputError
 from lorax_server.types import AdapterRef, Merge
+
+logger = logging.getLogger(__name__)
 
 BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
 MAX_ALIASES = 100_000
@@ -74,7 +79,10 @@ class Listing:
 
 
 class Names:
-    """All names but those that only a source knows. The folder's names may be set by another thread."""
+    """All names but those that only a source knows. The folder's names may be set by another thread.
+
+    Spellings of one folder are one name from here on: in labels, in what a key may use, in logs.
+    """
 
     def __init__(
         self,
@@ -82,11 +90,13 @@ class Names:
         served_names: Sequence[str] = (),
         default_source: str = "hub",
         static_adapter: tuple[str, str] | None = None,
+        roots: Sequence[Path] = (),  # of the folders of this machine, the first one first
     ) -> None:
+        self._roots = roots
         self.primary = served_names[0] if served_names else model_id
         self.base_names = frozenset((model_id, *served_names))
         self.default_source = default_source
-        self._static = None if static_adapter is None else Named(*static_adapter)
+        self._static = None if static_adapter is None else self.place(*static_adapter)
         self._aliases: dict[str, Named] = {}
         self._folder: Mapping[str, Named] = {}
         self._listing: Listing | None = None  # None: it has changed since it was made
@@ -114,7 +124,7 @@ class Names:
         with self._lock:
             if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
                 raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
-            self._aliases[alias] = Named(source, name)
+            self._aliases[alias] = self.place(source, name)
             self._listing = None
 
     def remove(self, alias: str) -> bool:
@@ -124,8 +134,11 @@ class Names:
             return self._aliases.pop(alias, None) is not None
 
     def set_folder(self, names: Iterable[str]) -> None:
-        """The adapters of the folder that is watched."""
-        folder = {name: Named("local", name) for name in names}
+        """The adapters of the folder that is watched. One that is called like the base model cannot be meant."""
+        folder = {name: Named(LocalSource.kind, name) for name in names}
+        for name in sorted(folder.keys() & {BASE_MODEL, *self.base_names}):
+            del folder[name]
+            logger.warning("the adapter in %r is not listed: that name is the base model's; rename the folder", name)
         with self._lock:
             self._folder = folder
             self._listing = None
@@ -145,7 +158,7 @@ class Names:
     def by_model(self, model: str, source: str | None, token: str | None) -> Choice:
         """OpenAI's `model`: a name of the base model, of an adapter, or of an adapter after that of the base model."""
         name = self.without_base(model)
-        if name == "":
+        if self._is_base(name, source):
             return self.base
         if source is None and self._known(name) is None and not self._may_be_somewhere(name):
             raise AdapterNotFoundError(
@@ -156,9 +169,8 @@ class Names:
 
     def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
         """LoRAX's `adapter_id`."""
-        if adapter_id in (None, "", BASE_MODEL) or adapter_id in self.base_names:
+        if adapter_id is None or self._is_base(adapter_id, source):
             return self.base
-        assert adapter_id is not None
         return self.find(adapter_id, source, token)
 
     def merged(self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None) -> Choice:
@@ -166,7 +178,7 @@ class Names:
         return Choice(
             tuple(ref for part in parts for ref in part.refs),
             merge,
-            ",".join(ids),
+            ",".join(part.label for part in parts),
             tuple(named for part in parts for named in part.named),
             source,
         )
@@ -174,12 +186,26 @@ class Names:
     def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
         """An adapter, where nothing else can be meant."""
         known = self._known(name) if source is None else None
+        if known is None:
+            name = self._tidy(name, source)
+            known = self._known(name) if source is None else None
         if known is not None:
             # A key is allowed a name, wherever the operator has put what it stands for.
             allowed = Named(self.default_source, name)
             return Choice((AdapterRef(known.source, known.name, token),), None, name, (allowed,))
         place = Named((source or self.default_source).lower(), name)
         return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
+
+    def place(self, source: str, name: str) -> Named:
+        """Where a name is, in the one spelling of it."""
+        return Named(source, self._tidy(name, source))
+
+    def _tidy(self, name: str, source: str | None) -> str:
+        is_local = (source or self.default_source).lower() == LocalSource.kind
+        return tidy_name(name, self._roots) if is_local else name
+
+    def _is_base(self, name: str, source: str | None) -> bool:
+        return name in ("", BASE_MODEL) or name in self.base_names or self._tidy(name, source) in self.base_names
 
     def _known(self, name: str) -> Named | None:
         found = self._aliases.get(name) or self._folder.get(name)
@@ -191,7 +217,7 @@ class Names:
 
     def without_base(self, model: str) -> str:
         """The adapter that is meant; empty for none. A name may itself have a colon: an adapter's own comes first."""
-        if model == "" or model in self.base_names:
+        if model in ("", BASE_MODEL) or model in self.base_names:
             return ""
         if self._known(model) is None:
             for base in sorted(self.base_names, key=len, reverse=True):

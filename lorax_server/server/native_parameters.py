@@ -27,7 +27,8 @@ def choose_adapter(parameters: GenerateParameters, names: Names) -> Choice:
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # nothing to merge it with
         return names.by_adapter(merged.ids[0], parameters.adapter_source, token)
-    return names.merged(merged.ids, _merge(merged, weights), parameters.adapter_source, token)
+    merge = _merge(merged, weights, parameters.seed)
+    return names.merged(merged.ids, merge, parameters.adapter_source, token)
 
 
 def to_question(
@@ -67,11 +68,15 @@ def refuse_format(asked: ResponseFormat | None) -> None:
         not_yet(True, f"`response_format` {asked.type[:32]!r}")
 
 
-def _merge(merged: MergedAdapters, weights: list[float]) -> Merge:
+def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
+    """The request's seed chooses what DARE drops. Without one the choice is always the same, as it is where nothing is
+    drawn: a merge that is made anew for each request could be shared by none."""
     strategy = (merged.merge_strategy or "linear").lower()
     # LoRAX's default keeps nothing of the adapters; what is meant by not saying is all of them.
     density = merged.density or 1.0
-    return Merge(tuple(weights), strategy, density, (merged.majority_sign_method or "total").lower())
+    is_drawn = strategy.startswith("dare") and density < 1
+    sign_method = (merged.majority_sign_method or "total").lower()
+    return Merge(tuple(weights), strategy, density, sign_method, seed=seed if seed and is_drawn else 0)
 
 
 def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> None:

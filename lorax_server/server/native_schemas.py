@@ -30,12 +30,13 @@ class Schema(BaseModel):
 
 class MergedAdapters(Schema):
     ids: Annotated[Many[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
-    weights: Many[float] = []
-    """As many as there are ids. None at all: 1 for each."""
+    weights: Many[float] | None = None
+    """As many as there are ids, each from -1000 to 1000. None at all: 1 for each."""
     merge_strategy: str | None = Field(
         default=None, json_schema_extra={"enum": ["linear", "ties", "dare_linear", "dare_ties", "", None]}
     )
-    density: Annotated[float, Field(ge=0, le=1)] = 0.0
+    density: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The share of numbers that is kept. null or 0: all."""
     majority_sign_method: str | None = Field(default=None, json_schema_extra={"enum": ["total", "frequency", "", None]})
 
 

@@ -20,7 +20,7 @@ from lorax_server.server.folder import FolderWatch
 from lorax_server.server.gate import Gate
 from lorax_server.server.keys import Key, KeyRing
 from lorax_server.server.metrics import Metrics
-from lorax_server.server.names import Named, Names
+from lorax_server.server.names import Names
 from lorax_server.server.parts import Parts, Seen
 from lorax_server.server.sse import EventStream, until_gone
 from lorax_server.server.tokenizers import Tokenizers
@@ -46,7 +46,13 @@ class Service:
         self.is_draining = False
         self._keys = keys
         self._tracer = Tracer(config.otlp_endpoint, model=config.model_id)
-        self._names = Names(config.model_id, config.served_names, config.default_source, config.static_adapter)
+        self._names = Names(
+            config.model_id,
+            config.served_names,
+            config.default_source,
+            config.static_adapter,
+            config.engine.sources.roots,
+        )
         for source, name in config.engine.preload:
             self._names.add(name, source, name)
         self._folder = FolderWatch(config.adapters_dir, self._names.set_folder) if config.adapters_dir else None
@@ -115,7 +121,8 @@ class Service:
         for source, name in self.config.engine.preload:
             with suppress(SourceError):  # of which the engine has told already
                 resolved = await self.engine.resolve([AdapterRef(source, name)])
-                seen.note(resolved.identity, Named(source, name))
+                seen.note(resolved.identity, self._names.place(source, name))
+                seen.pin(resolved.identity, self._names.place(source, name))
         return seen
 
     def drain(self) -> None:

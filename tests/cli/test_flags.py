@@ -488,7 +488,7 @@ def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch
         assert made.engine.sources.roots == (tmp_path / "poet",), "and nothing beside it"
     made = config("--adapter-source local --adapter-id elsewhere --local-adapters /roots --adapters-dir /others")
     assert made.static_adapter == ("local", "elsewhere")
-    assert made.engine.sources.roots == (Path("/roots"), Path("/others"))
+    assert made.engine.sources.roots == (Path("/others"), Path("/roots")), "what is listed comes first"
     assert made.adapters_dir == Path("/others")
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ ADMIN = {"authorization": "Bearer admin"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("routes")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("routes")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
     write_model(folder)
+    write_other(folder / "adapters" / "second", folder / "adapters" / "slow")
     shutil.copytree(folder / "adapters" / "second", folder / "adapters" / "twin")
     flags = ("--preloaded-adapter-ids", "first", "--preloaded-adapter-source", "local", "--admin-key", "admin")
     (folder / "others").mkdir()
@@ -25,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def listed(server: Server, headers: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     found = server.send("GET", "/v1/adapters", headers=headers).json["data"]
-    assert len({each["id"] for each in found}) == len(found)
+    assert len({(each["id"], each["hash"]) for each in found}) == len(found)
     return {each["id"]: each for each in found}
 
 
@@ -94,9 +100,59 @@ def test_two_names_of_the_same_content(server: Server) -> None:
     assert both["second"]["hash"] == both["twin"]["hash"]
     assert both["second"]["state"] == both["twin"]["state"] == "on the device"
     change(server, "load", "twin", pin=True)
-    change(server, "unload", "second")  # which the other one still means
+    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # which the other one holds
+    assert (refused.status, "'twin', which is pinned" in refused.json["error"]["message"]) == (409, True)
     twin = listed(server)["twin"]
     assert (twin["state"], twin["pinned"]) == ("on the device", True)
+    change(server, "unload", "twin")
+    assert listed(server)["second"]["state"] == "on disk"
+
+
+def test_what_was_named_by_another_spelling_is_unloaded(server: Server, folder: Path) -> None:
+    for name in ("second", "./second", "second/", "second//", str(folder / "adapters" / "second")):
+        ask(server, name)
+        assert listed(server)["second"]["state"] == "on the device"
+        change(server, "unload", "second")
+        assert listed(server)["second"]["state"] == "on disk"
+    assert "./second" not in server.send("GET", "/metrics").body.decode()
+
+
+def test_an_adapter_that_is_overwritten_is_served_as_it_was_until_it_is_whole(server: Server, folder: Path) -> None:
+    weights = folder / "adapters" / "slow" / "adapter_model.safetensors"
+    new = (folder / "adapters" / "second" / "adapter_model.safetensors").read_bytes()
+    body = {"inputs": "hello", "parameters": {"adapter_id": "slow", "max_new_tokens": 2}}
+    before = server.post("/generate", body)
+    with weights.open("wb") as file:
+        for piece in (new[:100], new[100:1000]):
+            file.write(piece)
+            file.flush()
+            answer = server.post("/generate", body)
+            assert (answer.status, answer.headers["x-adapter-version"]) == (200, "previous")
+            assert answer.headers["x-adapter-hash"] == before.headers["x-adapter-hash"]
+            assert answer.json == before.json
+        assert "slow" in listed(server)["slow"]["error"]
+        file.write(new[1000:])
+    change(server, "load", "slow")  # which waits for nothing that was remembered
+    after = server.post("/generate", body)
+    assert "x-adapter-version" not in after.headers
+    assert after.headers["x-adapter-hash"] != before.headers["x-adapter-hash"]
+    assert listed(server)["slow"]["error"] is None
+
+
+def test_merges_by_another_seed_are_other_adapters_and_have_one_name(server: Server) -> None:
+    def merged(seed: int | None, **more: Any) -> str:
+        merge = {"ids": ["second", "slow"], "merge_strategy": "dare_linear", "density": 0.5, **more}
+        parameters = {"merged_adapters": merge, "seed": seed, "max_new_tokens": 1}
+        answer = server.post("/generate", {"inputs": "hello", "parameters": parameters})
+        assert (answer.status, answer.headers.get("x-adapter-id")) == (200, "second,slow"), answer.body
+        return answer.headers["x-adapter-hash"]
+
+    assert merged(None) == merged(None) == merged(0)
+    assert len({merged(seed) for seed in (0, 1, 2)}) == 3
+    assert len({merged(seed, merge_strategy="linear") for seed in (None, 1, 2)}) == 1
+    whole = server.send("GET", "/v1/adapters", headers=ADMIN).json["data"]
+    assert {each["id"] for each in whole if each["source"] is None} == {"second,slow"}
+    assert all(each["state"] != "on disk" for each in whole if each["source"] is None)
 
 
 def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:

@@ -761,6 +761,22 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         desk.table.add_request("c")
 
 
+def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_table, "MAX_MERGES", 2)
+    desk = Desk()
+    merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
+    desk.know(x=1, y=1, z=1)
+    desk.table.register(merges[0])
+    desk.use("m0")
+    for spec in merges:
+        desk.table.register(spec)
+    states = desk.state(*(spec.identity for spec in merges))
+    assert (states[0], states[-1]) == (State.DEVICE, State.DISK)
+    assert len(states) - states.count(None) <= 3
+    assert desk.state("x", "y", "z") == [State.DISK] * 3
+    assert [desk.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
+
+
 def test_only_those_are_described_that_are_asked_for() -> None:
     desk = Desk()
     desk.know(a=1, b=1, c=1)

@@ -507,7 +507,7 @@ def test_merged_adapters_are_one_adapter(bench: Bench) -> None:
     merge = Merge((0.5, 2.0), "ties", 0.5)
     spec, resolved = result(bench.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
     parts = [result(bench.begin(name))[0].parts[0] for name in "ab"]
-    assert spec == AdapterSpec(merge.identity(identities), "a+b", tuple(parts), 2 * NUM_ELEMENTS, merge)
+    assert spec == AdapterSpec(merge.identity(identities), "a,b", tuple(parts), 2 * NUM_ELEMENTS, merge)
     assert resolved == Resolved(spec.identity)
 
 

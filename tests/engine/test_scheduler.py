@@ -92,6 +92,7 @@ class Loaded:
 
     requests: dict[str, int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
+    merged: set[str] = field(default_factory=set)
     needs_step: bool = False
 
     def add_request(self, identity: str) -> None:
@@ -101,6 +102,9 @@ class Loaded:
         self.requests[identity] -= 1
         self.begun[identity] = self.begun.get(identity, 0) - has_begun
         assert 0 <= self.begun[identity] <= self.requests[identity]
+
+    def is_merged(self, identity: str) -> bool:
+        return identity in self.merged
 
     def vocab_size(self, identity: str) -> int:
         assert identity not in self.missing
@@ -613,8 +617,19 @@ def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> N
     engine.finish()
     check(engine, good)
     assert len(engine.outputs[0]) == 3
+    assert engine.failure(0)[:2] == ("LoraxError", 500)
     assert "not numbers" in engine.failure(0).message
     assert engine.pool.num_free == 64
+
+
+def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> None:
+    """It chose the weights."""
+    engine = ReportingEngine(ROOMY, 64)
+    engine.adapters.merged.add("1")
+    engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter="1"))
+    engine.finish()
+    expected = "the scores of these merged adapters are not numbers; give them smaller weights"
+    assert engine.failure(0)[:3] == ("InputError", 422, expected)
 
 
 @pytest.mark.parametrize(

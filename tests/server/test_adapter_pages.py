@@ -58,7 +58,7 @@ def test_all_pages_together_are_all_adapters(limit: int, others: int) -> None:
         pages = bench.walk(key, limit=limit)
         assert [name for page in pages for name in page] == [
             *(f"a-{number:05}" for number in range(4)),
-            *(f"n-other-{number:05}" for number in range(rest)),
+            *(f"owner/o-{number:05}" for number in range(rest)),
         ]
         assert all(len(page) == limit for page in pages[:-1])
 
@@ -112,7 +112,7 @@ def test_search() -> None:
     bench = Pages(20, others=3)
     assert bench.walk(ADMIN, search="-0000", limit=7) == [
         [f"a-{number:05}" for number in range(7)],
-        [*(f"a-{number:05}" for number in range(7, 10)), *(f"n-other-{number:05}" for number in range(3))],
+        [*(f"a-{number:05}" for number in range(7, 10)), *(f"owner/o-{number:05}" for number in range(3))],
     ]
     assert bench.walk(search="A-0001", limit=100) == [[f"a-{number:05}" for number in range(10, 20)]]
     assert bench.walk(search="\0") == [[]]
@@ -133,10 +133,10 @@ def test_a_search_of_many_lets_others_have_their_turn(monkeypatch: pytest.Monkey
             turns.append(1)
             await asyncio.sleep(0)
 
-    assert [each["id"] for each in asyncio.run(search())["data"]] == ["n-other-00024"]
+    assert [each["id"] for each in asyncio.run(search())["data"]] == ["owner/o-00024"]
     assert len(turns) >= 2
     assert bench.walk(ADMIN, limit=10) == [
-        [f"n-other-{number:05}" for number in range(start, min(start + 10, 25))] for start in (0, 10, 20)
+        [f"owner/o-{number:05}" for number in range(start, min(start + 10, 25))] for start in (0, 10, 20)
     ]
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.errors import AdapterError
 from lorax_server.server import folder as folder_module
-from lorax_server.server.folder import FolderWatch, find_adapters
+from lorax_server.server.folder import Findings, FolderWatch, find_adapters
 
 PATIENCE_S = 60
 
@@ -25,18 +27,40 @@ def test_adapters_are_folders_that_say_so(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(tmp_path / "first")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     put(tmp_path / "first", "nested")
-    assert find_adapters(tmp_path) == [".hidden", "elsewhere", "first", "second", "ünïcode"]
+    assert find_adapters(tmp_path) == ([".hidden", "elsewhere", "first", "second", "ünïcode"], {})
 
 
-def test_names_that_cannot_be_written_down_are_left_out(tmp_path: Path) -> None:
-    put(tmp_path, "good", "line\nend", "\x1b[2J", "\u202e", "bad\udcff")
-    assert find_adapters(tmp_path) == ["good"]
+def test_names_that_nobody_could_ask_for_are_left_out(tmp_path: Path) -> None:
+    odd = ["line\nend", "\x1b[2J", "\u202e", "bad\udcff", "a%2Fb", "percent%20name", "back\\slash", "~home"]
+    put(tmp_path, "good", *odd)
+    found = find_adapters(tmp_path)
+    assert found.names == ["good"]
+    assert found.left_out.keys() == set(odd)
+    for name in odd:
+        with pytest.raises(AdapterError):
+            LocalSource([tmp_path]).find(name, None)
+
+
+def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / "elsewhere", "far")
+    put(tmp_path / "here", "near")
+    (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere" / "far")
+    (tmp_path / "here" / "beside").symlink_to("near")
+    told: list[list[str]] = []
+    watch = FolderWatch(tmp_path / "here", lambda names: told.append(list(names)))
+    watch.look()
+    watch.look()
+    assert told == [["beside", "near"]]
+    (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert line.startswith("'linked' in the adapters' folder is not served: it is a link out of the folder")
+    with pytest.raises(AdapterError, match="links out of it are refused"):
+        LocalSource([tmp_path / "here"]).find("linked", None)
 
 
 def test_there_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "c", "a", "b")
     monkeypatch.setattr(folder_module, "MAX_ADAPTERS", 2)
-    assert find_adapters(tmp_path) == ["a", "b"]
+    assert find_adapters(tmp_path).names == ["a", "b"]
 
 
 def test_only_changes_are_told(tmp_path: Path) -> None:
@@ -60,7 +84,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
     watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
     watch.look()
 
-    def fail(folder: Path) -> list[str]:
+    def fail(folder: Path) -> Findings:
         raise OSError(5, "no answer")
 
     with monkeypatch.context() as patch:

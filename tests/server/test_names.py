@@ -1,4 +1,5 @@
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ def place(choice: Choice) -> Named:
 # --- The base model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["", BASE, "pretty", "short:one", f"{BASE}:", "pretty:"])
+@pytest.mark.parametrize(
+    "model", ["", BASE, "pretty", "short:one", f"{BASE}:", "pretty:", BASE_MODEL, f"pretty:{BASE_MODEL}"]
+)
 def test_the_base_model_has_several_names(model: str) -> None:
     assert make().by_model(model, None, None) == Choice()
 
@@ -113,6 +116,46 @@ def test_several_adapters_are_merged_in_order() -> None:
     assert choice.merge is merge
     assert choice.label == "tutor,owner/name"
     assert choice.named == (Named("hub", "tutor"), Named("hub", "owner/name"))
+
+
+@pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
+def test_spellings_of_one_place_are_one_choice(name: str) -> None:
+    """Its label, what a key has to be allowed, and where it is."""
+    names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
+    expected = Choice((AdapterRef("local", "poet"),), None, "poet", (Named("local", "poet"),))
+    for choice in (names.by_model(name, None, None), names.by_adapter(name, None, None), names.find(name, None)):
+        assert choice == expected
+    assert names.by_adapter(name, "LOCAL", None) == expected._replace(asked_source="local")
+    assert names.merged([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
+    names.add("bard", "local", name)
+    assert names.adapters["bard"] == ("local", "poet")
+    assert make(static_adapter=("local", name), roots=[Path("/srv")]).base.label == "poet"
+
+
+def test_other_sources_have_their_own_spellings() -> None:
+    names = make()
+    assert place(names.by_adapter("owner//name/", "hub", None)) == ("hub", "owner//name/")
+    assert place(names.by_adapter("./key/", "s3", None)) == ("s3", "./key/")
+    assert place(make(default_source="local").find("../poet", None)) == ("local", "../poet")
+
+
+def test_a_name_that_the_operator_spelt_oddly_is_that_name() -> None:
+    names = make(default_source="local")
+    names.add("./poet", "s3", "team/poet")
+    assert place(names.by_adapter("./poet", None, None)) == ("s3", "team/poet")
+    assert place(names.by_adapter("poet/", None, None)) == ("local", "poet")
+
+
+def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+    """The name stays the base model's; the load route can give the folder another one."""
+    names = Names("base", ("pretty",), default_source="local")
+    names.set_folder(["base", "pretty", BASE_MODEL, "poet"])
+    assert list(names.adapters) == ["poet"]
+    assert [each.args for each in caplog.records] == [(BASE_MODEL,), ("base",), ("pretty",)]
+    for name in ("base", "./base", "pretty/", BASE_MODEL):
+        assert names.by_adapter(name, None, None) == names.by_model(name, None, None) == Choice()
+    names.add("other", "local", "base")
+    assert place(names.by_model("other", None, None)) == ("local", "base")
 
 
 # --- What is not there ------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
 from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_template
 from lorax_server.adapters.plain_file import Stamp, size_in, to_stamp
-from lorax_server.adapters.source import AdapterFiles, Places, read_model_type
+from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterFiles, Places, read_model_type
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 
 MAX_ENTRIES = 1000  # that are looked at in a folder of templates
@@ -35,7 +35,7 @@ class LocalSource:
         """The folder that a name has below each root, and those in it that hold known files. Roots after the one that
         has it cannot win, and one that hangs must not hold up what is in the others."""
         roots = []
-        for root in self._roots if _is_plain(name) else ():
+        for root in self._roots if is_plain(name) else ():
             roots.append(root)
             if _look_below(root, name) is not None:
                 break
@@ -64,17 +64,37 @@ class LocalSource:
 
     def _folder(self, name: str) -> tuple[Path, Path]:
         """The folder of a name, and the root that it is below."""
-        for root in self._roots if _is_plain(name) else ():
+        roots = self._roots if is_plain(name) else []
+        for root in roots:
             found = _look_below(root, name)
             if found is not None:
                 return found
-        # One answer for all: it must not tell what exists outside the roots.
+        if any(_leads_out(root, name) for root in roots):
+            raise AdapterError(f"adapter {name!r}: its folder is not below its root; links out of it are refused")
+        # One answer for all others: it must not tell what exists outside the roots.
         raise AdapterNotFoundError(
             f"adapter {name!r}: there is no such folder below the server's adapter roots; give a path relative to one"
         )
 
 
-def _is_plain(name: str) -> bool:
+def tidy_name(name: str, roots: Sequence[Path]) -> str:
+    """The one name of a place that can be spelt in many ways: `./poet`, `poet/`, `poet//.` and the path of `poet` below
+    the first root are all `poet`.
+
+    It looks at no file. A path below another root stays one, since `poet` may be in an earlier root too. So does
+    everything that is refused anyway.
+    """
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not is_plain(name):
+        return name
+    if not name.startswith("/"):
+        return str(PurePosixPath(name))
+    path = PurePosixPath("/" + name.lstrip("/"))
+    first = PurePosixPath(os.path.abspath(roots[0])) if roots else path
+    below = str(path.relative_to(first)) if path != first and path.is_relative_to(first) else ""
+    return below if below and is_plain(below) else str(path)
+
+
+def is_plain(name: str) -> bool:
     """Whether a name means the same to everybody, here and in front of us."""
     is_odd = name.startswith("~") or any(text in name for text in ("\\", "%", "://"))
     return name.isprintable() and not is_odd and ".." not in PurePath(name).parts
@@ -87,6 +107,16 @@ def _look_below(root: Path, name: str) -> tuple[Path, Path] | None:
     if real_root is None or folder is None or not (folder.is_relative_to(real_root) and os.path.isdir(folder)):
         return None
     return folder, real_root
+
+
+def _leads_out(root: Path, name: str) -> bool:
+    """Whether a name is that of a place below a root, and a link on the way leads out. What it leads to may be there or
+    not: the answer is the same."""
+    real_root = _real(root, name)
+    if real_root is None or not any((each / name).is_relative_to(each) for each in (root, real_root)):
+        return False
+    real = _real(real_root / name, name)
+    return real is not None and not real.is_relative_to(real_root)
 
 
 def _real(path: Path, name: str) -> Path | None:

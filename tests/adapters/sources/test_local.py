@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.local import LocalSource, tidy_name
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.server.folder import find_adapters
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
@@ -89,7 +89,7 @@ def test_a_linked_root_can_be_switched_in_one_step(tmp_path: Path, root: Path) -
     found = source.find("team/adapter", None)
     (tmp_path / "other").symlink_to(tmp_path / "new")
     os.replace(tmp_path / "other", link)
-    assert find_adapters(link) == ["only-here"]  # whoever tells the names follows the link too
+    assert find_adapters(link).names == ["only-here"]  # whoever tells the names follows the link too
     check_contents(fetch(source, "only-here"))
     for name in ("team/adapter", str(link / "team" / "adapter")):
         check_contents(fetch(source, name), new)
@@ -181,10 +181,6 @@ OUTSIDE = [
     "file:{outside}",
     "file:///etc/passwd",
     "http://evil.example/adapter",
-    "link-to-outside",
-    "link-to-parent/outside",
-    "link-to-link/adapter",
-    "chain",
     "loop",
     "team/adapter/adapter_config.json",
     "$HOME/outside",
@@ -223,6 +219,72 @@ def test_no_name_leads_out_of_the_root(source: LocalSource, traps: dict[str, str
         # What is outside is as good as what does not exist.
         assert str(caught.value) == str(missing.value).replace("'missing'", repr(name))
     assert source.base_model_type(name, None) is None
+
+
+@pytest.mark.parametrize("way", ["", "{root}/"])
+@pytest.mark.parametrize(
+    "name",
+    ["link-to-outside", "link-to-nothing", "link-to-parent/outside", "link-to-parent/none", "link-to-link/x", "chain"],
+)
+def test_a_link_out_of_the_root_says_so_whatever_it_leads_to(
+    source: LocalSource, traps: dict[str, str], root: Path, name: str, way: str
+) -> None:
+    (root / "link-to-nothing").symlink_to(root.parent / "none")
+    with pytest.raises(AdapterError) as caught:
+        source.find(way.format(**traps) + name, None)
+    assert type(caught.value) is AdapterError
+    assert str(caught.value).endswith(f"{name}': its folder is not below its root; links out of it are refused")
+
+
+def test_a_link_out_of_one_root_does_not_hide_what_another_has(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "team").symlink_to(tmp_path / "elsewhere")
+    check_contents(fetch(LocalSource([tmp_path / "first", root]), "team/adapter"))
+
+
+SPELLINGS = [
+    "poet",
+    "./poet",
+    "poet/",
+    "poet//",
+    "poet/.",
+    ".//./poet",
+    "/srv/one/poet",
+    "//srv/one//poet/",
+    "/srv/./one/poet",
+]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_one_place_are_one_name(name: str) -> None:
+    assert tidy_name(name, [Path("/srv/one"), Path("/srv/two")]) == "poet"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("team//poet/", "team/poet"),
+        ("/srv/two/poet/", "/srv/two/poet"),  # `poet` may be in the first root too
+        ("/srv/one", "/srv/one"),
+        ("/srv/one-more/poet", "/srv/one-more/poet"),
+        ("/srv/one/~poet", "/srv/one/~poet"),
+        (".", "."),
+        ("./", "."),
+        ("/", "/"),
+        *(
+            (name, name)
+            for name in ("", "../poet", "./../poet", "poet/..", "/srv/one/../two", "~/./x", "a%2f./", "f://./x")
+        ),
+        ("./" * 300, "./" * 300),  # longer than any name
+    ],
+)
+def test_what_means_something_else_keeps_its_name(name: str, expected: str) -> None:
+    assert tidy_name(name, [Path("/srv/one"), Path("/srv/two")]) == expected
+
+
+def test_without_a_root_a_path_stays_one() -> None:
+    assert tidy_name("/srv//poet/", []) == "/srv/poet"
+    assert tidy_name("/srv/poet", [Path("/")]) == "srv/poet"
 
 
 def test_names_with_nul_are_not_found(source: LocalSource) -> None:

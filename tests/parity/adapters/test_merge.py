@@ -117,7 +117,7 @@ def test_merging_on_gpt2(tmp_path: Path, device: torch.device) -> None:
 @pytest.mark.parametrize("strategy", ["ties", "dare_linear", "dare_ties"])
 def test_different_ranks_are_refused_where_factors_are_combined(strategy: str, tmp_path: Path) -> None:
     folders = write(tmp_path, [{"r": 4}, {"r": 8}])
-    with pytest.raises(InputError, match=r"adapter0\+adapter1.*ranks \[4, 8\].*linear does not"):
+    with pytest.raises(InputError, match=r"adapter0,adapter1.*ranks \[4, 8\].*linear does not"):
         our_logits(folders, Merge((1.0, 1.0), strategy, 0.5), [3, 4], torch.device("cpu"), "llama-gqa")
 
 
