@@ -13,6 +13,7 @@ from lorax_server.completion import Chunk
 from lorax_server.errors import MissingVariableError, NotSupportedError
 from lorax_server.server.call import Call, Found, Question
 from lorax_server.server.completions import ERRORS, TAG
+from lorax_server.server.dialects import CHAT
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
     Heading,
@@ -20,6 +21,7 @@ from lorax_server.server.openai_parameters import (
     check_stopping,
     choose_adapter,
     finish_reason,
+    model_of,
     refuse_unsupported,
     sampling,
     to_question,
@@ -51,7 +53,7 @@ async def _chat(call: Call, body: ChatCompletionRequest) -> Response:
     call.admit(len(question.seeds), bool(body.stream))
     found = await call.find(await choose_adapter(body, call))
     jobs = await call.ask(found, replace(question, prompt=await _render(call, found, body)))
-    model = body.model or call.parts.names.primary
+    model = model_of(body, call)
     if body.stream:
         events = await call.open_stream(_events(call, body, Heading("chatcmpl", "chat.completion.chunk", model)))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
@@ -68,11 +70,9 @@ def _answer(call: Call, body: ChatCompletionRequest, heading: Heading) -> Respon
 
 def _question(call: Call, body: ChatCompletionRequest) -> Question:
     config, defaults = call.parts.config, call.parts.defaults
-    refuse_unsupported(body)
-    for name in ("tools", "functions", "function_call", "audio"):
-        not_yet(getattr(body, name), f"`{name}`")
-    not_yet(body.tool_choice not in (None, "none", "auto"), "`tool_choice`")
-    not_yet(body.modalities not in (None, ["text"]), "`modalities` other than text")
+    refuse_unsupported(CHAT, body)
+    not_yet(body.tools and body.tool_choice != "none", "`tools`")  # an answer without them is the one without tools
+    not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
     check(body.top_logprobs is None or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
@@ -102,7 +102,9 @@ async def _render(call: Call, found: Found, body: ChatCompletionRequest) -> str:
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     messages = [_message(message) for message in body.messages]
-    return await tokenizers.render(found.tokenizer, messages, **{"add_generation_prompt": True, **variables})
+    return await tokenizers.render(
+        found.tokenizer, messages, **{"add_generation_prompt": body.add_generation_prompt is not False, **variables}
+    )
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -162,7 +164,7 @@ async def _events(call: Call, body: ChatCompletionRequest, heading: Heading) -> 
             has_begun[place] = True
             num_left -= chunks[-1].finish_reason is not None
             answers = [heading.of([delta]) | ({"usage": None} if body.wants_usage else {}) for delta in deltas]
-            if not num_left and not body.wants_usage:
+            if body.says_nothing_of_usage and not num_left:
                 answers[-1]["usage"] = usage(jobs, call.record.prompt_tokens)
             if answers:
                 answers[0] |= first
