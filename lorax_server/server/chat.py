@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.completion import Chunk
-from lorax_server.errors import MissingVariableError, NotSupportedError
+from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.server.call import Call, Found, Question
 from lorax_server.server.completions import ERRORS, TAG
 from lorax_server.server.dialects import CHAT
@@ -101,27 +101,33 @@ async def _render(call: Call, found: Found, body: ChatCompletionRequest) -> str:
         check(name not in variables, f"`chat_template_kwargs` must not have `{name}`")
     if body.guideline is not None:
         variables["guideline"] = body.guideline
-    messages = [_message(message) for message in body.messages]
+    knows_developers = "developer" in (tokenizers.template_of(found.tokenizer) or "")
+    messages = [_message(place, message, knows_developers) for place, message in enumerate(body.messages)]
     return await tokenizers.render(
         found.tokenizer, messages, **{"add_generation_prompt": body.add_generation_prompt is not False, **variables}
     )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """As chat templates expect it: what is not there is left out, and text is one string."""
-    content = _text(message.content) if isinstance(message.content, list) else message.content
+def _message(place: int, message: Message, knows_developers: bool) -> dict[str, Any]:
+    """As chat templates expect it: what is not there is left out, and text is one string. OpenAI's newer name of
+    `system` is for templates that have it."""
+    content = _text(place, message.content) if isinstance(message.content, list) else message.content
     if content is None and not message.tool_calls:
         content = ""
+    role = "system" if message.role == "developer" and not knows_developers else message.role
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
-    return {"role": message.role, "content": content, **others}
+    return {"role": role, "content": content, **others}
 
 
-def _text(parts: list[TextPart | dict[str, Any]]) -> str:
+def _text(message: int, parts: list[TextPart | dict[str, Any]]) -> str:
     texts = []
-    for part in parts:
+    for place, part in enumerate(parts):
         kind, text = (part.type, part.text) if isinstance(part, TextPart) else (part.get("type"), part.get("text"))
-        if kind != "text" or not isinstance(text, str):
-            raise NotSupportedError(f"content of type {str(kind)[:32]!r} is not supported yet; only text is")
+        where = f"`messages[{message}].content[{place}]`"
+        if kind != "text":
+            raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; only text is")
+        if not isinstance(text, str):
+            raise InputError(f"{where} is of type 'text' and has no `text`, or one that is not a string")
         texts.append(text)
     return "".join(texts)
 

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.adapter_pages import FEW, off_loop, select
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
 from lorax_server.server.keys import HUB, Key
-from lorax_server.server.names import Named
+from lorax_server.server.names import Named, unknown_model
 from lorax_server.server.native import ERRORS
 from lorax_server.server.native_schemas import (
     DetokenizeRequest,
@@ -26,6 +26,7 @@ from lorax_server.server.native_schemas import (
 from lorax_server.server.nearest import with_nearest
 from lorax_server.server.openai_schemas import Model, ModelList
 from lorax_server.server.problems import Problem, json_response
+from lorax_server.server.rules import check_text
 from lorax_server.server.service import Service
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
@@ -73,8 +74,7 @@ def make_router(service: Service) -> APIRouter:
         found = _find_model(service, key, created, model)
         if found is not None:
             return json_response(found)
-        error = AdapterNotFoundError(f"the model {model[:64]!r} does not exist; /v1/models lists those that do")
-        raise await with_nearest(error, model, None, service.parts.names, key)
+        raise await with_nearest(unknown_model(model), model, None, service.parts.names, key)
 
     def refuse(http: Request) -> Response:
         raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
@@ -152,6 +152,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         key = service.identify(http)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
+        check_text(body.inputs)
         tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
 
         def write() -> Response:

@@ -83,7 +83,10 @@ def sampling(
     usual = 0.0 if defaults.do_sample is False else defaults.temperature
     temperature = _first(body.temperature, usual, 1.0)
     check(0 <= temperature <= 2, "`temperature` must be >= 0 and <= 2")
-    check(num_alternatives <= config.max_logprobs, f"at most {config.max_logprobs} log probabilities are reported")
+    check(
+        num_alternatives <= config.max_logprobs,
+        f"`return_k_alternatives` must be <= {config.max_logprobs}. Given: {num_alternatives}",
+    )
     top_k = _first(body.top_k, defaults.top_k, 0)
     check(top_k >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
     return SamplingParams(
@@ -126,7 +129,7 @@ def check_stopping(body: CommonRequest, config: ServerConfig) -> None:
 
 def check_count(count: int, config: ServerConfig) -> None:
     check(count >= 1, "`n` must be at least 1")
-    check(count <= config.max_choices, f"at most {config.max_choices} answers are given to a request, not {count}")
+    check(count <= config.max_choices, f"`n`: at most {config.max_choices} answers are given to a request, not {count}")
 
 
 def usage(jobs: Sequence[Job], num_prompt_tokens: int, generated: int | None = None) -> dict[str, Any]:

@@ -22,6 +22,15 @@ def not_yet(is_asked: object, what: str) -> None:
         raise NotSupportedError(f"{what} is not supported yet; without it the answer would not be what you ask for")
 
 
+def check_text(text: str) -> None:
+    """Refuse halves of characters, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        check(False, f"`inputs` has half of a character ({half}, a surrogate without the other) at {error.start}")
+
+
 def check_stops(stops: Sequence[str], config: ServerConfig) -> None:
     most = config.max_stop_sequences
     check(len(stops) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}")
