@@ -40,7 +40,7 @@ RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_toke
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS)
+    @router.post("/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=ERRORS)
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
         return await service.answer(http, lambda call: _chat(call, body))

@@ -50,7 +50,7 @@ class _Prompt:
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
-    @router.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
+    @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=ERRORS)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
         return await service.answer(http, lambda call: _complete(call, body))

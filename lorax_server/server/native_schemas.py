@@ -188,13 +188,19 @@ class StreamDetails(Schema):
     seed: int | None
 
 
+Tier = Annotated[
+    Literal["device", "host", "disk", "fetched"],
+    Field(description="Where the adapter was when the request named it; only in the first event"),
+]
+
+
 class StreamResponse(Schema):
+    """An event of a stream."""
+
     token: Token
     generated_text: str | None
     details: StreamDetails | None
-    adapter_tier: Literal["device", "host", "disk", "fetched"] | None = Field(
-        default=None, description="Where the adapter was when the request named it; only in the first event"
-    )
+    adapter_tier: Tier | None = None
 
 
 class SimpleToken(Schema):

@@ -14,6 +14,7 @@ from lorax_server.server.native_schemas import (
     Schema,
     Share,
     Stop,
+    Tier,
     TokenIds,
     refusing,
 )
@@ -184,6 +185,12 @@ class CompletionResponse(Schema):
     system_fingerprint: str | None = None
 
 
+class CompletionChunk(CompletionResponse):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    adapter_tier: Tier | None = None
+
+
 class TopLogprob(Schema):
     token: str
     logprob: float | None
@@ -220,6 +227,32 @@ class ChatCompletionResponse(Schema):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+
+
+class ChatDelta(Schema):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChunkChoice(Schema):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(Schema):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    adapter_tier: Tier | None = None
 
 
 class Model(Schema):

@@ -42,6 +42,7 @@ HTTP_TYPES = {
     431: "validation",
     503: "healthcheck",
 }
+HTTP_CODES = {404: "unknown_url"}
 # What OpenAI's routes call the fields that are named, in LoRAX's words, by what refuses a request of either.
 CHAT_FIELDS = {
     "inputs": "messages",
@@ -102,9 +103,8 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def http_problem(status: int, message: str = "", headers: dict[str, str] | None = None) -> Problem:
     """Something that no route was asked to do."""
-    return Problem(
-        status, HTTP_TYPES.get(status, "validation"), message or HTTPStatus(status).phrase, None, None, headers or {}
-    )
+    kind, code = HTTP_TYPES.get(status, "validation"), HTTP_CODES.get(status)
+    return Problem(status, kind, message or HTTPStatus(status).phrase, code, None, headers or {})
 
 
 def wrong_field(path: str, param: str, message: str, code: str) -> Problem:
