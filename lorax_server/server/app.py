@@ -6,12 +6,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
 from lorax_server.server import adapters, chat, completions, general, native, playground
+from lorax_server.server.cors import Cors
 from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.problems import Problem, describe, http_problem, json_response
@@ -44,7 +44,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     config = service.config
     app.add_middleware(Guard, methods=methods, service=service, address=address)
     app.add_middleware(
-        CORSMiddleware,
+        Cors,
         allow_origins=config.cors.allow_origins,
         allow_methods=config.cors.allow_methods,
         allow_headers=config.cors.allow_headers,
