@@ -110,9 +110,9 @@ FOREIGN = (
     Foreign("include_stop_str_in_output", OPENAI, "vLLM"),
     # The prompt.
     Foreign("parameters", OPENAI, "LoRAX, TGI"),
-    Foreign("chat_template", OPENAI, "vLLM"),
-    Foreign("continue_final_message", OPENAI, "vLLM"),
-    Foreign("documents", OPENAI, "vLLM", "chat_template_kwargs"),
+    Foreign("chat_template", (CHAT,), "vLLM"),
+    Foreign("continue_final_message", (CHAT,), "vLLM"),
+    Foreign("documents", (CHAT,), "vLLM", "chat_template_kwargs"),
     Foreign("add_special_tokens", (CHAT,), "vLLM"),
     Foreign("truncate_prompt_tokens", OPENAI, "vLLM"),
     Foreign("truncate", OPENAI, "TGI, LoRAX"),
