@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lorax_server.server.guard import PUBLIC
+from lorax_server.server.keys import KeyRing
 from lorax_server.server.native_schemas import ErrorResponse, StreamResponse
 from lorax_server.server.openai_schemas import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
 from lorax_server.server.parts import Parts
@@ -53,7 +54,7 @@ def describe_limits(app: FastAPI, parts: Parts) -> None:
     _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], parts.tokenizers.base.num_ids - 1)
     _describe_streams(document)
     _describe_refusals(document)
-    _describe_keys(document, is_open=parts.keys.is_open)
+    _describe_keys(document, parts.keys)
 
 
 def _bound(schema: dict[str, Any], field: str, most: int, word: str = "maximum", kind: str = "integer") -> None:
@@ -96,11 +97,11 @@ def _describe_refusals(document: dict[str, Any]) -> None:
                 del operation["responses"]["422"]
 
 
-def _describe_keys(document: dict[str, Any], *, is_open: bool) -> None:
+def _describe_keys(document: dict[str, Any], keys: KeyRing) -> None:
     """Who has to show a key, and who may: the page at `/docs` sends it only where this says so."""
     document["components"]["securitySchemes"] = {"bearer": SCHEME}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if method != "get" or not PUBLIC.fullmatch(path):
-                needs_none: list[dict[str, Any]] = [{}] if is_open and path not in ADMIN else []
-                operation["security"] = [{"bearer": []}, *needs_none]
+                needs_key = not keys.is_open or (path in ADMIN and keys.has_admin)
+                operation["security"] = [{"bearer": []}] if needs_key else [{"bearer": []}, {}]

@@ -4,14 +4,16 @@ import json
 from functools import cache
 from typing import Any
 
+import jsonschema
 import openapi_spec_validator
 import pytest
 
 from lorax_server.server.app import make_app
 from lorax_server.server.guard import PUBLIC
 from lorax_server.server.openapi import EVENT_SCHEMA
+from lorax_server.types import Resolved
 from tests.server.bench import Bench
-from tests.server.routes import Routes
+from tests.server.routes import Routes, chat, complete, generate
 
 STREAMS = {
     "/": "StreamResponse",
@@ -31,6 +33,12 @@ def document() -> Any:
 def locked() -> Any:
     """That of a server with keys."""
     return make_app(Bench(api_keys=("secret",)).service).openapi()
+
+
+@pytest.fixture(scope="module")
+def with_admin() -> Any:
+    """That of a server which has a key for its admin only."""
+    return make_app(Bench(admin_key="secret").service).openapi()
 
 
 def operations(found: Any) -> dict[tuple[str, str], Any]:
@@ -62,6 +70,28 @@ def test_events_are_described(path: str) -> None:
     assert ("application/json" in content) == (path != "/generate_stream")
 
 
+@pytest.mark.parametrize("path", ["/generate_stream", "/v1/completions", "/v1/chat/completions"])
+def test_events_are_as_described(path: str) -> None:
+    routes = Routes(["poet"])
+    routes.answers["poet"] = Resolved("hash", tier="host")
+
+    async def render(*_: Any, **__: Any) -> str:
+        return "ask"
+
+    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    details = {"details": True, "return_k_alternatives": 2}
+    body = {
+        "/generate_stream": generate(adapter_id="poet", **details),
+        "/v1/completions": complete("poet", stream=True, logprobs=2),
+        "/v1/chat/completions": chat("poet", stream=True, logprobs=True, stream_options={"include_usage": True}),
+    }[path]
+    events = routes.post(path, body).events
+    schema = {"$ref": f"#/components/schemas/{STREAMS[path]}", "components": document()["components"]}
+    assert len(events) >= 2
+    for event in events:
+        jsonschema.Draft202012Validator(schema).validate(event)
+
+
 def test_what_is_text_is_not_called_json() -> None:
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert list(document()["paths"][path]["post"]["responses"]["200"]["content"]) == ["text/plain"]
@@ -88,11 +118,11 @@ def test_openai_routes_have_no_422() -> None:
         assert "HTTPValidationError" not in json.dumps(operation)
 
 
-def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any) -> None:
-    for found, is_open in ((document(), True), (locked, False)):
+def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any, with_admin: Any) -> None:
+    for found, is_open, has_admin in ((document(), True, False), (with_admin, True, True), (locked, False, False)):
         assert found["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
         for (method, path), operation in operations(found).items():
             is_public = method == "get" and PUBLIC.fullmatch(path)
             is_admin = "load" in operation["operationId"]
-            optional = [{}] if is_open and not is_admin else []
+            optional = [{}] if is_open and not (is_admin and has_admin) else []
             assert operation.get("security") == (None if is_public else [{"bearer": []}, *optional]), path
