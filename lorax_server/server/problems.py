@@ -46,6 +46,7 @@ HTTP_CODES = {404: "unknown_url"}
 # What OpenAI's routes call the fields that are named, in LoRAX's words, by what refuses a request of either.
 CHAT_FIELDS = {
     "inputs": "messages",
+    "adapters": "merged_adapters",
     "max_new_tokens": "max_completion_tokens",
     "min_new_tokens": "min_tokens",
     "return_k_alternatives": "top_logprobs",

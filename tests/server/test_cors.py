@@ -1,8 +1,10 @@
 """Pages of other origins: SDKs ask for many headers before they send them."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import pytest
+from fastapi import FastAPI
 
 from lorax_server.config import CorsConfig
 from lorax_server.server.app import make_app
@@ -17,6 +19,12 @@ STAINLESS = (
 )
 
 
+@cache
+def app_of(cors: CorsConfig) -> FastAPI:
+    """An application takes long to make."""
+    return make_app(Bench(cors=cors).service)
+
+
 def ask_before(
     cors: CorsConfig, origin: str = PAGE, headers: str = STAINLESS, method: str = "POST", path: str = CHAT
 ) -> Reply:
@@ -27,7 +35,7 @@ def ask_before(
 
 def send(cors: CorsConfig, method: str, path: str, headers: Mapping[str, str]) -> Reply:
     routes = Routes()
-    routes.app = make_app(Bench(cors=cors).service)
+    routes.app = app_of(cors)
     return routes.send(method, path, None, headers)
 
 

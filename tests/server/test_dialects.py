@@ -158,7 +158,7 @@ def test_adapters_are_merged_on_openais_routes_too(route: str, routes: Templated
     asked = [message.merge for message in routes.engine.sent if getattr(message, "merge", None)]
     assert asked == [Merge((0.5, 2.0), "ties", 0.5, "total")]
     refused = ask(routes, route, model="", merged_adapters={"ids": []})
-    assert refused.status == 400
+    assert (refused.status, refused.json["error"]["param"]) == (400, "merged_adapters")
 
 
 # --- Tools, roles and usage -------------------------------------------------------------------------------------------
