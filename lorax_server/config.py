@@ -144,8 +144,10 @@ class CorsConfig:
     allow_origins: tuple[str, ...] = ()
     """`*`: all. None: only the server's own pages."""
     allow_methods: tuple[str, ...] = ("GET", "POST")
-    allow_headers: tuple[str, ...] = ("authorization", "content-type", "x-request-id")
-    expose_headers: tuple[str, ...] = ()
+    allow_headers: tuple[str, ...] = ("*",)
+    """`*`: whatever they ask for. SDKs send many of their own."""
+    expose_headers: tuple[str, ...] = ("retry-after", "x-request-id")
+    """What SDKs look at besides the answer."""
     allow_credentials: bool = False
 
 

@@ -12,6 +12,7 @@ LoraxError                   500
 │   ├── TemplateError              messages that the chat template refuses, or a template that cannot be used
 │   │   ├── MissingVariableError   a template that needs something which the request does not say
 │   │   └── NoTemplateError        a model that has no chat template
+│   ├── ContextLengthError         a prompt that is too long, alone or with what is to come
 │   └── NotSupportedError          what this server cannot do yet, and would do wrong if it tried
 ├── AuthenticationError      401   no API key, or one that is not known
 ├── ForbiddenError           403   a key that may not do this
@@ -76,6 +77,10 @@ class InputError(LoraxError):
     """A request that the model cannot take."""
 
     status = 422
+
+
+class ContextLengthError(InputError):
+    """A prompt that does not fit, alone or together with the answer that is wanted."""
 
 
 class TemplateError(InputError):

@@ -3,7 +3,7 @@
 from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.limits import Limits
 from lorax_server.engine.pace import Pace
-from lorax_server.errors import InputError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, OverloadedError
 from lorax_server.types import Request
 
 
@@ -13,7 +13,7 @@ def check_length(request: Request, most: int) -> None:
     if not request.prompt_ids:
         raise InputError("`inputs` cannot be empty")
     if length > most:
-        raise InputError(
+        raise ContextLengthError(
             f"`inputs` tokens + `max_new_tokens` must be <= {most}. Given: {len(request.prompt_ids)} `inputs` "
             f"tokens and {request.stop.max_new_tokens} `max_new_tokens`"
         )

@@ -50,7 +50,7 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _add_ours(router: APIRouter, service: Service) -> None:
-    @router.get("/v1/adapters", response_model=AdapterList, responses=ERRORS)
+    @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERRORS)
     async def adapters(
         http: Request, also: Also, limit: Limit = MAX_LIMIT, after: After = BY_NAME, search: Search = ""
     ) -> Response:
@@ -59,7 +59,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         asked = Asked(limit, after, search, also)
         return json_response(await list_page(service.parts, service.identify(http), asked))
 
-    @router.post("/v1/adapters/load", response_model=Adapter, responses=ERRORS)
+    @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
         """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
         service.check_admin(http, "load", body.adapter_id)
@@ -70,7 +70,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
             names.add(body.name, choice.refs[0].source, choice.refs[0].name)
         return json_response(await _one(service, identity, body.name or body.adapter_id))
 
-    @router.post("/v1/adapters/unload", response_model=AdapterList, responses=HELD)
+    @router.post("/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=HELD)
     async def unload(http: Request, body: AdapterRequest) -> Response:
         """Let an adapter go as soon as no request needs it, also if it is pinned by this name. Who names it again gets
         it again, unless it had its name from here."""
@@ -85,7 +85,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
     }
 
-    @router.post("/v1/load_lora_adapter", response_model=None, responses=as_text)
+    @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter", response_class=Response, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
         """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
         service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
@@ -95,7 +95,12 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         service.parts.names.add(body.lora_name, source, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
-    @router.post("/v1/unload_lora_adapter", response_model=None, responses={**HELD, **as_text})
+    @router.post(
+        "/v1/unload_lora_adapter",
+        operation_id="unload_lora_adapter",
+        response_class=Response,
+        responses={**HELD, **as_text},
+    )
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: let an adapter go, and its name with it."""
         service.check_admin(http, "unload", body.lora_name)

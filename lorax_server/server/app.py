@@ -1,23 +1,22 @@
 """The routes put together: one ASGI application around a `Service`."""
 
-from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
 from lorax_server.server import adapters, chat, completions, general, native, playground
+from lorax_server.server.cors import Cors
 from lorax_server.server.guard import Guard, Methods
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.problems import Problem, describe, http_problem, json_response
 from lorax_server.server.service import Service
+from lorax_server.server.shapes import describe_shape
 
 OPENAPI_PATH = "/api-doc/openapi.json"
 DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."
@@ -45,7 +44,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     config = service.config
     app.add_middleware(Guard, methods=methods, service=service, address=address)
     app.add_middleware(
-        CORSMiddleware,
+        Cors,
         allow_origins=config.cors.allow_origins,
         allow_methods=config.cors.allow_methods,
         allow_headers=config.cors.allow_headers,
@@ -68,13 +67,12 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
         if first["type"] == "json_invalid":
             reason = first.get("ctx", {}).get("error", "it is cut off")
             return _refuse(http, http_problem(400, f"Failed to parse the request body as JSON: {reason}"))
-        where = ".".join(map(str, _place(first["loc"]))) or "body"
-        message = f"Input validation error: {where}: {first['msg']}"
-        return _refuse(http, http_problem(422, message))
+        return _refuse(http, describe_shape(error.errors(), http.url.path))
 
     @app.exception_handler(HTTPException)
     async def elsewhere(http: Request, error: HTTPException) -> Response:
-        headers, message = dict(error.headers or {}), str(error.detail)
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        message = str(error.detail)
         allowed = methods.of(http.url.path)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
             headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
@@ -97,7 +95,3 @@ def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number is too long"
-
-
-def _place(location: Sequence[Any]) -> Sequence[Any]:
-    return location[1:] if location and location[0] == "body" else location

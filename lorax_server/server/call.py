@@ -21,6 +21,7 @@ from lorax_server.errors import (
     AdapterAccessError,
     AdapterError,
     AdapterNotFoundError,
+    ContextLengthError,
     DeadlineError,
     EngineError,
     ForbiddenError,
@@ -33,12 +34,12 @@ from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import HUB, Key
 from lorax_server.server.logs import log_request
-from lorax_server.server.names import Choice, Named
+from lorax_server.server.names import Choice, Named, unknown_model
 from lorax_server.server.nearest import with_nearest
 from lorax_server.server.parts import MERGES, Parts
-from lorax_server.server.problems import Problem, describe
+from lorax_server.server.problems import OPENAI_PREFIX, Problem, describe
 from lorax_server.server.record import Record
-from lorax_server.server.rules import check_logprobs
+from lorax_server.server.rules import check_logprobs, check_text
 from lorax_server.server.sse import event
 from lorax_server.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Request, Resolved, SamplingParams, StopParams
@@ -191,13 +192,19 @@ class Call:
             try:
                 found.append(await self._resolve_one(ref))
             except AdapterNotFoundError as error:
-                raise await self.with_nearest(error, named.name, choice.asked_source) from None
+                told = self._in_words_of_models(error, ref, named)
+                raise await self.with_nearest(told, named.name, choice.asked_source) from None
         if choice.merge is None:
             return found[0][1]
         merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
         self.parts.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
         is_fetched = any(part.tier == FETCHED for _, part in found)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
+
+    def _in_words_of_models(self, error: AdapterNotFoundError, ref: AdapterRef, named: Named) -> AdapterNotFoundError:
+        """OpenAI's callers know of models and not of folders. What a hub says of a name, they understand."""
+        is_folder = ref.source == LOCAL and self.path.startswith(OPENAI_PREFIX)
+        return unknown_model(named.name) if is_folder else error
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """A name that is new here counts against the caller's quota, unless it could not be given now."""
@@ -235,13 +242,14 @@ class Call:
 
     async def _to_ids(self, tokenizer: TextTokenizer, question: Question) -> list[int]:
         if isinstance(question.prompt, str):
+            check_text(question.prompt)
             self.num_characters += len(question.prompt)
             ids = await self.parts.tokenizers.encode(tokenizer, question.prompt, question.add_special_tokens)
         else:
             ids = list(question.prompt)
             most = max(int(self.parts.engine.info.get("vocab_size") or 0), tokenizer.num_ids)
             if ids and not 0 <= min(ids) <= max(ids) < most:
-                raise InputError(f"a prompt has tokens beyond the vocabulary of {most}")
+                raise InputError(f"`inputs` has tokens beyond the vocabulary of {most}")
         if question.truncate is not None:
             ids = ids[-question.truncate :]
         if not ids:
@@ -253,12 +261,12 @@ class Call:
         left = max(total - num_ids, 1)
         wanted = question.max_new_tokens or min(left, question.default_new_tokens or left)
         if question.max_new_tokens is not None and num_ids + wanted > total:
-            raise InputError(
+            raise ContextLengthError(
                 f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
                 f"Given: {num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
             )
         if num_ids > most:
-            raise InputError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
+            raise ContextLengthError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
         return StopParams(
             max_new_tokens=wanted,
             min_new_tokens=question.min_new_tokens,

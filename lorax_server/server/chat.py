@@ -10,9 +10,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.completion import Chunk
-from lorax_server.errors import MissingVariableError, NotSupportedError
+from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.server.call import Call, Found, Question
 from lorax_server.server.completions import ERRORS, TAG
+from lorax_server.server.dialects import CHAT
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
     Heading,
@@ -20,6 +21,7 @@ from lorax_server.server.openai_parameters import (
     check_stopping,
     choose_adapter,
     finish_reason,
+    model_of,
     refuse_unsupported,
     sampling,
     to_question,
@@ -38,7 +40,7 @@ RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_toke
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS)
+    @router.post("/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=ERRORS)
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
         return await service.answer(http, lambda call: _chat(call, body))
@@ -51,7 +53,7 @@ async def _chat(call: Call, body: ChatCompletionRequest) -> Response:
     call.admit(len(question.seeds), bool(body.stream))
     found = await call.find(await choose_adapter(body, call))
     jobs = await call.ask(found, replace(question, prompt=await _render(call, found, body)))
-    model = body.model or call.parts.names.primary
+    model = model_of(body, call)
     if body.stream:
         events = await call.open_stream(_events(call, body, Heading("chatcmpl", "chat.completion.chunk", model)))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
@@ -68,11 +70,9 @@ def _answer(call: Call, body: ChatCompletionRequest, heading: Heading) -> Respon
 
 def _question(call: Call, body: ChatCompletionRequest) -> Question:
     config, defaults = call.parts.config, call.parts.defaults
-    refuse_unsupported(body)
-    for name in ("tools", "functions", "function_call", "audio"):
-        not_yet(getattr(body, name), f"`{name}`")
-    not_yet(body.tool_choice not in (None, "none", "auto"), "`tool_choice`")
-    not_yet(body.modalities not in (None, ["text"]), "`modalities` other than text")
+    refuse_unsupported(CHAT, body)
+    not_yet(body.tools and body.tool_choice != "none", "`tools`")  # an answer without them is the one without tools
+    not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
     check(body.top_logprobs is None or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
@@ -101,25 +101,33 @@ async def _render(call: Call, found: Found, body: ChatCompletionRequest) -> str:
         check(name not in variables, f"`chat_template_kwargs` must not have `{name}`")
     if body.guideline is not None:
         variables["guideline"] = body.guideline
-    messages = [_message(message) for message in body.messages]
-    return await tokenizers.render(found.tokenizer, messages, **{"add_generation_prompt": True, **variables})
+    knows_developers = "developer" in (tokenizers.template_of(found.tokenizer) or "")
+    messages = [_message(place, message, knows_developers) for place, message in enumerate(body.messages)]
+    return await tokenizers.render(
+        found.tokenizer, messages, **{"add_generation_prompt": body.add_generation_prompt is not False, **variables}
+    )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """As chat templates expect it: what is not there is left out, and text is one string."""
-    content = _text(message.content) if isinstance(message.content, list) else message.content
+def _message(place: int, message: Message, knows_developers: bool) -> dict[str, Any]:
+    """As chat templates expect it: what is not there is left out, and text is one string. OpenAI's newer name of
+    `system` is for templates that have it."""
+    content = _text(place, message.content) if isinstance(message.content, list) else message.content
     if content is None and not message.tool_calls:
         content = ""
+    role = "system" if message.role == "developer" and not knows_developers else message.role
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
-    return {"role": message.role, "content": content, **others}
+    return {"role": role, "content": content, **others}
 
 
-def _text(parts: list[TextPart | dict[str, Any]]) -> str:
+def _text(message: int, parts: list[TextPart | dict[str, Any]]) -> str:
     texts = []
-    for part in parts:
+    for place, part in enumerate(parts):
         kind, text = (part.type, part.text) if isinstance(part, TextPart) else (part.get("type"), part.get("text"))
-        if kind != "text" or not isinstance(text, str):
-            raise NotSupportedError(f"content of type {str(kind)[:32]!r} is not supported yet; only text is")
+        where = f"`messages[{message}].content[{place}]`"
+        if kind != "text":
+            raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; only text is")
+        if not isinstance(text, str):
+            raise InputError(f"{where} is of type 'text' and has no `text`, or one that is not a string")
         texts.append(text)
     return "".join(texts)
 
@@ -162,7 +170,7 @@ async def _events(call: Call, body: ChatCompletionRequest, heading: Heading) -> 
             has_begun[place] = True
             num_left -= chunks[-1].finish_reason is not None
             answers = [heading.of([delta]) | ({"usage": None} if body.wants_usage else {}) for delta in deltas]
-            if not num_left and not body.wants_usage:
+            if body.says_nothing_of_usage and not num_left:
                 answers[-1]["usage"] = usage(jobs, call.record.prompt_tokens)
             if answers:
                 answers[0] |= first

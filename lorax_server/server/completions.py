@@ -11,6 +11,7 @@ from starlette.responses import Response
 from lorax_server.candidates import rank_candidates
 from lorax_server.completion import Chunk
 from lorax_server.server.call import Call, Question
+from lorax_server.server.dialects import COMPLETIONS
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
     Heading,
@@ -18,6 +19,7 @@ from lorax_server.server.openai_parameters import (
     check_stopping,
     choose_adapter,
     finish_reason,
+    model_of,
     refuse_unsupported,
     sampling,
     to_question,
@@ -25,7 +27,7 @@ from lorax_server.server.openai_parameters import (
 )
 from lorax_server.server.openai_schemas import CompletionRequest, CompletionResponse, OpenAIErrorResponse
 from lorax_server.server.problems import json_response
-from lorax_server.server.rules import check, not_yet
+from lorax_server.server.rules import check
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
 
@@ -48,7 +50,7 @@ class _Prompt:
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
-    @router.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
+    @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=ERRORS)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
         return await service.answer(http, lambda call: _complete(call, body))
@@ -69,7 +71,7 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
         if body.echo:
             text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt)
         asked.append(_Prompt(text, jobs))
-    heading = Heading("cmpl", "text_completion", body.model or call.parts.names.primary)
+    heading = Heading("cmpl", "text_completion", model_of(body, call))
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
@@ -101,8 +103,7 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_choices: int, num_drawn: int) -> Question:
     config, defaults = call.parts.config, call.parts.defaults
-    refuse_unsupported(body)
-    not_yet(body.suffix, "`suffix`")
+    refuse_unsupported(COMPLETIONS, body)
     check_stopping(body, config)
     check_count(num_choices, config)
     check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")
@@ -222,7 +223,7 @@ async def _events(
             )
             if body.wants_usage:
                 answer["usage"] = None
-            elif not num_left:
+            elif body.says_nothing_of_usage and not num_left:
                 answer["usage"] = usage(jobs, call.record.prompt_tokens)
             yield event(answer | first)
             first = {}

@@ -4,17 +4,18 @@ import asyncio
 import math
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import AdapterNotFoundError, InputError, LoraxError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.adapter_pages import FEW, off_loop, select
 from lorax_server.server.completions import ERRORS as OPENAI_ERRORS
 from lorax_server.server.keys import HUB, Key
-from lorax_server.server.names import Named
+from lorax_server.server.names import Named, unknown_model
 from lorax_server.server.native import ERRORS
 from lorax_server.server.native_schemas import (
     DetokenizeRequest,
@@ -26,6 +27,7 @@ from lorax_server.server.native_schemas import (
 from lorax_server.server.nearest import with_nearest
 from lorax_server.server.openai_schemas import Model, ModelList
 from lorax_server.server.problems import Problem, json_response
+from lorax_server.server.rules import check_text
 from lorax_server.server.service import Service
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
@@ -34,6 +36,8 @@ STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow 
 JSON = "application/json"
 MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
 PROBE_S = 5.0  # for so long the answer to a probe holds: callers without a key cannot keep the engine at work
+METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
+NO_RESPONSES = "the responses API is not supported; use /v1/chat/completions"
 NOT_YET = {
     "/embed": "embeddings are",
     "/v1/embeddings": "embeddings are",
@@ -45,17 +49,19 @@ NOT_YET = {
 def make_router(service: Service) -> APIRouter:
     router = APIRouter()
     created = int(time.time())
+    openai: dict[str, Any] = {"responses": OPENAI_ERRORS, "tags": ["OpenAI Compatible"]}
     _add_health(router, service)
     _add_metrics(router, service)
     _add_tokenizer(router, service)
 
-    @router.get("/info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
+    @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
     async def info(http: Request) -> Response:
         """What is served, and the limits in force."""
         service.identify(http)
         return json_response(_info(service))
 
-    @router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
+    @router.get("/v1/models/", include_in_schema=False)
+    @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
         """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
         key = service.identify(http)
@@ -66,38 +72,45 @@ def make_router(service: Service) -> APIRouter:
 
         return await off_loop(len(allowed) > FEW, write)
 
-    @router.get("/v1/models/{model:path}", response_model=Model, responses=OPENAI_ERRORS, tags=["OpenAI Compatible"])
+    @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
         """One of them."""
         key = service.identify(http)
         found = _find_model(service, key, created, model)
         if found is not None:
             return json_response(found)
-        error = AdapterNotFoundError(f"the model {model[:64]!r} does not exist; /v1/models lists those that do")
-        raise await with_nearest(error, model, None, service.parts.names, key)
+        raise await with_nearest(unknown_model(model), model, None, service.parts.names, key)
 
     def refuse(http: Request) -> Response:
         raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
 
     for path in NOT_YET:
         router.post(path, include_in_schema=False)(refuse)
+    for path in ("/v1/responses", "/v1/responses/{rest:path}"):
+        router.api_route(path, methods=METHODS, include_in_schema=False)(_refuse_responses)
     return router
+
+
+def _refuse_responses() -> Response:
+    """The default of some SDKs, which then tell their users only that nothing was found."""
+    raise HTTPException(HTTPStatus.NOT_FOUND, NO_RESPONSES)
 
 
 def _add_health(router: APIRouter, service: Service) -> None:
     unhealthy = Problem(503, "healthcheck", "unhealthy")
-    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working", "content": {}}, **ERRORS}
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
 
     def health(http: Request) -> Response:
         """Whether requests can be answered."""
         return Response() if service.is_ready else unhealthy.response(http.url.path)
 
-    for path in ("/health", "/ping", "/"):
-        router.get(path, response_model=None, responses=answers, tags=["LoRAX"], name=f"health {path}")(health)
+    empty: dict[str, Any] = {"response_class": Response, "responses": answers, "tags": ["LoRAX"]}
+    for path, name in (("/health", "check_health"), ("/ping", "ping"), ("/", "check")):
+        router.get(path, operation_id=name, **empty)(health)
 
     probe = _Probe(service)
 
-    @router.get("/startup", response_model=None, responses=answers, tags=["LoRAX"])
+    @router.get("/startup", operation_id="check_startup", **empty)
     async def startup() -> Response:
         """Ask the base model for a token, unless one has come in the last seconds."""
         if not service.is_ready:
@@ -132,7 +145,9 @@ class _Probe:
 def _add_metrics(router: APIRouter, service: Service) -> None:
     as_text = {"text/plain": {"schema": {"type": "string"}}}
 
-    @router.get("/metrics", response_model=None, responses={200: {"content": as_text}}, tags=["LoRAX"])
+    answers: dict[int | str, dict[str, Any]] = {200: {"content": as_text}}
+
+    @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
         """For Prometheus; as JSON to who accepts that."""
         parts, engine, status = service.parts, service.engine, None
@@ -146,12 +161,15 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize", response_model=list[SimpleToken], responses=ERRORS, tags=["Tokenization"])
+    common: dict[str, Any] = {"responses": ERRORS, "tags": ["Tokenization"]}
+
+    @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """A text's tokens."""
         key = service.identify(http)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
+        check_text(body.inputs)
         tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
 
         def write() -> Response:
@@ -160,7 +178,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         with service.parts.gate.enter(key):
             return await asyncio.to_thread(write)
 
-    @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS, tags=["Tokenization"])
+    @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """The text that tokens stand for."""
         key = service.identify(http)

@@ -129,6 +129,10 @@ class KeyRing:
         return self._is_open
 
     @property
+    def has_admin(self) -> bool:
+        return self._has_admin
+
+    @property
     def weights(self) -> dict[str, float]:
         """By the keys' names: their shares."""
         return {key.name: key.weight for key in self._keys.values()}

@@ -35,6 +35,11 @@ def signature_of(name: str) -> int:
     return signature
 
 
+def unknown_model(name: str) -> AdapterNotFoundError:
+    """What a caller of OpenAI's routes is told of a name that nothing has."""
+    return AdapterNotFoundError(f"the model {name[:64]!r} does not exist; /v1/models lists those that do")
+
+
 class Named(NamedTuple):
     """An adapter's place, and the name by which a key is allowed to use it."""
 

@@ -28,18 +28,17 @@ TAG = "LoRAX"
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503, 504)
 }
-STREAM = {"description": "Events, each a token", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
-    @router.post("/generate", response_model=GenerateResponse, responses=ERRORS)
+    @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt."""
         return await service.answer(http, lambda call: _whole(call, body, as_list=False))
 
-    @router.post("/generate_stream", response_model=None, responses={**ERRORS, 200: STREAM})
+    @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt token by token. Each event is a `StreamResponse`; the last one has `generated_text`."""
         return await service.answer(http, lambda call: _stream(call, body))
@@ -50,8 +49,8 @@ def make_router(service: Service) -> APIRouter:
             return await service.answer(http, lambda call: _stream(call, body))
         return await service.answer(http, lambda call: _whole(call, body, as_list=True))
 
-    for path in ("/", "/invocations"):
-        router.post(path, response_model=list[GenerateResponse], responses=ERRORS, name=f"compat {path}")(compat)
+    for path, name in (("/", "answer"), ("/invocations", "invoke")):
+        router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
     return router
 
 

@@ -7,9 +7,10 @@ from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
 from lorax_server.engine.resolver import MAX_MERGED
 from lorax_server.server.call import Question
+from lorax_server.server.dialects import GENERATE, refuse_foreign
 from lorax_server.server.names import Choice, Names
 from lorax_server.server.native_schemas import GenerateParameters, MergedAdapters, ResponseFormat
-from lorax_server.server.rules import check, check_stops, not_yet
+from lorax_server.server.rules import check, check_stops, not_yet, to_bias
 from lorax_server.types import Merge, SamplingParams
 
 
@@ -21,14 +22,19 @@ def choose_adapter(parameters: GenerateParameters, names: Names) -> Choice:
     )
     if merged is None:
         return names.by_adapter(parameters.adapter_id, parameters.adapter_source, token)
+    return choose_merged(merged, parameters.adapter_source, token, names, parameters.seed)
+
+
+def choose_merged(
+    merged: MergedAdapters, source: str | None, token: str | None, names: Names, seed: int | None
+) -> Choice:
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
     check(len(merged.ids) <= MAX_MERGED, f"at most {MAX_MERGED} adapters are merged. Given: {len(merged.ids)}")
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # nothing to merge it with
-        return names.by_adapter(merged.ids[0], parameters.adapter_source, token)
-    merge = _merge(merged, weights, parameters.seed)
-    return names.merged(merged.ids, merge, parameters.adapter_source, token)
+        return names.by_adapter(merged.ids[0], source, token)
+    return names.merged(merged.ids, _merge(merged, weights, seed), source, token)
 
 
 def to_question(
@@ -48,12 +54,14 @@ def to_question(
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
     refuse_format(parameters.response_format)
+    refuse_foreign(GENERATE, parameters.model_extra)
     seed = secrets.randbits(64) if parameters.seed is None else parameters.seed
     return Question(
         inputs,
         _sampling(parameters),
         [candidate_seed(seed, place) for place in range(best_of)],
         max_new_tokens=parameters.max_new_tokens,
+        min_new_tokens=parameters.min_new_tokens or 0,
         ignore_eos=bool(parameters.ignore_eos_token),
         stop_strings=tuple(parameters.stop or ()),
         truncate=truncate,
@@ -114,10 +122,12 @@ def _sampling(given: GenerateParameters) -> SamplingParams:
         temperature=1.0 if given.temperature is None else given.temperature,
         top_k=given.top_k or 0,
         top_p=1.0 if given.top_p is None else given.top_p,
+        min_p=given.min_p or 0.0,
         typical_p=1.0 if given.typical_p is None else given.typical_p,
         repetition_penalty=1.0 if given.repetition_penalty is None else given.repetition_penalty,
         frequency_penalty=given.frequency_penalty or 0.0,
         presence_penalty=given.presence_penalty or 0.0,
+        logit_bias=to_bias(given.logit_bias),
         watermark=bool(given.watermark),
         num_alternatives=given.return_k_alternatives or 0,
     )
@@ -132,6 +142,7 @@ def _samples(given: GenerateParameters, any_temperature: bool = False) -> bool:
         given.do_sample
         or by_temperature
         or given.top_k is not None
+        or given.min_p
         or (top_p is not None and (any_temperature or top_p < 1))
         or (typical_p is not None and (any_temperature or typical_p < 1))
     )

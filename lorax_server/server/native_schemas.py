@@ -3,10 +3,12 @@
 What a field allows is written in the schema for its readers only; `native_parameters` checks it, with LoRAX's words.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lorax_server.server.dialects import GENERATE, describe_refused
 from lorax_server.types import MAX_FLOAT
 
 _T = TypeVar("_T")
@@ -18,6 +20,12 @@ Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
 Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
+# Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
+Bias = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
 Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
 TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
@@ -26,6 +34,21 @@ class Schema(BaseModel):
     """No number is made of a string, and no string of a number. What is not known is ignored, as LoRAX does."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+def refusing(route: str) -> Callable[[dict[str, Any]], None]:
+    """What to add to a schema whose route refuses fields of other dialects: it names them."""
+
+    def add(schema: dict[str, Any]) -> None:
+        schema["description"] = f"{schema.get('description', '')}\n\n{describe_refused(route)}".lstrip()
+
+    return add
+
+
+class OpenSchema(Schema):
+    """The same, but what is not known is kept in `model_extra`, to be looked at."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class MergedAdapters(Schema):
@@ -44,12 +67,14 @@ class ResponseFormat(Schema):
     """Only `text` is possible yet, which asks for nothing."""
 
     type: str = Field(json_schema_extra={"enum": ["text"]})
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema", json_schema_extra={"enum": [None]})
+    schema_: Nothing = Field(default=None, alias="schema")
     json_schema: dict[str, Any] | None = None
 
 
-class GenerateParameters(Schema):
+class GenerateParameters(OpenSchema):
     """How to answer. What is null is as if it were not there."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(GENERATE))
 
     adapter_id: str | None = Field(
         default=None, description="The adapter's name; null, empty or `__base_model__`: none"
@@ -67,8 +92,11 @@ class GenerateParameters(Schema):
     top_k: Positive | None = None
     top_p: Share | None = None
     typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
+    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
+    logit_bias: Bias | None = Field(default=None, description="What is added to tokens' scores, by their ids")
     do_sample: bool | None = False
     max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
+    min_new_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
     ignore_eos_token: bool | None = False
     return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
     stop: Many[Stop] | None = []
@@ -161,13 +189,19 @@ class StreamDetails(Schema):
     seed: int | None
 
 
+Tier = Annotated[
+    Literal["device", "host", "disk", "fetched"],
+    Field(description="Where the adapter was when the request named it; only in the first event"),
+]
+
+
 class StreamResponse(Schema):
+    """An event of a stream."""
+
     token: Token
     generated_text: str | None
     details: StreamDetails | None
-    adapter_tier: Literal["device", "host", "disk", "fetched"] | None = Field(
-        default=None, description="Where the adapter was when the request named it; only in the first event"
-    )
+    adapter_tier: Tier | None = None
 
 
 class SimpleToken(Schema):

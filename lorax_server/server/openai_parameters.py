@@ -13,21 +13,16 @@ from lorax_server.config import ServerConfig
 from lorax_server.errors import AdapterNotFoundError
 from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Call, Question
+from lorax_server.server.dialects import refuse_foreign
 from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import HUB
 from lorax_server.server.names import Choice, Named
+from lorax_server.server.native_parameters import choose_merged
 from lorax_server.server.openai_schemas import CommonRequest
-from lorax_server.server.rules import check, check_stops, not_yet
+from lorax_server.server.rules import MAX_BIASES, check, check_stops, not_yet, to_bias
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams
 
 FINGERPRINT = f"lorax-{__version__}"
-MAX_BIASES = 1024
-# What vLLM takes and would change the answer.
-NOT_YET = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "allowed_token_ids"),
-    *("bad_words", "use_beam_search", "chat_template", "continue_final_message", "truncate_prompt_tokens"),
-    "include_stop_str_in_output",
-)
 
 
 @dataclass(frozen=True)
@@ -52,21 +47,33 @@ class Heading:
 
 
 async def choose_adapter(body: CommonRequest, call: Call) -> Choice:
-    names = call.parts.names
+    """What `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
+    names, token = call.parts.names, body.api_token or None
+    if body.merged_adapters is not None:
+        check(not names.without_base(body.model), "`model` and `merged_adapters` name different adapters; name one")
+        check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
+        return choose_merged(body.merged_adapters, body.adapter_source, token, names, body.seed)
+    if body.adapter_id and body.adapter_id != names.without_base(body.model):
+        check(not names.without_base(body.model), "`model` and `adapter_id` name different adapters; name one")
+        return names.by_adapter(body.adapter_id, body.adapter_source, token)
     try:
-        return names.by_model(body.model, body.adapter_source, body.api_token or None)
+        return names.by_model(body.model, body.adapter_source, token)
     except AdapterNotFoundError as error:
         named = Named(names.default_source, names.without_base(body.model))
         await call.check_may_use(named, named.source == HUB, None)  # else who may not use it learns that it is missing
         raise await call.with_nearest(error, body.model, None) from None
 
 
-def refuse_unsupported(body: CommonRequest) -> None:
+def model_of(body: CommonRequest, call: Call) -> str:
+    """Who answers, by the name that the request has for it."""
+    return body.adapter_id or body.model or call.parts.names.primary
+
+
+def refuse_unsupported(route: str, body: CommonRequest) -> None:
     asked = body.response_format
     if asked is not None:
         not_yet(asked.get("type") != "text", f"`response_format` {str(asked.get('type'))[:32]!r}")
-    for name in NOT_YET:
-        not_yet(getattr(body, name) not in (None, False, []), f"`{name}`")
+    refuse_foreign(route, body.model_extra)
 
 
 def sampling(
@@ -76,7 +83,10 @@ def sampling(
     usual = 0.0 if defaults.do_sample is False else defaults.temperature
     temperature = _first(body.temperature, usual, 1.0)
     check(0 <= temperature <= 2, "`temperature` must be >= 0 and <= 2")
-    check(num_alternatives <= config.max_logprobs, f"at most {config.max_logprobs} log probabilities are reported")
+    check(
+        num_alternatives <= config.max_logprobs,
+        f"`return_k_alternatives` must be <= {config.max_logprobs}. Given: {num_alternatives}",
+    )
     top_k = _first(body.top_k, defaults.top_k, 0)
     check(top_k >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
     return SamplingParams(
@@ -85,11 +95,11 @@ def sampling(
         top_k=max(0, top_k),
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         min_p=_first(body.min_p, defaults.min_p, 0.0),
-        typical_p=_first(defaults.typical_p, 1.0),
+        typical_p=_first(body.typical_p, defaults.typical_p, 1.0),
         repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}),
+        logit_bias=to_bias(body.logit_bias),
         num_alternatives=num_alternatives,
         raw_logprobs=True,
     )
@@ -119,7 +129,7 @@ def check_stopping(body: CommonRequest, config: ServerConfig) -> None:
 
 def check_count(count: int, config: ServerConfig) -> None:
     check(count >= 1, "`n` must be at least 1")
-    check(count <= config.max_choices, f"at most {config.max_choices} answers are given to a request, not {count}")
+    check(count <= config.max_choices, f"`n`: at most {config.max_choices} answers are given to a request, not {count}")
 
 
 def usage(jobs: Sequence[Job], num_prompt_tokens: int, generated: int | None = None) -> dict[str, Any]:
@@ -137,15 +147,6 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     if reason is None:
         return None
     return "length" if reason is FinishReason.LENGTH else "stop"
-
-
-def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
-    check(len(given) <= MAX_BIASES, f"`logit_bias` has at most {MAX_BIASES} tokens. Given: {len(given)}")
-    for token_id, bias in given.items():
-        check(token_id.isascii() and token_id.isdigit() and len(token_id) < 10, "`logit_bias` is keyed by token ids")
-        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        check(is_number and -100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
-    return {int(token_id): bias for token_id, bias in given.items()}
 
 
 def _first(*values: Any) -> Any:

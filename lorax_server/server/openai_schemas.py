@@ -2,9 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from lorax_server.server.native_schemas import Many, Penalty, Schema, Share, Stop, TokenIds
+from lorax_server.server.dialects import CHAT, COMPLETIONS
+from lorax_server.server.native_schemas import (
+    Bias,
+    Many,
+    MergedAdapters,
+    OpenSchema,
+    Penalty,
+    Schema,
+    Share,
+    Stop,
+    Tier,
+    TokenIds,
+    refusing,
+)
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
@@ -15,26 +28,18 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
-# Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
-Bias = Annotated[
-    dict[str, Any],
-    Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
-]
 Prompts = Field(max_length=MAX_PROMPTS)
-Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
-NothingYet = Annotated[Any, Field(json_schema_extra={"enum": [None, False, 0, "", [], {}]})]
-NoneYet = Annotated[Many[dict[str, Any]], Field(json_schema_extra={"maxItems": 0})]
 PlainText = Annotated[
     dict[str, Any], Field(json_schema_extra={"required": ["type"], "properties": {"type": {"const": "text"}}})
 ]
 
 
 class StreamOptions(Schema):
-    include_usage: bool | None = False
+    include_usage: bool | None = None
 
 
-class CommonRequest(Schema):
-    """Of both routes. What cannot be done yet is named here too, so that it is refused and not ignored."""
+class CommonRequest(OpenSchema):
+    """Of both routes."""
 
     model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
     max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
@@ -54,6 +59,9 @@ class CommonRequest(Schema):
     repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     ignore_eos_token: bool | None = False
+    typical_p: Share | None = None
+    adapter_id: str | None = Field(default=None, description="The adapter, where `model` names the base model or none")
+    merged_adapters: MergedAdapters | None = None
     adapter_source: str | None = None
     api_token: str | None = None
 
@@ -66,26 +74,23 @@ class CommonRequest(Schema):
 
     # Not yet.
     response_format: PlainText | None = None
-    guided_json: Nothing = None
-    guided_regex: Nothing = None
-    guided_choice: Nothing = None
-    guided_grammar: Nothing = None
-    structured_outputs: Nothing = None
-    allowed_token_ids: Nothing = None
-    bad_words: Nothing = None
-    use_beam_search: Nothing = None
-    chat_template: Nothing = None
-    continue_final_message: Nothing = None
-    truncate_prompt_tokens: Nothing = None
-    include_stop_str_in_output: Nothing = None
 
     @property
     def wants_usage(self) -> bool:
         """In an event of its own, after all others."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def says_nothing_of_usage(self) -> bool:
+        """Then the last chunk has it, as in LoRAX."""
+        return self.stream_options is None or self.stream_options.include_usage is None
+
 
 class CompletionRequest(CommonRequest):
+    """One or several prompts to continue."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(COMPLETIONS))
+
     prompt: str | Annotated[Many[str], Prompts] | TokenIds | Annotated[Many[TokenIds], Prompts] = Field(
         json_schema_extra={
             "anyOf": [
@@ -107,7 +112,6 @@ class CompletionRequest(CommonRequest):
         default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
     )
     add_special_tokens: bool | None = True
-    suffix: Annotated[str, Field(json_schema_extra={"maxLength": 0})] | None = None
 
 
 class TextPart(Schema):
@@ -126,6 +130,10 @@ class Message(Schema):
 
 
 class ChatCompletionRequest(CommonRequest):
+    """Messages to answer."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(CHAT))
+
     messages: Many[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
     logprobs: bool | None = False
@@ -133,14 +141,10 @@ class ChatCompletionRequest(CommonRequest):
     guideline: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Not yet.
-    tools: NoneYet | None = None
-    tool_choice: str | dict[str, Any] | None = Field(default=None, json_schema_extra={"enum": [None, "none", "auto"]})
+    add_generation_prompt: bool | None = True
+    tools: Many[dict[str, Any]] | None = Field(default=None, description="Not yet: only with `tool_choice` of `none`")
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description="`none`; others not yet")
     tool_prompt: str | None = None
-    functions: NoneYet | None = None
-    function_call: NothingYet = None
-    modalities: Many[str] | None = Field(default=None, json_schema_extra={"enum": [None, ["text"]]})
-    audio: NothingYet = None
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -181,6 +185,12 @@ class CompletionResponse(Schema):
     system_fingerprint: str | None = None
 
 
+class CompletionChunk(CompletionResponse):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    adapter_tier: Tier | None = None
+
+
 class TopLogprob(Schema):
     token: str
     logprob: float | None
@@ -217,6 +227,32 @@ class ChatCompletionResponse(Schema):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+
+
+class ChatDelta(Schema):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChunkChoice(Schema):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(Schema):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    adapter_tier: Tier | None = None
 
 
 class Model(Schema):

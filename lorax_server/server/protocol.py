@@ -6,6 +6,8 @@ wanted, for the next request, or for what is to be written. While a request is a
 """
 
 import asyncio
+import socket
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +22,8 @@ from lorax_server.server.sse import STUCK_S
 MAX_HEADER_BYTES = 64 * 1024
 MAX_LINGERING = 256
 LINGER_S = 1.0
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_LOOK_S, LAST_LOOK_S = 0.05, 2.0  # after a client has stopped to send
 TOO_LARGE = 431, f"headers of at most {MAX_HEADER_BYTES} bytes are taken"
 BROKEN = 400, "this is not HTTP/1.1"
 RETRY_S = 1.0
@@ -40,6 +44,20 @@ def make_protocol(header_timeout_s: float, connections: Connections, trail: Trai
     return Protocol
 
 
+class PlainCycle(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks: an answer whose length is not known ends with its connection."""
+
+    is_endless = False
+
+    async def send(self, message: Any) -> None:
+        headers = dict(message.get("headers", ()))
+        if message["type"] == "http.response.start" and b"content-length" not in headers:
+            self.is_endless, self.chunked_encoding, self.expected_content_length = True, False, sys.maxsize
+        elif self.is_endless and not message.get("more_body", False):
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class GuardedProtocol(HttpToolsProtocol):
     timeout_s: float
     _counted: Connections
@@ -50,6 +68,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.Handle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
         self._num_unwritten = 0
         self._num_header_bytes = 0
         self._is_refused = False
@@ -67,6 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_rest_timer()
         self._stop_write_timer()
+        self._stop_look_timer()
         self._unset_keepalive_if_required()
         if self._is_refused:
             self._counted.num_lingering -= 1
@@ -151,6 +171,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_rest = True
         self._counted.wake(self)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = PlainCycle  # uvicorn makes it, and has not begun with it
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -173,6 +195,35 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
+
+    # --- Clients that send no more ------------------------------------------------------------------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep a connection whose client has asked and still waits for its answer (`nc -N`). It looks like one that has
+        gone until something is written to it, which a client that has gone refuses."""
+        if self._has_rest or not self._is_answering or self.cycle.response_started or self.pipeline:
+            return False
+        self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.1":  # before that, nothing can be said but the answer
+            self.transport.write(CONTINUE)
+            self._look_for_client(FIRST_LOOK_S)
+        return True
+
+    def _look_for_client(self, delay_s: float) -> None:
+        """Cut off a client that refused what was written. Nothing else tells, since nothing is read any more."""
+        self._look_timer = None
+        sock: socket.socket = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif delay_s < LAST_LOOK_S:
+            self._look_timer = self.loop.call_later(delay_s, self._look_for_client, 2 * delay_s)
+
+    def _stop_look_timer(self) -> None:
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+            self._look_timer = None
 
     # --- Clients that do not read -------------------------------------------------------------------------------------
 

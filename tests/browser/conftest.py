@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser, forks: Fo
     return folder
 
 
+class Elsewhere(BaseHTTPRequestHandler):
+    """A page of another origin."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>elsewhere</title>")
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
 @pytest.fixture(scope="package")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--served-model-name", "tiny") as server:
+def elsewhere(browser: Browser) -> Iterator[str]:
+    """An origin whose pages may ask the server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as pages:
+        thread = threading.Thread(target=pages.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{pages.server_port}"
+        pages.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="package")
+def server(folder: Path, elsewhere: str) -> Iterator[Server]:
+    with serving(folder, "--served-model-name", "tiny", "--cors-allow-origin", elsewhere) as server:
         yield server
 
 

@@ -260,8 +260,8 @@ def test_how_much_was_used_comes_last_if_it_is_asked_for(sdk: Sdk) -> None:
         assert last.choices == []
         assert last.usage.completion_tokens == NEW_TOKENS
         assert last.usage.total_tokens == last.usage.prompt_tokens + NEW_TOKENS
-        *chunks, last = ask(stream=True, stream_options={"include_usage": False})
-        assert last.usage.completion_tokens == NEW_TOKENS
+        chunks = ask(stream=True, stream_options={"include_usage": False})
+        assert not any(chunk.usage for chunk in chunks)
 
 
 def test_several_answers_to_messages(sdk: Sdk) -> None:
@@ -357,7 +357,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
         ({"logit_bias": {"a": 1}}, "`logit_bias` is keyed by token ids"),
         ({"logit_bias": {"99999": 1}}, "`logit_bias` has tokens beyond the vocabulary"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
-        ({"logprobs": True, "top_logprobs": 21}, "at most 20"),
+        ({"logprobs": True, "top_logprobs": 21}, "`top_logprobs` must be <= 20"),
         ({"stop": list("abcde")}, "`stop` supports up to 4"),
         ({"max_tokens": 0}, "at least 1"),
         ({"max_tokens": 1000}, "must be <= 128"),
@@ -366,26 +366,26 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], message: str, sdk: Sdk) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match=message) as caught:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         sdk.chat(**arguments)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.request_id
 
 
 def test_no_messages_and_empty_prompts(sdk: Sdk) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="`messages` must not be empty"):
+    with pytest.raises(openai.BadRequestError, match="`messages` must not be empty"):
         sdk.call(lambda client: client.chat.completions.create(model="", messages=[]))
     prompts: list[Any] = ["", [], [""], [[]]]
     for prompt in prompts:
-        with pytest.raises(openai.UnprocessableEntityError, match="`prompt` must not be empty"):
+        with pytest.raises(openai.BadRequestError, match="`prompt` must not be empty"):
             sdk.complete(prompt)
     for ids in ([300_000], [-1], [[1], [2**40]]):
-        with pytest.raises(openai.UnprocessableEntityError):
+        with pytest.raises(openai.BadRequestError):
             sdk.complete(ids)
 
 
 def test_embeddings_and_unknown_models(sdk: Sdk) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="embeddings are not supported yet"):
+    with pytest.raises(openai.BadRequestError, match="embeddings are not supported yet"):
         sdk.call(lambda client: client.embeddings.create(model="", input="a"))
     for is_streamed in (False, True):
         with pytest.raises(openai.NotFoundError, match="'nobody'") as caught:

@@ -98,9 +98,10 @@ def test_bodies_and_events(server: Server) -> None:
 
 def test_errors_are_openais_object(server: Server) -> None:
     refused = complete(server, "first", best_of=1, n=2)
-    assert refused.status == 422
+    assert refused.status == 400
     message = "`best_of` (1) must be at least `n` (2)"
-    assert refused.json == {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    told = {"message": message, "type": "invalid_request_error", "param": "best_of", "code": "invalid_value"}
+    assert refused.json == {"error": told}
     assert server.send("GET", "/v1/nothing").json["error"]["type"] == "not_found_error"
 
 
@@ -185,8 +186,8 @@ def test_templates_that_cannot_be_used_harm_nobody(server: Server) -> None:
         thread.join()
     answers.append(chat(server, "broken", stream=True))
     for answer in answers:
-        assert answer.status == 422
-        assert answer.json["error"]["message"].startswith("Failed applying chat template to inputs: ")
+        assert answer.status == 400
+        assert answer.json["error"]["message"].startswith("Failed applying chat template to messages: ")
     assert text(complete(server, "looping")) == text(complete(server, "first"))
     assert text(chat(server, "polite")) == text(complete(server, "polite", "<Hi>"))
 

@@ -46,8 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.slow
 def test_the_server_does_what_its_document_says(server: Server) -> None:
     """All checks, over every operation. Most requests for text are answered by the model."""
-    config = schemathesis.Config.from_dict(CONFIG)
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", config=config)
+    config = schemathesis.Config.from_dict({**CONFIG, "base-url": server.url})
+    document = _with_events(server.send("GET", "/openapi.json").json)
+    schema = schemathesis.openapi.from_dict(document, config=config)
     with hooked(make_valid):
         calls, failures = run(schema)
     assert not failures, f"{len(failures)} failures, such as\n" + "\n\n".join(failures[:5])
@@ -56,6 +57,17 @@ def test_the_server_does_what_its_document_says(server: Server) -> None:
     assert set(answered) == TEXT
     assert answered.total() >= asked.total() / 2
     assert min(answered.values()) >= 10
+
+
+def _with_events(document: Any) -> Any:
+    """schemathesis takes a schema of a stream for that of each event, for which OpenAPI has a word from 3.2 on."""
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            content = operation["responses"]["200"].get("content", {})
+            if "text/event-stream" in content:
+                content["text/event-stream"] = {"itemSchema": event}
+    return document
 
 
 def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
@@ -127,9 +139,10 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
     found = {**(given or {}), "max_new_tokens": MAX_TOKENS}
     merged = found.get("merged_adapters")
     if merged is not None:
-        ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies take those of one rank
-        found["merged_adapters"] = {**merged, "ids": ids, "weights": [0.5] * len(ids)}
+        found["merged_adapters"] = _merged(merged)
     found["seed"] = _at_most(found.get("seed"), 2**64 - 1)
+    found["min_new_tokens"] = min(found.get("min_new_tokens") or 0, 1)
+    found["logit_bias"] = _bias(found.get("logit_bias"))
     found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
     found.update(_source(found))
     if (found.get("best_of") or 1) > 1:
@@ -139,19 +152,32 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
     return found
 
 
+def _merged(merged: dict[str, Any]) -> dict[str, Any]:
+    ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies take those of one rank
+    return {**merged, "ids": ids, "weights": [0.5] * len(ids)}
+
+
+def _bias(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    return given and {str(place): bias for place, bias in enumerate(given.values())}
+
+
 def _openai(found: dict[str, Any]) -> dict[str, Any]:
-    found["model"] = _known(found["model"]) or ""
+    merged = found.get("merged_adapters")
+    if merged is not None:
+        found["merged_adapters"] = _merged(merged)
+    found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
+    found["model"] = "" if merged is not None or found["adapter_id"] else _known(found["model"]) or ""
     found.update(_source(found))
     found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
     found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
     found["seed"] = _at_most(found.get("seed"), 2**63 - 1)
     found["n"] = min(found.get("n") or 1, 2)
-    if found.get("logit_bias"):
-        found["logit_bias"] = {str(place): bias for place, bias in enumerate(found["logit_bias"].values())}
+    found["logit_bias"] = _bias(found.get("logit_bias"))
     if "prompt" in found:
         found["prompt"] = _short(found["prompt"])
         found["best_of"] = found["n"]
     else:
+        found["tool_choice"] = "none"
         found["messages"] = [_message(message) for message in found["messages"][:2]]
         found["logprobs"] = found.get("logprobs") or found.get("top_logprobs") is not None
         kept = {

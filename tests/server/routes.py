@@ -25,6 +25,7 @@ class Reply(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
+    names: list[str]  # of all headers, also of one that comes twice
 
     @property
     def json(self) -> Any:
@@ -131,7 +132,8 @@ class Routes(Bench):
         await self.app(scope, arrivals.get, take)
         start, *rest = sent
         named = {name.decode(): value.decode() for name, value in start["headers"]}
-        return Reply(start["status"], named, b"".join(message.get("body", b"") for message in rest))
+        names = [name.decode().lower() for name, _ in start["headers"]]
+        return Reply(start["status"], named, b"".join(message.get("body", b"") for message in rest), names)
 
 
 def generate(**parameters: Any) -> dict[str, Any]:

@@ -107,10 +107,11 @@ def test_numbers(routes: Routes, path: str, field: str) -> None:
         body = whole()
         (body["parameters"] if path == NATIVE else body)[field] = json.loads(text)
         reply = routes.post(path, body)
-        check(reply, 200, 422)
+        refused = 422 if path == NATIVE else 400
+        check(reply, 200, refused)
         if text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, "true", '"1"', "[1]", "{}"):
             is_flag = text == "true" and field == "logprobs" and path == CHAT
-            assert is_flag or reply.status == 422, text
+            assert is_flag or reply.status == refused, text
 
 
 @pytest.mark.parametrize("what", NAMES)
@@ -136,7 +137,7 @@ def test_names_from_an_admin(routes: Routes, what: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a" * 10_000, "x\0", "x\n", "\u202ex", "__base_model__", "base"])
 def test_names_that_an_admin_cannot_give(routes: Routes, name: str) -> None:
-    check(routes.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "poet"}, ADMIN), 422)
+    check(routes.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "poet"}, ADMIN), 400)
 
 
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT, "/v1/adapters/load", "/v1/load_lora_adapter"])
@@ -149,7 +150,7 @@ def test_lone_surrogates(routes: Routes, path: str, name: str) -> None:
         "/v1/adapters/load": {"adapter_id": name},
         "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": name},
     }
-    check(routes.post(path, bodies[path], ADMIN), 422)
+    check(routes.post(path, bodies[path], ADMIN), 422 if path == NATIVE else 400)
 
 
 POETS = ["poet", "./poet"]
@@ -198,7 +199,7 @@ QUERIES = {
 
 @pytest.mark.parametrize("what", QUERIES)
 def test_queries(routes: Routes, what: str) -> None:
-    check(routes.get(f"/v1/adapters?{QUERIES[what]}"), 422)
+    check(routes.get(f"/v1/adapters?{QUERIES[what]}"), 400)
 
 
 @pytest.mark.parametrize(

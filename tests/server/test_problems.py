@@ -11,6 +11,7 @@ from lorax_server.errors import (
     AdapterNotFoundError,
     AuthenticationError,
     ConfigError,
+    ContextLengthError,
     DeadlineError,
     EngineError,
     ForbiddenError,
@@ -70,8 +71,10 @@ def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, k
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code"),
     [
-        (InputError("no"), 422, "invalid_request_error", None),
-        (MissingVariableError("no"), 422, "invalid_request_error", "missing_template_variable"),
+        (InputError("no"), 400, "invalid_request_error", "invalid_value"),
+        (ContextLengthError("no"), 400, "invalid_request_error", "context_length_exceeded"),
+        (NotSupportedError("no"), 400, "invalid_request_error", "unsupported_parameter"),
+        (MissingVariableError("no"), 400, "invalid_request_error", "missing_template_variable"),
         (OverloadedError("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
         (AdapterError("no"), 424, "invalid_request_error", None),
         (AdapterNotFoundError("no"), 404, "not_found_error", "model_not_found"),
@@ -79,14 +82,15 @@ def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, k
         (SourceError("no"), 503, "server_error", None),
         (EngineError("no"), 500, "server_error", None),
         (AuthenticationError("no"), 401, "authentication_error", "invalid_api_key"),
-        (ForbiddenError("no"), 403, "permission_error", None),
+        (ForbiddenError("no"), 403, "permission_error", "permission_denied"),
         (DeadlineError("no"), 504, "server_error", None),
     ],
 )
 def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str | None) -> None:
     response = describe(error, OPENAI).response(OPENAI)
     assert response.status_code == status
-    assert json.loads(bytes(response.body)) == {"error": {"message": "no", "type": kind, "param": None, "code": code}}
+    body = json.loads(bytes(response.body))["error"]
+    assert body == {"message": "no", "type": kind, "param": body["param"], "code": code}
 
 
 @pytest.mark.parametrize("kind", ALL)

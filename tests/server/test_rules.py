@@ -43,15 +43,3 @@ def test_what_is_not_there_yet() -> None:
     not_yet(None, "nothing")
     with pytest.raises(NotSupportedError, match="`tools` is not supported yet"):
         not_yet([{}], "`tools`")
-
-
-@pytest.mark.parametrize("name", openai_parameters.NOT_YET)
-def test_what_would_change_the_answer_is_never_ignored(name: str) -> None:
-    for nothing in (None, False, []):
-        openai_parameters.refuse_unsupported(
-            CompletionRequest.model_validate({"model": "", "prompt": "a", name: nothing})
-        )
-    for something in ({}, "x", [1], True, 3):
-        body = CompletionRequest.model_validate({"model": "", "prompt": "a", name: something})
-        with pytest.raises(NotSupportedError, match=f"`{name}` is not supported yet"):
-            openai_parameters.refuse_unsupported(body)

@@ -1,0 +1,44 @@
+"""A page of another origin, which the operator allowed, asks as OpenAI's SDK does in a browser."""
+
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Error
+
+from tests.e2e.http_server import Server
+
+ASK = """async ({ url, body }) => {
+    const headers = {
+        "authorization": "Bearer any", "content-type": "application/json", "x-stainless-lang": "js",
+        "x-stainless-os": "Unknown", "x-stainless-retry-count": "0", "x-stainless-runtime": "browser:chrome",
+    };
+    const init = { method: "POST", headers, body: JSON.stringify(body) };
+    const reply = await fetch(`${url}/v1/chat/completions`, init);
+    return { status: reply.status, id: reply.headers.get("x-request-id"), text: await reply.text() };
+}"""
+BODY: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+
+def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
+    """What a page of an origin gets."""
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.goto(f"{origin}/")
+        return page.evaluate(ASK, {"url": url, "body": {**BODY, **more}})
+    finally:
+        context.close()
+
+
+def test_a_page_that_is_allowed_asks_with_the_headers_of_an_sdk(
+    browser: Browser, server: Server, elsewhere: str
+) -> None:
+    whole = ask(browser, server.url, elsewhere)
+    assert (whole["status"], bool(whole["id"])) == (200, True)
+    streamed = ask(browser, server.url, elsewhere, stream=True)
+    assert streamed["text"].endswith("data: [DONE]\n\n")
+
+
+def test_a_page_that_is_not_allowed_gets_nothing(browser: Browser, server: Server, elsewhere: str) -> None:
+    with pytest.raises(Error, match="Failed to fetch"):
+        ask(browser, server.url, elsewhere.replace("127.0.0.1", "localhost"))  # another origin
