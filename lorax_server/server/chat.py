@@ -110,6 +110,8 @@ def _message(message: Message) -> dict[str, Any]:
     content = _text(message.content) if isinstance(message.content, list) else message.content
     if content is None and not message.tool_calls:
         content = ""
+    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
+        return {"role": message.role, "content": content}  # as nearly all are, and there may be thousands
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
     return {"role": message.role, "content": content, **others}
 
