@@ -1,6 +1,7 @@
 """The server process: a socket, uvicorn, and what happens when it is told to stop."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -64,6 +65,8 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         logger.info("stopped before it was ready")
         return 1
     starting.result()
+    gc.collect()
+    gc.freeze()  # all that is there now stays: to look through it again would hold up streams for tens of milliseconds
     try:
         await _Server(service, listener.getsockname()[0]).serve([listener])
     finally:
