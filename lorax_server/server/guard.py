@@ -14,7 +14,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorax_server.errors import LoraxError
-from lorax_server.machine import give_back_memory
 from lorax_server.server.audit import Visit
 from lorax_server.server.hosts import Hosts
 from lorax_server.server.problems import Problem, describe, http_problem
@@ -56,7 +55,7 @@ class Guard:
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
-        self._turnstile, self._num_large = asyncio.Lock(), 0
+        self._turnstile = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,7 +89,6 @@ class Guard:
         if problem is not None:
             await self._refuse(visit, problem, receive, send)
             return
-        app = self._app
         if is_post:
             body, problem = await self._read(headers, receive)
             if problem is not None:
@@ -99,24 +97,18 @@ class Guard:
             if body is None:
                 return  # nobody is there any more
             receive = _replay(body, receive)
-            app = self._pass_large if len(body) > LARGE else app
-        await app(scope, receive, send)
+            if len(body) > LARGE:
+                await self._wait_for_turn()
+        await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
             self._service.trail.refuse(visit, problem)
 
-    async def _pass_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one large body after the other be parsed, and streams go on in between: parsing holds Python's lock, so
-        that another thread would help nobody. The last one gives back the memory that they took."""
-        self._num_large += 1
-        try:
-            async with self._turnstile:
-                await asyncio.sleep(0)
-            await self._app(scope, receive, send)
-        finally:
-            self._num_large -= 1
-            if self._num_large == 0:
-                asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+    async def _wait_for_turn(self) -> None:
+        """Let one large body after the other be parsed, and streams go on in between. Parsing holds Python's lock, so
+        that another thread would help nobody."""
+        async with self._turnstile:
+            await asyncio.sleep(0)
 
     def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
         for name in SINGLE:
