@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lorax_server.chat_template import REFUSED_S, ChatTemplate, TemplateRenderer
+from lorax_server.chat_template import MANY, REFUSED_S, ChatTemplate, TemplateRenderer, _to_frame
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.template_worker import MAX_ERROR, Limits, Worker
 from tests.test_imports import imported_by
@@ -492,6 +492,29 @@ def test_a_large_chat() -> None:
             await renderer.render(template("{% for m in messages %}{{ m.content }}{% endfor %}"), chat)
             == "x" * 3 * 10**6
         )
+
+    run(body)
+
+
+def test_thousands_of_messages_are_written_in_turns() -> None:
+    chat = [{"role": "user", "content": f"Größe {i}"} for i in range(2 * MANY + 1)]
+
+    async def body(renderer: TemplateRenderer) -> None:
+        turns = [0]
+
+        async def count() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        frame = await _to_frame(template("x"), chat, {"name": "value"})
+        counting.cancel()
+        assert turns[0] == 2
+        request = json.loads(frame)
+        assert request == {"source": "x", "variables": {**SPECIAL, "name": "value"}, "messages": chat}
+        source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        assert await renderer.render(template(source), chat) == "".join(each["content"] for each in chat)
 
     run(body)
 

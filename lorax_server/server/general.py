@@ -93,7 +93,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
     unhealthy = Problem(503, "healthcheck", "unhealthy")
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working", "content": {}}, **ERRORS}
 
-    def health(http: Request) -> Response:
+    async def health(http: Request) -> Response:
         """Whether requests can be answered."""
         return Response() if service.is_ready else unhealthy.response(http.url.path)
 
