@@ -81,7 +81,7 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-        return list(self._encode(encode).ids)
+        return self._encode(encode).ids
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
         encoding = self._encode(partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens))
