@@ -41,8 +41,8 @@ def share_arenas() -> None:
 
 
 def return_large_blocks() -> None:
-    """Have malloc return what is large to the system as soon as it is freed. By default glibc keeps more and more, up to
-    64 MiB in each arena, which suits a process that needs as much again in its next step."""
+    """Have malloc return what is large to the system as soon as it is freed. By default glibc keeps ever more of it, up
+    to 64 MiB in each arena, which suits a process that needs as much again in its next step."""
     _call_malloc("mallopt", MMAP_THRESHOLD, LARGE_BLOCK)
     _call_malloc("mallopt", TRIM_THRESHOLD, LARGE_BLOCK)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.responses import Response
 
 from lorax_server.errors import BusyError
+from lorax_server.server import run
 from lorax_server.server import tokenizers as module
 from lorax_server.server.general import MANY, list_pieces
 from lorax_server.server.guard import LARGE, Guard, Methods
@@ -219,6 +221,20 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
     async def send(_: Any) -> None: ...
 
     asyncio.run(body())
+
+
+def test_collections_do_not_look_through_what_a_server_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 80 ms, and happens in the middle of a long list of messages."""
+    events: list[str] = []
+
+    async def startup(*_: Any) -> None:
+        events.append("started")
+
+    monkeypatch.setattr(uvicorn.Server, "startup", startup)
+    monkeypatch.setattr(run, "_uvicorn_config", lambda *_: uvicorn.Config(startup))
+    monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
+    asyncio.run(run._Server(Bench().service, "").startup())
+    assert events == ["started", "frozen"]
 
 
 def test_others_have_turns_between_the_prompts_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
