@@ -310,7 +310,7 @@ class Server:
         self._process = psutil.Process(process_id)
 
     def usage(self) -> dict[str, Usage]:
-        return {name_of(process): usage_of(process) for process in self._processes()}
+        return {name_of(process): usage_of(process) for process in self.processes()}
 
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self._url}/metrics") as response:
@@ -329,7 +329,7 @@ class Server:
         await asyncio.sleep(REST_S)
         return found[FREE]
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]
 
 

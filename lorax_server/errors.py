@@ -19,6 +19,7 @@ LoraxError                   500
 ├── ConflictError            409   something else holds what was to be changed; the message says what
 ├── DeadlineError            504   it took longer than the request, or the server, allows
 ├── OverloadedError          429   too much is waiting already; the error says when to try again
+├── BusyError                503   what a request needs is busy, starting or stopping; the error says when to try again
 └── EngineError              500   the engine, or a rank of it, failed; it starts again by itself
 """
 
@@ -129,6 +130,16 @@ class OverloadedError(LoraxError):
     status = 429
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BusyError(LoraxError):
+    """What a request needs cannot be had now, and the request is not to blame."""
+
+    status = 503
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

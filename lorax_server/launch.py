@@ -10,7 +10,7 @@ from lorax_server import ipc
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.client import EngineClient
 from lorax_server.engine.process import connected, serve
-from lorax_server.machine import share_arenas
+from lorax_server.machine import return_large_blocks, share_arenas
 from lorax_server.plan import Capabilities
 
 
@@ -19,6 +19,7 @@ def serve_forever(config: ServerConfig) -> int:
     from lorax_server.server.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
+    return_large_blocks()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
     return run(config, make_client(engine), keys)

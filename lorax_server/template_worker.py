@@ -25,17 +25,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 LENGTH = struct.Struct(">I")
+TOO_LONG = signal.SIGPROF  # what ends a process whose template takes too long
 NUM_COMPILED = 32
 MAX_ERROR = 2000  # characters of a reason: a template may write any
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, the usual one first
 
 
 class Limits(NamedTuple):
-    """What a render may use. The parent ends one that is too slow; `alarm_s` is for when there is no parent left."""
+    """What a render may use. `cpu_s` is this process's own time: while it cannot run, nothing is charged."""
 
     max_output: int
     max_memory: int
-    alarm_s: float
+    cpu_s: float
 
 
 # --- What a template may use: the same as in transformers -------------------------------------------------------------
@@ -175,9 +176,9 @@ def serve(source: BinaryIO, sink: BinaryIO, limits: Limits) -> None:
     worker = Worker(limits)
     _write(sink, b"")  # ready
     while (request := _read(source)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, limits.alarm_s)
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # its signal ends the process, whatever Python does
         reply = worker.answer(request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         is_last = worker.is_spent or memory_in_use() > limits.max_memory // 2
         _write(sink, reply)
         _write(sink, b"last" if is_last else b"")
@@ -217,8 +218,8 @@ def _write(sink: BinaryIO, content: bytes) -> None:
 
 
 def main() -> None:
-    max_output, max_memory, alarm_s = sys.argv[1:]
-    limits = Limits(int(max_output), int(max_memory), float(alarm_s))
+    max_output, max_memory, cpu_s = sys.argv[1:]
+    limits = Limits(int(max_output), int(max_memory), float(cpu_s))
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever is printed is no frame
     limit_memory(limits.max_memory)

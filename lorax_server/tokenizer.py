@@ -11,11 +11,12 @@ a limit and checked; what else lies in its folder is never read.
 import copy
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from lorax_server.adapters.files import (
     MAX_TEMPLATE_BYTES,
@@ -29,6 +30,7 @@ from lorax_server.converter import Converter
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.model_files import MODEL_CONFIG, TokenizerFolder, read_bytes, read_json
 from lorax_server.text import Detokenizer, make_detokenizer
+from lorax_server.token_reach import has_plain_names, longest_reach
 
 VOCABULARY, CONFIG = VOCABULARY_FILE, "tokenizer_config.json"
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
@@ -71,20 +73,36 @@ class TextTokenizer:
         self.detokenizer: Detokenizer = make_detokenizer(backend)
         self.eos_token_ids = self._find_eos()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
+        self._reach = longest_reach(backend)
+        self._has_plain_names = has_plain_names(backend)
+
+    # What takes long is done by calls that leave Python's lock to others meanwhile. Those for batches do, also for a
+    # batch of one; `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._encode(text, add_special_tokens).ids)
+        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        return self._encode(encode).ids
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
-        encoding = self._encode(text, add_special_tokens)
-        parts = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
-        return [Piece(token_id, name, start, stop) for token_id, name, (start, stop) in parts]
+        encoding = self._encode(partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens))
+        ids = encoding.ids
+        if self._has_plain_names:  # all names at once, and all offsets, would hold the lock for long
+            known = {token_id: str(self._backend.id_to_token(token_id)) for token_id in set(ids)}
+            names = [known[token_id] for token_id in ids]
+        else:
+            names = encoding.tokens
+        places = [encoding.token_to_chars(at) or (0, 0) for at in range(len(ids))]  # None: not of the text
+        return [Piece(id_, name, *place) for id_, name, place in zip(ids, names, places, strict=True)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        for token_id in ids:
+        for token_id in dict.fromkeys(ids) if set(map(type, ids)) <= {int} else ids:
             if not self._knows(token_id):
                 raise InputError(f"{token_id!r} is not a token of the model; its tokens are 0 to {self.num_ids - 1}")
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
+
+    def count_at_least(self, text: str) -> int:
+        """A number of tokens that the text surely has, by its length alone; 0 where nothing is sure."""
+        return 0 if self._reach is None else -(-len(text) // self._reach)
 
     def with_parts(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
         """The same vocabulary, which is shared, as is all that was made of it."""
@@ -102,9 +120,9 @@ class TextTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+    def _encode(self, encode: Callable[[], list[Encoding]]) -> Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return encode()[0]
         except BaseException as error:  # a panic in Rust is no Exception
             _reraise_unless_ours(error)
             raise InputError(f"the text cannot be made into tokens: {error}") from error

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lorax_server.chat_template import REFUSED_S, ChatTemplate, TemplateRenderer
-from lorax_server.errors import TemplateError
+from lorax_server.chat_template import MANY, REFUSED_S, ChatTemplate, TemplateRenderer, _to_frame
+from lorax_server.errors import BusyError, TemplateError
 from lorax_server.template_worker import MAX_ERROR, Limits, Worker
 from tests.test_imports import imported_by
 
@@ -31,9 +31,9 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, SPECIAL)
 
 
-def run(test: Callable[[TemplateRenderer], Awaitable[Any]], timeout_s: float = PATIENCE_S, **limits: Any) -> Any:
+def run(test: Callable[[TemplateRenderer], Awaitable[Any]], cpu_s: float = PATIENCE_S, **limits: Any) -> Any:
     async def body() -> Any:
-        renderer = TemplateRenderer(timeout_s, **limits)
+        renderer = TemplateRenderer(cpu_s, **{"wait_s": PATIENCE_S} | limits)
         try:
             return await test(renderer)
         finally:
@@ -378,6 +378,53 @@ def test_what_is_written_at_once_is_limited() -> None:
     run(body)
 
 
+# --- A busy machine ---------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_cannot_run_is_no_fault_of_the_template() -> None:
+    async def body(renderer: TemplateRenderer) -> None:
+        first = await pid(renderer)
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(BusyError, match="the machine is busy") as refused:
+            await renderer.render(template("fine"), HI)
+        assert refused.value.retry_after_s is not None
+        renderer._wait_s = PATIENCE_S
+        assert await renderer.render(template("fine"), HI) == "fine"  # it is not refused, and has a new process
+        assert await pid(renderer) != first
+
+    run(body, wait_s=IMPATIENCE_S)
+
+
+def test_time_in_which_a_process_cannot_run_is_not_charged() -> None:
+    async def body(renderer: TemplateRenderer) -> None:
+        first = await pid(renderer)
+        os.kill(first, signal.SIGSTOP)
+        render = asyncio.create_task(renderer.render(template("fine"), HI))
+        await asyncio.sleep(2 * IMPATIENCE_S)
+        os.kill(first, signal.SIGCONT)
+        assert await render == "fine"
+
+    run(body, IMPATIENCE_S)
+
+
+def test_a_line_that_is_too_long() -> None:
+    async def body(renderer: TemplateRenderer) -> None:
+        process = await pid(renderer)
+        os.kill(process, signal.SIGSTOP)
+        first = asyncio.create_task(renderer.render(template("first"), HI))
+        for _ in range(10):  # until it waits for the process
+            await asyncio.sleep(0)
+        renderer._wait_s = IMPATIENCE_S
+        with pytest.raises(BusyError, match="other chats") as refused:
+            await renderer.render(template("second"), HI)
+        assert refused.value.retry_after_s is not None
+        os.kill(process, signal.SIGCONT)
+        assert await first == "first"
+        assert await renderer.render(template("third"), HI) == "third"
+
+    run(body)
+
+
 # --- The process ------------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +496,29 @@ def test_a_large_chat() -> None:
     run(body)
 
 
+def test_thousands_of_messages_are_written_in_turns() -> None:
+    chat = [{"role": "user", "content": f"Größe {i}"} for i in range(2 * MANY + 1)]
+
+    async def body(renderer: TemplateRenderer) -> None:
+        turns = [0]
+
+        async def count() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        frame = await _to_frame(template("x"), chat, {"name": "value"})
+        counting.cancel()
+        assert turns[0] == 2
+        request = json.loads(frame)
+        assert request == {"source": "x", "variables": {**SPECIAL, "name": "value"}, "messages": chat}
+        source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        assert await renderer.render(template(source), chat) == "".join(each["content"] for each in chat)
+
+    run(body)
+
+
 def test_closing_ends_who_waits() -> None:
     async def body(renderer: TemplateRenderer) -> None:
         process = await pid(renderer)
@@ -457,11 +527,11 @@ def test_closing_ends_who_waits() -> None:
             await asyncio.sleep(0)
         await renderer.close()
         for error in await asyncio.gather(*renders, return_exceptions=True):
-            assert isinstance(error, TemplateError)
+            assert isinstance(error, BusyError)
             assert "stopping" in str(error)
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-        with pytest.raises(TemplateError, match="stopping"):
+        with pytest.raises(BusyError, match="stopping"):
             await renderer.render(template("x"), HI)
 
     run(body)
@@ -483,7 +553,7 @@ def test_it_knows_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(TemplateError, match="does not start"):
+    with pytest.raises(BusyError, match="does not start"):
         run(lambda renderer: renderer.render(template("x"), HI))
 
 
@@ -506,7 +576,7 @@ def test_it_ends_itself_when_there_is_no_parent_to_do_it() -> None:
     frame = struct.pack(">I", len(request)) + request
     command = [sys.executable, "-m", "lorax_server.template_worker", "1000", str(2**29), "0.05"]
     done = subprocess.run(command, input=frame, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGALRM
+    assert done.returncode == -signal.SIGPROF
 
 
 def test_it_ends_when_nothing_more_can_come() -> None:

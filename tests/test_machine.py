@@ -96,5 +96,29 @@ def test_threads_share_arenas() -> None:
     assert done.stdout.count("<heap nr=") <= machine.MAX_ARENAS
 
 
+def test_large_blocks_are_returned_when_they_are_freed() -> None:
+    """Though one was freed before, after which malloc would keep them, and something small is behind them."""
+    script = (
+        "import ctypes\n"
+        "from lorax_server.machine import return_large_blocks\n"
+        "return_large_blocks()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
+        "def take(size):\n"
+        "    block = libc.malloc(size)\n"
+        "    ctypes.memset(ctypes.c_void_p(block), 1, size)\n"
+        "    return block\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "libc.free(take(2**24))\n"
+        "before = resident()\n"
+        "blocks = [take(2**23), take(2**23)]\n"
+        "small = take(2**16)\n"
+        "[libc.free(block) for block in blocks]\n"
+        "print(resident() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**23, "bytes that are free and kept"
+
+
 def _no_file(*args: Any, **kwargs: Any) -> Any:
     raise FileNotFoundError

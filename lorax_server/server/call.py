@@ -244,29 +244,38 @@ class Call:
         if isinstance(question.prompt, str):
             check_text(question.prompt)
             self.num_characters += len(question.prompt)
-            ids = await self.parts.tokenizers.encode(tokenizer, question.prompt, question.add_special_tokens)
+            self._refuse_too_long(tokenizer, question, question.prompt)
+            ids = await self.parts.tokenizers.encode(
+                tokenizer, question.prompt, question.add_special_tokens, question.truncate
+            )
         else:
             ids = list(question.prompt)
             most = max(int(self.parts.engine.info.get("vocab_size") or 0), tokenizer.num_ids)
             if ids and not 0 <= min(ids) <= max(ids) < most:
                 raise InputError(f"`inputs` has tokens beyond the vocabulary of {most}")
-        if question.truncate is not None:
-            ids = ids[-question.truncate :]
+            if question.truncate is not None:
+                ids = ids[-question.truncate :]
         if not ids:
             raise InputError("`inputs` cannot be empty")
         return ids
 
-    def _stop_params(self, tokenizer: TextTokenizer, question: Question, num_ids: int) -> StopParams:
+    def _refuse_too_long(self, tokenizer: TextTokenizer, question: Question, text: str) -> None:
+        """Refuse a text that cannot fit before time and memory are spent on its tokens."""
+        count = tokenizer.count_at_least(text)
+        if question.truncate is None and count > self.parts.max_input_length:
+            self._stop_params(tokenizer, question, count, given="at least ")
+
+    def _stop_params(self, tokenizer: TextTokenizer, question: Question, num_ids: int, given: str = "") -> StopParams:
         total, most = self.parts.max_total_tokens, self.parts.max_input_length
         left = max(total - num_ids, 1)
         wanted = question.max_new_tokens or min(left, question.default_new_tokens or left)
         if question.max_new_tokens is not None and num_ids + wanted > total:
             raise ContextLengthError(
                 f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-                f"Given: {num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
+                f"Given: {given}{num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
             )
         if num_ids > most:
-            raise ContextLengthError(f"`inputs` must have less than {most} tokens. Given: {num_ids}")
+            raise ContextLengthError(f"`inputs` must have less than {most} tokens. Given: {given}{num_ids}")
         return StopParams(
             max_new_tokens=wanted,
             min_new_tokens=question.min_new_tokens,
@@ -280,6 +289,7 @@ class Call:
     async def write(self, make: Callable[[], Response]) -> Response:
         """A whole answer, which may be large: others are not to wait while it is put together."""
         size = sum(len(job.completion.token_ids) * (1 + job.request.sampling.num_alternatives) for job in self.jobs)
+        size += sum(len(job.completion.prompt_logprobs or ()) for job in self.jobs)
         return make() if size <= SMALL else await asyncio.to_thread(make)
 
     # --- A stream -----------------------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ def _message(place: int, message: Message, knows_developers: bool) -> dict[str, 
     if content is None and not message.tool_calls:
         content = ""
     role = "system" if message.role == "developer" and not knows_developers else message.role
+    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
+        return {"role": role, "content": content}  # as nearly all are, and there may be thousands
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
     return {"role": role, "content": content, **others}
 

@@ -1,5 +1,6 @@
 """OpenAI's `/v1/completions`."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -69,8 +70,10 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
         jobs = await call.ask(found, replace(question, prompt=prompt))
         text = ""
         if body.echo:
-            text = prompt if isinstance(prompt, str) else found.tokenizer.decode(prompt)
+            decode = call.parts.tokenizers.decode
+            text = prompt if isinstance(prompt, str) else await decode(found.tokenizer, prompt)
         asked.append(_Prompt(text, jobs))
+        await asyncio.sleep(0)  # short ones become tokens at once; others are not to wait for all of them
     heading = Heading("cmpl", "text_completion", model_of(body, call))
     if body.stream:
         events = await call.open_stream(_events(call, body, asked, heading))

@@ -3,10 +3,12 @@
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
@@ -29,12 +31,15 @@ from lorax_server.server.openai_schemas import Model, ModelList
 from lorax_server.server.problems import Problem, json_response
 from lorax_server.server.rules import check_text
 from lorax_server.server.service import Service
+from lorax_server.tokenizer import Piece
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
 STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
 JSON = "application/json"
 MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
+WRITTEN = 4  # times as long as making tokens is it to list them
+MANY = 4096  # tokens that are written at once
 PROBE_S = 5.0  # for so long the answer to a probe holds: callers without a key cannot keep the engine at work
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NO_RESPONSES = "the responses API is not supported; use /v1/chat/completions"
@@ -100,7 +105,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
     unhealthy = Problem(503, "healthcheck", "unhealthy")
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
 
-    def health(http: Request) -> Response:
+    async def health(http: Request) -> Response:
         """Whether requests can be answered."""
         return Response() if service.is_ready else unhealthy.response(http.url.path)
 
@@ -173,10 +178,10 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
 
         def write() -> Response:
-            return json_response([piece._asdict() for piece in tokenizer.pieces(body.inputs, with_special)])
+            return list_pieces(tokenizer.pieces(body.inputs, with_special))
 
         with service.parts.gate.enter(key):
-            return await asyncio.to_thread(write)
+            return await service.parts.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
@@ -184,7 +189,18 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         key = service.identify(http)
         tokenizer, skip_special = service.parts.tokenizers.base, body.skip_special_tokens is not False
         with service.parts.gate.enter(key):
-            return json_response({"text": await asyncio.to_thread(tokenizer.decode, body.ids, skip_special)})
+            return json_response({"text": await service.parts.tokenizers.decode(tokenizer, body.ids, skip_special)})
+
+
+def list_pieces(pieces: Sequence[Piece]) -> Response:
+    """A list of any length, written some at a time: to write all at once would hold Python's lock for long."""
+    some = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
+    written = [msgspec.json.encode([_describe_piece(*piece) for piece in each])[1:-1] for each in some]
+    return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
+
+
+def _describe_piece(token_id: int, text: str, start: int, stop: int) -> dict[str, Any]:
+    return {"id": token_id, "text": text, "start": start, "stop": stop}
 
 
 def _info(service: Service) -> dict[str, Any]:

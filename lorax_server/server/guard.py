@@ -21,6 +21,7 @@ from lorax_server.server.service import Service
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
+LARGE = 2**18  # bytes of a body that takes milliseconds to parse
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 SINGLE = ("host", "authorization", "content-type")  # a proxy might look at one of two, and we at the other
@@ -54,6 +55,7 @@ class Guard:
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
+        self._turnstile = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,10 +97,18 @@ class Guard:
             if body is None:
                 return  # nobody is there any more
             receive = _replay(body, receive)
+            if len(body) > LARGE:
+                await self._wait_for_turn()
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
             self._service.trail.refuse(visit, problem)
+
+    async def _wait_for_turn(self) -> None:
+        """Let one large body after the other be parsed, and streams go on in between. Parsing holds Python's lock, so
+        that another thread would help nobody."""
+        async with self._turnstile:
+            await asyncio.sleep(0)
 
     def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
         for name in SINGLE:

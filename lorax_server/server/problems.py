@@ -13,6 +13,7 @@ from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
     AuthenticationError,
+    BusyError,
     ContextLengthError,
     DeadlineError,
     EngineError,
@@ -174,6 +175,8 @@ def _describe(error: LoraxError, is_native: bool) -> Problem:
         case OverloadedError():
             message = f"{OVERLOADED}: {reason}" if is_native and reason != OVERLOADED else reason
             problem = Problem(429, "overloaded", message, "rate_limit_exceeded")
+        case BusyError():
+            problem = Problem(503, "overloaded", f"{OVERLOADED}: {reason}" if is_native else reason)
         case AdapterError():
             problem = Problem(424 if is_native else error.status, "generation", failed, _code(error))
         case EngineError():

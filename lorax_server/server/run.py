@@ -1,6 +1,7 @@
 """The server process: a socket, uvicorn, and what happens when it is told to stop."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -87,6 +88,8 @@ class _Server(uvicorn.Server):
         if sockets:
             host, port = sockets[0].getsockname()[:2]
             _say_ready(self._service, f"http://{_shown(host)}:{port}")
+        gc.collect()
+        gc.freeze()  # all that is there now stays: to look through it again would hold up streams for 80 ms
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()  # not by the signal, which may come in the middle of anything

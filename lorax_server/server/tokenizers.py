@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,6 +17,7 @@ from lorax_server.adapters.plain_file import Stamp
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.converter import Converter
 from lorax_server.errors import AdapterError, ConfigError, NoTemplateError
+from lorax_server.machine import give_back_memory
 from lorax_server.model_files import TokenizerFolder
 from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
@@ -28,6 +29,7 @@ MAX_FAILURES = 1024
 FAILURE_S = 10.0  # how long it is not tried again
 MAX_REASON = 500  # characters: files may make an error quote anything
 SHORT = 1000  # characters that are tokens sooner than another thread has begun
+LONG = 2**16  # more than so many take long, and hundreds of bytes of memory each
 NUM_THREADS = 2
 FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # those of an absolute path
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class Tokenizers:
     An adapter's vocabulary comes with patterns that nobody vouches for, and a pattern can take very long for a short
     text. Nothing can end it, so such tokenizers work on threads of their own, never on the event loop. The limit: as
     many slow ones as these have threads hold up all other adapters with a vocabulary of their own, but nobody else.
+
+    Long texts become tokens one after the other, so that they neither take all memory nor hold up the others.
     """
 
     def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +57,7 @@ class Tokenizers:
         self._converter = Converter()
         self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         self._reading, self._of_others = _Lane("tokenizer-files"), _Lane("tokenizer-of-adapters")
+        self._long, self._long_of_others = _Lane("long-texts", 1), _Lane("long-texts-of-adapters", 1)
         # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. If the
         # base model's does, it is because of the messages.
         self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
@@ -79,11 +84,24 @@ class Tokenizers:
         known = self._light.get(key) or self._heavy.get(key)
         return known or await self._load_once(key, TokenizerFolder(Path(adapter.folder), dict(vouched)))
 
-    async def encode(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        work = partial(tokenizer.encode, text, add_special_tokens)
-        if not tokenizer.shares_vocabulary(self.base):
+    async def encode(
+        self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
+    ) -> list[int]:
+        """A text's tokens; only the last ones if there are more than `truncate`."""
+        return await self.run(tokenizer, len(text), partial(_encode, tokenizer, text, add_special_tokens, truncate))
+
+    async def decode(self, tokenizer: TextTokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return await self.run(tokenizer, len(ids), partial(tokenizer.decode, ids, skip_special_tokens))
+
+    async def run(self, tokenizer: TextTokenizer, size: int, work: Callable[[], _T]) -> _T:
+        """Do something with a tokenizer that takes as long as a text of `size` characters, where nobody else waits."""
+        is_of_base = tokenizer.shares_vocabulary(self.base)
+        if size > LONG:
+            lane = self._long if is_of_base else self._long_of_others
+            return await lane.run(partial(_give_back_after, work))
+        if not is_of_base:
             return await self._of_others.run(work)
-        if len(text) <= SHORT:
+        if size <= SHORT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._of_base, work)
 
@@ -184,9 +202,9 @@ class _Lane:
     """Threads for what may take any time, a few at once. A process ends without them, while it would wait for those of
     a ThreadPoolExecutor. Who stops waiting does not make room for more: the thread is still at it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = NUM_THREADS) -> None:
         self._name = name
-        self._turns = asyncio.Semaphore(NUM_THREADS)
+        self._turns = asyncio.Semaphore(num_threads)
 
     async def run(self, work: Callable[[], _T]) -> _T:
         await self._turns.acquire()
@@ -211,6 +229,18 @@ class _Lane:
         self._turns.release()
         if not result.cancelled():
             settle()
+
+
+def _encode(tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None) -> list[int]:
+    ids = tokenizer.encode(text, add_special_tokens)
+    return ids if truncate is None else ids[-truncate:]
+
+
+def _give_back_after(work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    finally:
+        give_back_memory()
 
 
 def _default_template(templates: Mapping[str, str]) -> str | None:

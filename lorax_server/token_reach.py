@@ -1,0 +1,98 @@
+"""What is known of a tokenizer without asking it: the most characters of a text that one of its tokens can stand for.
+
+A text is refused by its length only where this is sure, so every part of a tokenizer is looked at. Some shorten a
+text before it is cut, some leave out what they do not know, and some make one token of a word of any length; a
+tokenizer with a part that is not known here has no such number.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+LONGEST_DECOMPOSITION = 4  # characters that become one when a text is composed, as in U+1F82
+COMPOSED = ("NFC", "NFKC")
+KEEPING_NORMALIZERS = ("Prepend", "ByteLevel")
+KEEPING_SPLITTERS = ("ByteLevel", "Digits", "Metaspace")
+KEEPING_PROCESSORS = ("ByteLevel", "RobertaProcessing", "BertProcessing")
+BYTE_LEVEL = "ByteLevel"
+
+
+def longest_reach(backend: Tokenizer) -> int | None:
+    """The most characters of a text that one token can stand for; None where there may be no limit."""
+    normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
+    shrinkage = 1
+    for step in normalizers:
+        if step["type"] in COMPOSED:
+            shrinkage *= LONGEST_DECOMPOSITION
+        elif not _keeps_length(step):
+            return None
+    is_sure = (
+        all(map(_keeps_all, splitters))
+        and all(map(_keeps_text, _steps(backend.post_processor)))
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        and _knows_every_byte(backend.model, any(step["type"] == BYTE_LEVEL for step in (*normalizers, *splitters)))
+    )
+    return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_sure else None
+
+
+def has_plain_names(backend: Tokenizer) -> bool:
+    """Whether a token is always called as the vocabulary spells it. Some are called by the text they were found in."""
+    added = backend.get_added_tokens_decoder().values()
+    is_normalized = backend.normalizer is not None
+    odd = any(token.lstrip or token.rstrip or (token.normalized and is_normalized) for token in added)
+    around = [pair for step in _steps(backend.post_processor) for pair in _put_around(step)]
+    is_plain = all(backend.id_to_token(token_id) == name for token_id, name in around)
+    return isinstance(backend.model, models.BPE) and not odd and is_plain
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """What a part of a tokenizer consists of, as `tokenizer.json` describes it."""
+    return _flatten(json.loads(part.__getstate__())) if part is not None else iter(())
+
+
+def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        yield step
+        return
+    for inner in next(value for key, value in step.items() if key != "type"):
+        yield from _flatten(inner)
+
+
+def _keeps_length(step: dict[str, Any]) -> bool:
+    """Whether a normalizer never makes a text shorter."""
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is not None and len(replaced) <= len(step["content"])
+    return step["type"] in KEEPING_NORMALIZERS
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether what a text is split into is all of it."""
+    return step["type"] in KEEPING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Whether what is put around a text's tokens leaves them there."""
+    if step["type"] == "TemplateProcessing":
+        return any("Sequence" in piece for piece in step["single"])
+    return step["type"] in KEEPING_PROCESSORS
+
+
+def _put_around(step: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """The tokens that are put around a text, with the names that they then have."""
+    for special in step.get("special_tokens", {}).values():
+        yield from zip(special["ids"], special["tokens"], strict=True)
+    for name, token_id in (step[key] for key in ("cls", "sep") if key in step):
+        yield token_id, name
+
+
+def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:
+    """Whether every byte has a token, so that nothing is left out and no two unknown characters become one token."""
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if is_byte_level:
+        return all(model.token_to_id(name) is not None for name in ByteLevel.alphabet())
+    return bool(model.byte_fallback) and all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
