@@ -28,6 +28,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
+from lorax_server.server.connections import network
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import HUB, Key
@@ -91,6 +92,7 @@ class Call:
         self.record = Record(http.state.request_id, self.path, started_at=time.time())
         self.record.trace_parent = http.headers.get("traceparent")
         self._http = http
+        self._address = http.client.host if http.client is not None else ""
         self._began = time.monotonic()
         self._bearer: str | None = None
         self._permit: Permit | None = None
@@ -136,7 +138,10 @@ class Call:
         prompt_ids = await self._to_ids(found.tokenizer, question)
         stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
         self._count_logprobs(question, len(prompt_ids), stop.max_new_tokens)
-        jobs = [self._make_job(found, question, prompt_ids, stop, seed) for seed in question.seeds]
+        jobs = [
+            self._make_job(found, question, prompt_ids, stop, seed, choice)
+            for choice, seed in enumerate(question.seeds, len(self.jobs))
+        ]
         self.jobs += jobs
         self.record.max_new_tokens = stop.max_new_tokens
         self.record.prompt_tokens += len(prompt_ids)
@@ -168,7 +173,10 @@ class Call:
         """The error of a name that may be misspelt, with those that may have been meant."""
         return await with_nearest(error, name, source, self.parts.names, self.key)
 
-    def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
+    def _make_job(
+        self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int, choice: int
+    ) -> Job:
+        """A request of whoever has the key; without keys, of whoever is at the address."""
         identity = found.adapter.identity
         request = Request(
             self.parts.engine.new_id(),
@@ -176,7 +184,8 @@ class Call:
             replace(question.sampling, seed=seed),
             stop,
             identity,
-            tenant=self.key.name or identity,
+            tenant=self.key.name or network(self._address),
+            choice=choice,
             salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )
