@@ -80,6 +80,15 @@ class TextTokenizer:
         parts = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
         return [Piece(token_id, name, start, stop) for token_id, name, (start, stop) in parts]
 
+    def locate(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in a text each of its tokens begins: where the one before it ends, since a space before a word is the
+        word's. Tokens that share a character begin at it, and those that the text does not have take no room."""
+        starts, end = [], 0
+        for piece in self.pieces(text, add_special_tokens):
+            starts.append(min(piece.start, end) if piece.start < piece.stop else end)
+            end = max(end, piece.stop)
+        return starts
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         for token_id in ids:
             if not self._knows(token_id):

@@ -203,7 +203,9 @@ class Scheduler:
         Where that is not enough it keeps what it has and waits. The first of all can always go on, since it fits alone.
         """
         while not self._hold_blocks(sequence, count):
-            last = next((each for each in reversed(by_standing(self._running, self._waiting)) if each not in draft.placed), None)
+            last = next(
+                (each for each in reversed(by_standing(self._running, self._waiting)) if each not in draft.placed), None
+            )
             if last is None or last is sequence:
                 return False
             self.counters.preemptions += 1

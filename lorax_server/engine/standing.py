@@ -21,7 +21,7 @@ def by_standing(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
 
 
 def find_spare(running: Rows[Sequence], queue: FairQueue, head: Sequence, num_free: int) -> list[Sequence]:
-    """Those that give their rows back, the newest first. `head` is next of those that wait, `num_free` rows are free."""
+    """Those that give their rows back, the newest first, where `head` is next of those that wait."""
     num_due = queue.num_due if queue.is_shared else 0
     if num_due:
         return _beyond_their_part(running, queue, head)[: max(0, num_due - num_free)]

@@ -78,6 +78,7 @@ class Question:
     truncate: int | None = None
     logprobs: bool = False  # the answer lists those of its tokens
     prompt_logprobs: bool = False
+    is_scoring: bool = False  # only the prompt matters, and the token that is drawn all the same is nobody's
     salt: str = ""
 
 
@@ -101,6 +102,7 @@ class Call:
         self.timeout_s = parts.config.request_timeout_s
         self.num_characters = 0
         self.adapter_tier = ""  # where the adapter was when the request named it
+        self._is_scoring = False
         self._num_logprobs = 0  # that its answers may list
 
     # --- What a route does, in this order -----------------------------------------------------------------------------
@@ -120,10 +122,18 @@ class Call:
         self.record.num_choices, self.record.is_streamed = count, is_streamed
         self._permit = self.parts.gate.enter(self.key, count)
 
+    def expect(self, choice: Choice) -> None:
+        """Note whom the request names, before anything else of it is looked at: who is refused is counted there too."""
+        record, parts = self.record, self.parts
+        record.adapter, record.source = choice.label, choice.source
+        is_listed = choice.asked_source is None and choice.label in parts.names.adapters
+        is_single = len(choice.refs) == 1  # anybody can make up merges, of names that are known too
+        record.is_known = is_single and (is_listed or bool(parts.seen.latest(Named(*choice.refs[0][:2]))))
+
     async def find(self, choice: Choice) -> Found:
         """Whoever is named, if the caller may use it."""
+        self.expect(choice)
         record = self.record
-        record.adapter, record.source = choice.label, choice.source
         if not choice.refs:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
@@ -143,7 +153,8 @@ class Call:
             for choice, seed in enumerate(question.seeds, len(self.jobs))
         ]
         self.jobs += jobs
-        self.record.max_new_tokens = stop.max_new_tokens
+        self._is_scoring = question.is_scoring
+        self.record.max_new_tokens = 0 if question.is_scoring else stop.max_new_tokens
         self.record.prompt_tokens += len(prompt_ids)
         self.record.validation_s = time.monotonic() - self._began
         if self.parts.config.log_prompts:
@@ -346,7 +357,7 @@ class Call:
 
     def _sum_up(self) -> None:
         record, jobs = self.record, self.jobs
-        record.generated_tokens = sum(len(job.completion.token_ids) for job in jobs)
+        record.generated_tokens = 0 if self._is_scoring else sum(len(job.completion.token_ids) for job in jobs)
         reasons = [job.completion.finish_reason for job in jobs]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
         if self.parts.config.log_prompts:
@@ -375,7 +386,7 @@ class Call:
         if not record.adapter_hash:
             return {}
         return {
-            "x-adapter-id": quote(record.adapter, safe="/@:,.-_ +"),
+            "x-adapter-id": quote(record.adapter or "", safe="/@:,.-_ +"),
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
             **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),

@@ -318,9 +318,10 @@ class _Adapters:
 
     def _adapter(self, record: Record, failure: str | None) -> str:
         """Names that mean no adapter must not use up the labels: anybody can make them up."""
-        if not record.adapter:
+        if record.adapter == "":
             return BASE
-        if record.status == 404 or (failure is not None and not record.adapter_hash):
+        is_found = record.status != 404 and (failure is None or record.adapter_hash)
+        if record.adapter is None or not (is_found or record.is_known):
             return UNKNOWN
         return self._names.label(record.adapter)
 

@@ -4,13 +4,14 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from lorax_server import __version__
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
-from lorax_server.errors import AdapterNotFoundError
+from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Call, Question
 from lorax_server.server.jobs import Job, count_cached
@@ -49,6 +50,12 @@ class Heading:
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
+
+
+def expect_adapter(body: CommonRequest, call: Call) -> None:
+    """Note who is named, so that a request which is refused is counted there; a name that nobody can have is not."""
+    with suppress(LoraxError):
+        call.expect(call.parts.names.by_model(body.model, body.adapter_source, None))
 
 
 async def choose_adapter(body: CommonRequest, call: Call) -> Choice:

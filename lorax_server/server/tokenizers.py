@@ -80,7 +80,16 @@ class Tokenizers:
         return known or await self._load_once(key, TokenizerFolder(Path(adapter.folder), dict(vouched)))
 
     async def encode(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        work = partial(tokenizer.encode, text, add_special_tokens)
+        return await self._run(tokenizer, tokenizer.encode, text, add_special_tokens)
+
+    async def locate(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        """Where in a text each of its tokens begins."""
+        return await self._run(tokenizer, tokenizer.locate, text, add_special_tokens)
+
+    async def _run(
+        self, tokenizer: TextTokenizer, work_on: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool
+    ) -> list[int]:
+        work = partial(work_on, text, add_special_tokens)
         if not tokenizer.shares_vocabulary(self.base):
             return await self._of_others.run(work)
         if len(text) <= SHORT:
