@@ -116,7 +116,7 @@ class Elsewhere(Routes):
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
     def tenants(self, key: str | None = None) -> set[tuple[str, int]]:
-        for path, body in ((NATIVE, generate(adapter_id="poet")), (CHAT, chat()), (COMPLETIONS, complete("poet", n=2))):
+        for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
         assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200
         return {(request.tenant, request.choice) for request in self.engine.added}
