@@ -271,7 +271,8 @@ class Scheduler:
 
     def _put(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> None:
         draft.put(sequence, count, samples)
-        self._waiting.charge(sequence.request.tenant, count)  # at once: it decides who is let in next
+        request = sequence.request
+        self._waiting.charge(request.tenant, request.adapter, count)  # at once: it decides who is let in next
 
     def _submit(self, draft: Draft) -> StepPlan:
         draft.sort()

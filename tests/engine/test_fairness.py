@@ -190,6 +190,33 @@ def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> Non
         assert num_calls < 500
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
+    """A flood for one adapter does not hold up another adapter of the same tenant, though nobody gives way."""
+    engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
+    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="1") for i in range(20)]
+    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="2") for i in range(100, 103)]
+    for request in (*many, *few):
+        engine.scheduler.add(request)
+    engine.finish()
+    check(engine, *many, *few)
+    assert max(list(engine.reasons).index(request.request_id) for request in few) < 8
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
+    engine = Engine(replace(LIMITS, max_rows=1), 64)
+    for i in range(2):
+        engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="one"))
+    num_new = 100
+    while 1 not in engine.reasons:
+        while engine.scheduler.num_waiting < 4:
+            engine.scheduler.add(make_request(num_new, [1], 4, eos=False, tenant="one", adapter=str(num_new % 250)))
+            num_new += 1
+        engine.step()
+        assert num_new < 250
+
+
 # --- The queue by itself ----------------------------------------------------------------------------------------------
 
 
@@ -206,7 +233,7 @@ def test_parts_are_of_those_who_are_here() -> None:
     assert not queue.is_shared
     queue.remove(sequences[2])
     queue.take_row("plain")
-    queue.charge("plain", 10)
+    queue.charge("plain", "", 10)
     queue.give_row("plain")
     assert len(queue) == 0
     queue.push(sequences[1])
@@ -257,7 +284,7 @@ class Machine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
         queue, rows = scheduler._waiting, rows_of(self.engine)
-        assert rows == queue._rows
+        assert rows == queue.rows
         assert not (len(queue) and scheduler._free_rows)
         short = [tenant for tenant in queue._waiting if rows[tenant] < queue.part(tenant)]
         beyond = [tenant for tenant in rows if rows[tenant] > max(1, queue.part(tenant))]
@@ -277,7 +304,7 @@ class Machine(RuleBasedStateMachine):
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         queue = self.engine.scheduler._waiting
         assert not queue._here
-        assert not queue._rows
+        assert not queue._waiting
 
 
 TestMachine = Machine.TestCase
