@@ -108,6 +108,11 @@ class FairQueue:
         return int(self._num_rows * self._weight(tenant) / self._weight_here + ROUNDING)
 
     @property
+    def has_excess(self) -> bool:
+        """Whether a tenant has more rows than its part."""
+        return any(each.num_rows > max(1, self.part(name)) for name, each in self._here.items() if each.num_rows > 1)
+
+    @property
     def num_due(self) -> int:
         """Rows that tenants wait for and that are theirs."""
         if self._num_rows * self._most_weight < self._weight_here:

@@ -17,7 +17,7 @@ def by_standing(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
 
     The first by rank is the first here too, so that it always goes on.
     """
-    return [each[-1] for each in sorted(_standings(running, queue))] if queue.is_shared else list(running)
+    return [each[-1] for each in sorted(_standings(running, queue))] if queue.has_excess else list(running)
 
 
 def find_spare(running: Rows[Sequence], queue: FairQueue, head: Sequence, num_free: int) -> list[Sequence]:
