@@ -23,6 +23,11 @@ class Answer:
         return self._criteria.current_output
 
     @property
+    def num_characters(self) -> int:
+        """Where in the text the next token begins, also while the text before it is held back."""
+        return self._criteria.num_characters
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return self._criteria.finish_reason
 
@@ -45,3 +50,12 @@ class Answer:
         if count > 2 * len(self._ids) // 3:
             del self._ids[:count]
             self._shift += count
+
+
+def locate_tokens(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
+    """Where in the text that tokens make each of them begins; those that are not shown take no room."""
+    starts, answer = [], Answer(detokenizer, (), StopParams(max_new_tokens=max(1, len(ids))))
+    for token_id in ids:
+        starts.append(answer.num_characters)
+        answer.take(token_id)
+    return starts

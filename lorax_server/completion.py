@@ -16,6 +16,7 @@ class Chunk(NamedTuple):
     logprob: float
     finish_reason: FinishReason | None
     alternatives: Alternatives | None = None
+    offset: int = 0  # where its text begins in that of the answer
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Run:
             completion.text = self.answer.text
             completion.error = output.failure.to_error()
             return
+        offset = self.answer.num_characters
         text = self.answer.take(output.token_id)
         completion.token_ids.append(output.token_id)
         completion.logprobs.append(output.logprob)
@@ -59,7 +61,7 @@ class Run:
         if output.alternatives is not None:
             completion.alternatives.append(output.alternatives)
         reason = output.finish_reason if self.answer.finish_reason is None else self.answer.finish_reason
-        self.chunks.append(Chunk(text, output.token_id, output.logprob, reason, output.alternatives))
+        self.chunks.append(Chunk(text, output.token_id, output.logprob, reason, output.alternatives, offset))
         if reason is not None:
             completion.text = self.answer.text
             completion.finish_reason = reason  # last: then all is there for who waits on another thread

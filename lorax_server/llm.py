@@ -213,7 +213,6 @@ class LLM:
             params or SamplingParams(),
             stop,
             identity,
-            tenant=identity,
             prompt_logprobs=prompt_logprobs,
         )
         run = Run(request, Answer(tokenizer.detokenizer, ids, stop))

@@ -27,6 +27,7 @@ class StoppingCriteria:
         self.new_text = ""  # what the last token showed
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
+        self._num_shown = 0  # characters
         self._held = ""
         self._matchers = [_Matcher(text) for text in params.stop_strings]
 
@@ -42,6 +43,11 @@ class StoppingCriteria:
     def current_output(self) -> str:
         """All that was shown."""
         return "".join(self._shown)
+
+    @property
+    def num_characters(self) -> int:
+        """How long the text is, with what is held back."""
+        return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
         """Whether this would be the last token whatever its text is; only then is there pending text to be shown."""
@@ -66,6 +72,7 @@ class StoppingCriteria:
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
         self._shown.append(shown)
+        self._num_shown += len(shown)
         return reason is not None, reason
 
     def _show(self, text: str) -> tuple[str, bool]:

@@ -114,6 +114,7 @@ class Request:
     adapter: str = ""  # the base model
     tenant: str = ""  # with whom it shares fairly what there is to serve
     priority: int = 0  # higher ones first, whoever they are of
+    choice: int = 0  # which of the answers to one call it is: a call's further answers give way to other calls
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
 
@@ -237,7 +238,8 @@ class EngineStatus:
     generated_tokens: int
     prefix_tokens: int  # that were found in the cache instead of computed
     chunks: int
-    preemptions: int
+    preemptions: int  # because there was no block left
+    rows_taken_back: int  # for those that had less than their share
     cache_evictions: int  # blocks
     refused: int  # requests, because of overload
     adapters_fetching: int

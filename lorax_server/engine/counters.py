@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class SchedulerCounters:
     """What the scheduler has done."""
 
-    preemptions: int = 0
+    preemptions: int = 0  # because there was no block left
+    rows_taken_back: int = 0  # for those that had less than their share
     chunks: int = 0  # prompts, or what is recomputed, that did not fit into one step
     prefix_tokens: int = 0  # that were found instead of computed
     computed_tokens: int = 0

@@ -169,6 +169,7 @@ class Engine:
             prefix_tokens=done.prefix_tokens,
             chunks=done.chunks,
             preemptions=done.preemptions,
+            rows_taken_back=done.rows_taken_back,
             cache_evictions=self._pool.num_evictions,
             refused=done.refused,
             adapters_fetching=self._resolver.num_fetching,

@@ -13,7 +13,9 @@ class Limits:
     max_rows: int  # sequences that run at once
     max_length: int  # tokens of a sequence
     max_chunk: int | None = None  # tokens of one sequence in a step, so that others can begin beside a long prompt
-    can_chunk: bool = True  # else a sequence is computed in one step up to its last token, and never gives way
+    can_chunk: bool = (
+        True  # else a sequence is computed in one step up to its last token, and never gives way for lack of blocks
+    )
     can_reuse: bool = True  # blocks of one sequence can serve another
     rope: RopeRule = field(default_factory=RopeRule)
     max_waiting: int | None = None  # requests; more are refused

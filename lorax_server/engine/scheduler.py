@@ -17,6 +17,7 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.limits import Limits
 from lorax_server.engine.pace import Pace
 from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.standing import by_standing, find_spare
 from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, Started
@@ -52,7 +53,7 @@ class Scheduler:
         self._clock = clock
         self._pace = Pace()
         self._backlog = Backlog(limits, self._pace, self.counters)
-        self._waiting = FairQueue(weights)  # for nothing but their turn
+        self._waiting = FairQueue(weights, limits.max_rows)  # for nothing but their turn
         self._cold = ColdQueue()  # for their adapter
         self._failed: list[Output] = []  # to be told
         self._unsettled: set[Sequence] = set()  # those that were preempted while a token of theirs was in flight
@@ -120,9 +121,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to do now."""
         self._give_up_waiting()
+        self._take_rows_back()
         draft = Draft(self.limits.max_step_tokens)
         long = []
-        for sequence in tuple(self._running):
+        for sequence in by_standing(self._running, self._waiting):
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
                 self._continue(draft, sequence, 1, samples=True)  # the limits leave one for all that run
@@ -205,11 +207,29 @@ class Scheduler:
         Where that is not enough it keeps what it has and waits. The first of all can always go on, since it fits alone.
         """
         while not self._hold_blocks(sequence, count):
-            last = next((each for each in reversed(self._running) if each not in draft.placed), None)
-            if last is None or last.rank <= sequence.rank:
+            last = next(
+                (each for each in reversed(by_standing(self._running, self._waiting)) if each not in draft.placed), None
+            )
+            if last is None or last is sequence:
                 return False
+            self.counters.preemptions += 1
             self._preempt(last)
         return True
+
+    def _take_rows_back(self) -> None:
+        """Preempt those that have more than their share for those that wait and have less."""
+        head = self._next()
+        if head is None:
+            return
+        num_free = 0 if self._lacks_blocks(head) else len(self._free_rows)
+        for sequence in find_spare(self._running, self._waiting, head, num_free):
+            self.counters.rows_taken_back += 1
+            self._preempt(sequence)
+
+    def _lacks_blocks(self, sequence: Sequence) -> bool:
+        """Whether a step would probably have none left for one that waits."""
+        wanted = min(len(sequence.token_ids), self.limits.max_step_tokens) + len(self._running)
+        return self._pool.num_free * self._pool.block_size < wanted
 
     def _hold_blocks(self, sequence: Sequence, count: int) -> bool:
         wanted = -(-(sequence.num_computed + count) // self._pool.block_size) - len(sequence.blocks)
@@ -221,8 +241,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """It gives up its blocks and waits; its tokens stay, and are computed again where they are not found."""
-        self.counters.preemptions += 1
+        """It gives up its row and its blocks and waits; its tokens stay, and are computed again where not found."""
         self._leave(sequence)
         if sequence.num_in_flight:
             self._unsettled.add(sequence)
@@ -256,7 +275,8 @@ class Scheduler:
 
     def _put(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> None:
         draft.put(sequence, count, samples)
-        self._waiting.charge(sequence.request.tenant, count)  # at once: it decides who is let in next
+        request = sequence.request
+        self._waiting.charge(request.tenant, request.adapter, count)  # at once: it decides who is let in next
 
     def _submit(self, draft: Draft) -> StepPlan:
         draft.sort()
@@ -330,6 +350,7 @@ class Scheduler:
     def _enter(self, draft: Draft, sequence: Sequence) -> None:
         request = sequence.request
         sequence.row = self._free_rows.pop()
+        self._waiting.take_row(request.tenant)
         tokens = sequence.token_ids.copy()
         draft.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
         index = self._adapters.index_of(request.adapter, sequence.has_begun)
@@ -348,6 +369,7 @@ class Scheduler:
         assert sequence.row is not None
         self._running.remove(sequence)
         self._free_rows.append(sequence.row)
+        self._waiting.give_row(sequence.request.tenant)
         sequence.row = None
         self._give_back_blocks(sequence)
         self._adapters.release(sequence.request.adapter)

@@ -7,6 +7,9 @@ from lorax_server.engine.blocks import chain_hash, root_hash
 from lorax_server.stopping import ended_by
 from lorax_server.types import FinishReason, Request, Started
 
+CHOICE_LAG = 64  # arrivals
+Rank = tuple[int, int, int]
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -42,9 +45,9 @@ class Sequence:
         self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Smaller is served first."""
-        return -self.request.priority, self.arrival
+    def rank(self) -> Rank:
+        """Smaller is served first. Of one call's answers, each lets some that come later go before it."""
+        return -self.request.priority, self.arrival + self.request.choice * CHOICE_LAG, self.arrival
 
     @property
     def num_uncomputed(self) -> int:

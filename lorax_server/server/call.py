@@ -30,6 +30,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
+from lorax_server.server.connections import network
 from lorax_server.server.gate import Permit
 from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import HUB, Key
@@ -79,6 +80,7 @@ class Question:
     truncate: int | None = None
     logprobs: bool = False  # the answer lists those of its tokens
     prompt_logprobs: bool = False
+    is_scoring: bool = False  # only the prompt matters, and the token that is drawn all the same is nobody's
     salt: str = ""
 
 
@@ -93,6 +95,7 @@ class Call:
         self.record = Record(http.state.request_id, self.path, started_at=time.time())
         self.record.trace_parent = http.headers.get("traceparent")
         self._http = http
+        self._address = http.client.host if http.client is not None else ""
         self._began = time.monotonic()
         self._bearer: str | None = None
         self._permit: Permit | None = None
@@ -102,6 +105,7 @@ class Call:
         self.num_characters = 0
         self.adapter_tier = ""  # where the adapter was when the request named it
         self._is_stale = False  # the adapter is what was there before what is there now and cannot be served
+        self._is_scoring = False
         self._num_logprobs = 0  # that its answers may list
 
     # --- What a route does, in this order -----------------------------------------------------------------------------
@@ -121,10 +125,18 @@ class Call:
         self.record.num_choices, self.record.is_streamed = count, is_streamed
         self._permit = self.parts.gate.enter(self.key, count)
 
+    def expect(self, choice: Choice) -> None:
+        """Note whom the request names, before anything else of it is looked at: who is refused is counted there too."""
+        record, parts = self.record, self.parts
+        record.adapter, record.source = choice.label, choice.source
+        is_listed = choice.asked_source is None and choice.label in parts.names.adapters
+        is_single = len(choice.refs) == 1  # anybody can make up merges, of names that are known too
+        record.is_known = is_single and (is_listed or bool(parts.seen.latest(Named(*choice.refs[0][:2]))))
+
     async def find(self, choice: Choice) -> Found:
         """Whoever is named, if the caller may use it."""
+        self.expect(choice)
         record = self.record
-        record.adapter, record.source = choice.label, choice.source
         if not choice.refs:
             self.key.check_may_use_base()
             return Found(Resolved(""), self.parts.tokenizers.base)
@@ -140,9 +152,13 @@ class Call:
         prompt_ids = await self._to_ids(found.tokenizer, question)
         stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
         self._count_logprobs(question, len(prompt_ids), stop.max_new_tokens)
-        jobs = [self._make_job(found, question, prompt_ids, stop, seed) for seed in question.seeds]
+        jobs = [
+            self._make_job(found, question, prompt_ids, stop, seed, choice)
+            for choice, seed in enumerate(question.seeds, len(self.jobs))
+        ]
         self.jobs += jobs
-        self.record.max_new_tokens = stop.max_new_tokens
+        self._is_scoring = question.is_scoring
+        self.record.max_new_tokens = 0 if question.is_scoring else stop.max_new_tokens
         self.record.prompt_tokens += len(prompt_ids)
         self.record.validation_s = time.monotonic() - self._began
         if self.parts.config.log_prompts:
@@ -172,7 +188,10 @@ class Call:
         """The error of a name that may be misspelt, with those that may have been meant."""
         return await with_nearest(error, name, source, self.parts.names, self.key)
 
-    def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
+    def _make_job(
+        self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int, choice: int
+    ) -> Job:
+        """A request of whoever has the key; without keys, of whoever is at the address."""
         identity = found.adapter.identity
         request = Request(
             self.parts.engine.new_id(),
@@ -180,7 +199,8 @@ class Call:
             replace(question.sampling, seed=seed),
             stop,
             identity,
-            tenant=self.key.name or identity,
+            tenant=self.key.name or network(self._address),
+            choice=choice,
             salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )
@@ -366,7 +386,7 @@ class Call:
 
     def _sum_up(self) -> None:
         record, jobs = self.record, self.jobs
-        record.generated_tokens = sum(len(job.completion.token_ids) for job in jobs)
+        record.generated_tokens = 0 if self._is_scoring else sum(len(job.completion.token_ids) for job in jobs)
         reasons = [job.completion.finish_reason for job in jobs]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
         if self.parts.config.log_prompts:
@@ -395,7 +415,7 @@ class Call:
         if not record.adapter_hash:
             return {}
         return {
-            "x-adapter-id": quote(record.adapter, safe="/@:,.-_ +"),
+            "x-adapter-id": quote(record.adapter or "", safe="/@:,.-_ +"),
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
             **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),

@@ -20,6 +20,7 @@ from lorax_server.server.openai_parameters import (
     check_count,
     check_stopping,
     choose_adapter,
+    expect_adapter,
     finish_reason,
     model_of,
     refuse_unsupported,
@@ -49,6 +50,7 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _chat(call: Call, body: ChatCompletionRequest) -> Response:
+    expect_adapter(body, call)
     question = _question(call, body)
     call.admit(len(question.seeds), bool(body.stream))
     found = await call.find(await choose_adapter(body, call))

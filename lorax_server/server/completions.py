@@ -1,17 +1,20 @@
 """OpenAI's `/v1/completions`."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from lorax_server.answer import locate_tokens
 from lorax_server.candidates import rank_candidates
 from lorax_server.completion import Chunk
-from lorax_server.server.call import Call, Question
+from lorax_server.server.call import Call, Found, Question
 from lorax_server.server.dialects import COMPLETIONS
 from lorax_server.server.jobs import Job, finish_all, interleave
 from lorax_server.server.openai_parameters import (
@@ -19,6 +22,7 @@ from lorax_server.server.openai_parameters import (
     check_count,
     check_stopping,
     choose_adapter,
+    expect_adapter,
     finish_reason,
     model_of,
     refuse_unsupported,
@@ -45,6 +49,7 @@ class _Prompt:
     """One of the request's prompts, its text, and the answers to it."""
 
     text: str  # only if it is to be repeated
+    starts: list[int]  # of its tokens in the text, only if these are reported on
     jobs: list[Job]
 
 
@@ -60,6 +65,7 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _complete(call: Call, body: CompletionRequest) -> Response:
+    expect_adapter(body, call)
     prompts = _prompts(body)
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     question = _question(call, body, prompts, num_choices, num_drawn)
@@ -68,11 +74,7 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
     asked = []
     for prompt in prompts:
         jobs = await call.ask(found, replace(question, prompt=prompt))
-        text = ""
-        if body.echo:
-            decode = call.parts.tokenizers.decode
-            text = prompt if isinstance(prompt, str) else await decode(found.tokenizer, prompt)
-        asked.append(_Prompt(text, jobs))
+        asked.append(await _repeat(call, body, found, prompt, jobs))
         await asyncio.sleep(0)  # short ones become tokens at once; others are not to wait for all of them
     heading = Heading("cmpl", "text_completion", model_of(body, call))
     if body.stream:
@@ -80,6 +82,20 @@ async def _complete(call: Call, body: CompletionRequest) -> Response:
         return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
     await finish_all(call.jobs)
     return await call.write(lambda: _answer(call, body, asked, heading, num_choices))
+
+
+async def _repeat(call: Call, body: CompletionRequest, found: Found, prompt: Prompt, jobs: list[Job]) -> _Prompt:
+    if not body.echo:
+        return _Prompt("", [], jobs)
+    tokenizer, tokenizers, starts = found.tokenizer, call.parts.tokenizers, list[int]()
+    text = prompt if isinstance(prompt, str) else await tokenizers.decode(tokenizer, prompt)
+    if body.logprobs is not None:
+        if isinstance(prompt, str):
+            starts = await tokenizers.locate(tokenizer, prompt, body.add_special_tokens is not False)
+        else:
+            work = partial(locate_tokens, tokenizer.detokenizer, prompt)
+            starts = await tokenizers.run(tokenizer, len(prompt), work)
+    return _Prompt(text, [min(start, len(text)) for start in starts], jobs)
 
 
 def _answer(
@@ -124,6 +140,7 @@ def _question(call: Call, body: CompletionRequest, prompts: list[Prompt], num_ch
         add_special_tokens=body.add_special_tokens is not False,
         logprobs=body.logprobs is not None,
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        is_scoring=is_scoring,
     )
 
 
@@ -140,10 +157,10 @@ def _choice(body: CompletionRequest, index: int, prompt: _Prompt, job: Job) -> d
     chunks = [] if is_scoring else job.chunks_so_far
     logprobs = None
     if body.logprobs is not None:
-        logprobs = _Logprobs(job, body.logprobs)
+        logprobs = _Logprobs(job, body.logprobs, prompt)
         if body.echo:
-            logprobs.add_prompt(prompt.text)
-        logprobs.add(chunks)
+            logprobs.add_prompt()
+        logprobs.add(chunks, most=len(job.text))
     return {
         "index": index,
         "text": prompt.text + ("" if is_scoring else job.text),
@@ -155,20 +172,20 @@ def _choice(body: CompletionRequest, index: int, prompt: _Prompt, job: Job) -> d
 class _Logprobs:
     """OpenAI's lists of log probabilities, for the whole answer or as it comes."""
 
-    def __init__(self, job: Job, count: int) -> None:
+    def __init__(self, job: Job, count: int, prompt: _Prompt) -> None:
         self._job = job
         self._count = count
-        self._offset = 0
+        self._prompt = prompt
         self._lists: dict[str, list[Any]] = self._empty()
 
-    def add_prompt(self, text: str) -> None:
+    def add_prompt(self) -> None:
         texts = [self._job.tokenizer.detokenizer.token_text(token_id) for token_id in self._job.request.prompt_ids]
-        for token, logprob in zip(texts, [None, *(self._job.completion.prompt_logprobs or ())], strict=True):
-            self._put(token, logprob, None if logprob is None else {token: logprob})
-            self._offset += len(token)
-        self._offset = len(text)
+        logprobs = [None, *(self._job.completion.prompt_logprobs or ())]
+        for token, logprob, start in zip(texts, logprobs, self._prompt.starts, strict=True):
+            self._put(token, start, logprob, None if logprob is None else {token: logprob})
 
-    def add(self, chunks: list[Chunk]) -> None:
+    def add(self, chunks: list[Chunk], most: int = sys.maxsize) -> None:
+        """Tokens of an answer, which has `most` characters: what stops it may have begun, and then not be shown."""
         text_of = self._job.tokenizer.detokenizer.token_text
         for chunk in chunks:
             top: dict[str, float] = {}
@@ -176,18 +193,17 @@ class _Logprobs:
                 top.setdefault(text_of(token_id), logprob)
             token = text_of(chunk.token_id)
             top[token] = chunk.logprob  # whichever else looks the same, such as bytes that are no character
-            self._put(token, chunk.logprob, top)
-            self._offset += len(chunk.text)
+            self._put(token, len(self._prompt.text) + min(chunk.offset, most), chunk.logprob, top)
 
     def take(self) -> dict[str, Any]:
         lists, self._lists = self._lists, self._empty()
         return lists if self._count else {**lists, "top_logprobs": None}
 
-    def _put(self, token: str, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _put(self, token: str, start: int, logprob: float | None, top: dict[str, float] | None) -> None:
         self._lists["tokens"].append(token)
         self._lists["token_logprobs"].append(logprob)
         self._lists["top_logprobs"].append(top)
-        self._lists["text_offset"].append(self._offset)
+        self._lists["text_offset"].append(start)
 
     @staticmethod
     def _empty() -> dict[str, list[Any]]:
@@ -198,17 +214,20 @@ async def _events(
     call: Call, body: CompletionRequest, prompts: list[_Prompt], heading: Heading
 ) -> AsyncGenerator[bytes, None]:
     jobs = call.jobs
-    texts = [prompt.text for prompt in prompts for _ in prompt.jobs]
-    logprobs = [None if body.logprobs is None else _Logprobs(job, body.logprobs) for job in jobs]
+    prompt_of = [prompt for prompt in prompts for _ in prompt.jobs]
+    logprobs = [
+        None if body.logprobs is None else _Logprobs(job, body.logprobs, prompt)
+        for job, prompt in zip(jobs, prompt_of, strict=True)
+    ]
     has_begun, first = [False] * len(jobs), call.first_event
     num_left = len(jobs)
     async with aclosing(interleave(jobs)) as stream:
         async for place, chunks in stream:
             text, logs = "".join([chunk.text for chunk in chunks]), logprobs[place]
             if body.echo and not has_begun[place]:
-                text = texts[place] + text
+                text = prompt_of[place].text + text
                 if logs is not None:
-                    logs.add_prompt(texts[place])
+                    logs.add_prompt()
             has_begun[place] = True
             if logs is not None:
                 logs.add(chunks)

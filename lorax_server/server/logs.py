@@ -55,7 +55,7 @@ def log_request(record: Record, more: Mapping[str, Any] | None = None) -> None:
         "error_type": record.error_type,
         "key": record.key,
         "source": shorten(record.source),
-        "adapter": shorten(record.adapter),
+        "adapter": shorten(record.adapter or ""),
         "adapter_hash": record.adapter_hash[:HASH_CHARACTERS],
         "is_streamed": record.is_streamed,
         "is_dropped": record.is_dropped,

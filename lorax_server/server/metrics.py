@@ -72,7 +72,8 @@ ENGINE_COUNTERS = (
     _Shown("lorax_prefix_cache_tokens_total", "Tokens found in the cache instead of computed", {"": "prefix_tokens"}),
     _Shown("lorax_engine_idle_seconds_total", "Seconds that there was nothing to do", {"": "idle_s"}),
     _Shown("lorax_prompt_chunks_total", "Parts of prompts that did not fit into one step", {"": "chunks"}),
-    _Shown("lorax_preemptions_total", "Requests that lost their place for a while", {"": "preemptions"}),
+    _Shown("lorax_preemptions_total", "Requests that gave way for a while for lack of blocks", {"": "preemptions"}),
+    _Shown("lorax_rows_taken_back_total", "Rows that others had a right to", {"": "rows_taken_back"}),
     _Shown("lorax_cache_evictions_total", "Blocks of the cache that were given to others", {"": "cache_evictions"}),
     _Shown("lorax_engine_refused_total", "Requests the engine refused because of overload", {"": "refused"}),
     _Shown("lorax_adapters_prepared_total", "Adapters made ready in host memory", {"": "adapters_prepared"}),
@@ -317,9 +318,10 @@ class _Adapters:
 
     def _adapter(self, record: Record, failure: str | None) -> str:
         """Names that mean no adapter must not use up the labels: anybody can make them up."""
-        if not record.adapter:
+        if record.adapter == "":
             return BASE
-        if record.status == 404 or (failure is not None and not record.adapter_hash):
+        is_found = record.status != 404 and (failure is None or record.adapter_hash)
+        if record.adapter is None or not (is_found or record.is_known):
             return UNKNOWN
         return self._names.label(record.adapter)
 

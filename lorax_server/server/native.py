@@ -57,6 +57,7 @@ def make_router(service: Service) -> APIRouter:
 async def _ask(call: Call, body: GenerateRequest, is_streamed: bool) -> list[Job]:
     parts, parameters = call.parts, body.parameters or GenerateParameters()
     choice = choose_adapter(parameters, parts.names)
+    call.expect(choice)
     question = to_question(body.inputs, parameters, parts.config, parts.max_input_length, is_streamed)
     call.admit(len(question.seeds), is_streamed)
     return await call.ask(await call.find(choice), question)

@@ -4,19 +4,20 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from lorax_server import __version__
 from lorax_server.candidates import candidate_seed
 from lorax_server.config import ServerConfig
-from lorax_server.errors import AdapterNotFoundError
+from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.generation_defaults import GenerationDefaults
 from lorax_server.server.call import Call, Question
 from lorax_server.server.dialects import refuse_foreign
 from lorax_server.server.jobs import Job, count_cached
 from lorax_server.server.keys import HUB
-from lorax_server.server.names import Choice, Named
+from lorax_server.server.names import Choice, Named, Names
 from lorax_server.server.native_parameters import choose_merged
 from lorax_server.server.openai_schemas import CommonRequest
 from lorax_server.server.rules import MAX_BIASES, check, check_stops, not_yet, to_bias
@@ -46,22 +47,33 @@ class Heading:
         }
 
 
+def expect_adapter(body: CommonRequest, call: Call) -> None:
+    """Note who is named, so that a request which is refused is counted there; a name that nobody can have is not."""
+    with suppress(LoraxError):
+        call.expect(_named_by(body, call.parts.names))
+
+
 async def choose_adapter(body: CommonRequest, call: Call) -> Choice:
+    names = call.parts.names
+    try:
+        return _named_by(body, names)
+    except AdapterNotFoundError as error:
+        named = Named(names.default_source, body.adapter_id or names.without_base(body.model))
+        await call.check_may_use(named, named.source == HUB, None)  # else who may not use it learns that it is missing
+        raise await call.with_nearest(error, named.name, None) from None
+
+
+def _named_by(body: CommonRequest, names: Names) -> Choice:
     """What `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
-    names, token = call.parts.names, body.api_token or None
+    model, token = names.without_base(body.model), body.api_token or None
     if body.merged_adapters is not None:
-        check(not names.without_base(body.model), "`model` and `merged_adapters` name different adapters; name one")
+        check(not model, "`model` and `merged_adapters` name different adapters; name one")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
         return choose_merged(body.merged_adapters, body.adapter_source, token, names, body.seed)
-    if body.adapter_id and body.adapter_id != names.without_base(body.model):
-        check(not names.without_base(body.model), "`model` and `adapter_id` name different adapters; name one")
+    if body.adapter_id and body.adapter_id != model:
+        check(not model, "`model` and `adapter_id` name different adapters; name one")
         return names.by_adapter(body.adapter_id, body.adapter_source, token)
-    try:
-        return names.by_model(body.model, body.adapter_source, token)
-    except AdapterNotFoundError as error:
-        named = Named(names.default_source, names.without_base(body.model))
-        await call.check_may_use(named, named.source == HUB, None)  # else who may not use it learns that it is missing
-        raise await call.with_nearest(error, body.model, None) from None
+    return names.by_model(body.model, body.adapter_source, token)
 
 
 def model_of(body: CommonRequest, call: Call) -> str:

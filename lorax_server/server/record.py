@@ -10,7 +10,8 @@ class Record:
     request_id: str
     route: str  # the path as it is routed, such as "/generate"
     key: str = ""  # the name of the caller's key; "" where there are none
-    adapter: str = ""  # as the request names it; several are joined by ","; "" is the base model
+    adapter: str | None = None  # as the request names it; several are joined by ","; "" is the base model
+    is_known: bool = False  # the server knew that name before, so that it may stand in a metric whatever happens
     source: str = ""  # where the adapter comes from
     adapter_hash: str = ""
     is_streamed: bool = False

@@ -126,7 +126,7 @@ def attributes(record: Record, model: str) -> "Mapping[str, AttributeValue]":
         "http.route": _text(record.route),
         "http.response.status_code": record.status,
         "error.type": problem_of(record),
-        "lorax.adapter": _text(record.adapter),
+        "lorax.adapter": _text(record.adapter or ""),
         "lorax.adapter_hash": record.adapter_hash,
         "lorax.adapter_source": _text(record.source),
         "lorax.adapter_wait_s": record.adapter_s,

@@ -194,6 +194,30 @@ def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, 
     assert status.free_blocks == NUM_BLOCKS
 
 
+def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path: Path) -> None:
+    """One tenant has all rows when others come, greedy and drawn, for the base model and for adapters."""
+    models = make_models("llama-gqa", tmp_path, device)
+    drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
+    prompts = make_prompts()
+
+    def run(is_alone: bool) -> tuple[Crowd, EngineStatus]:
+        room = {"cache_bytes": 8 * NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE)}
+        engine = make_engine(models, adapter_bytes=2 * max(units(models)) * UNIT_BYTES, **room)
+        crowd = Crowd(engine, models.folders)
+        for i, prompt in enumerate(prompts):
+            more = {"tenant": "big", "choice": i} if i < 6 else {"tenant": f"small {i}"}
+            crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
+            while is_alone and engine.has_work:
+                crowd.step()
+        return crowd, crowd.finish()
+
+    (crowd, status), (alone, status_alone) = run(is_alone=False), run(is_alone=True)
+    assert status.rows_taken_back > 0
+    assert status.preemptions == status_alone.preemptions == status_alone.rows_taken_back == 0
+    for i in range(len(prompts)):
+        assert crowd.tokens(i) == alone.tokens(i)
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)

@@ -1,0 +1,311 @@
+"""Rows are shared between tenants: who comes begins at once, who runs keeps its part, and no token changes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lorax_server.engine.fair_queue import FairQueue
+from lorax_server.engine.limits import Limits
+from lorax_server.engine.scheduler import Scheduler
+from lorax_server.engine.sequence import Sequence
+from lorax_server.plan import StepPlan
+from lorax_server.types import Request
+from tests.engine.test_scheduler import Engine, check, make_request
+
+ROWS = 8
+LIMITS = Limits(max_step_tokens=64, max_rows=ROWS, max_length=100)
+
+
+def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Request]:
+    """Long requests of one tenant, which take all rows there are."""
+    requests = [
+        make_request(i, [1, 2, 3, 1 + i % 5], 40, eos=False, **{"tenant": "big"} | more)
+        for i in range(first, first + count)
+    ]
+    for request in requests:
+        engine.scheduler.add(request)
+    return requests
+
+
+def rows_of(engine: Engine) -> Counter[str]:
+    return Counter(sequence.request.tenant for sequence in engine.scheduler._running)
+
+
+def run(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_comes_begins_in_the_next_step(depth: int) -> None:
+    engine = Engine(LIMITS, 200, depth)
+    many = flood(engine, 16)
+    run(engine, 5)
+    assert engine.scheduler.num_running == ROWS
+    small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter="1")
+    engine.scheduler.add(small)
+    run(engine, depth)
+    assert len(engine.answers[100]) == 1
+    engine.finish()
+    check(engine, *many, small)
+    assert engine.scheduler.counters.rows_taken_back == 1
+    assert engine.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tenant_alone_has_all_rows_for_itself(depth: int) -> None:
+    engine = Engine(LIMITS, 200, depth)
+    many = flood(engine, 24)
+    while len(engine.reasons) < ROWS:
+        engine.step()
+        assert engine.reasons or engine.scheduler.num_running == ROWS
+    engine.finish()
+    check(engine, *many)
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("weights", [{}, {"other": 3.0}])
+def test_each_gets_its_part_of_the_rows_and_keeps_it(depth: int, weights: dict[str, float]) -> None:
+    engine = Engine(LIMITS, 400, depth, weights=weights)
+    many = flood(engine, 24)
+    run(engine, 5)
+    others = flood(engine, 24, first=100, tenant="other")
+    part = 6 if weights else 4
+    run(engine, 2)
+    assert rows_of(engine) == {"big": ROWS - part, "other": part}
+    run(engine, 20)
+    assert rows_of(engine) == {"big": ROWS - part, "other": part}
+    assert engine.scheduler.counters.rows_taken_back == part
+    engine.finish()
+    check(engine, *many, *others)
+
+
+def test_those_who_came_first_keep_their_rows() -> None:
+    engine = Engine(LIMITS, 200)
+    flood(engine, ROWS)
+    run(engine, 3)
+    flood(engine, 4, first=100, tenant="other")
+    run(engine, 1)
+    assert sorted(each.request.request_id for each in engine.scheduler._running) == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+def test_with_more_tenants_than_rows_nobody_loses_its_row() -> None:
+    engine = Engine(LIMITS, 400)
+    requests = []
+    for i in range(4 * ROWS):
+        requests.append(make_request(i, [1 + i % 5], 12, eos=False, tenant=str(i % (2 * ROWS))))
+        engine.scheduler.add(requests[-1])
+        engine.step()
+    engine.finish()
+    check(engine, *requests)
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+def test_who_waits_does_not_fall_behind_tenants_that_never_end_to_come() -> None:
+    engine = Engine(replace(LIMITS, max_rows=1), 64)
+    for i in range(2):
+        engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="old"))
+    num_new = 100
+    while 1 not in engine.reasons:
+        while engine.scheduler.num_waiting < 4:
+            engine.scheduler.add(make_request(num_new, [1], 4, eos=False, tenant=str(num_new)))
+            num_new += 1
+        engine.step()
+        assert num_new < 300, "the second one of the tenant that was served never has its turn"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_comes_also_gets_blocks(depth: int) -> None:
+    engine = Engine(LIMITS, 56, depth)
+    many = flood(engine, 16)
+    while not engine.scheduler.counters.preemptions:  # the cache is full
+        engine.step()
+    small = make_request(100, [4, 5] * 8, 12, eos=False, tenant="small")
+    engine.scheduler.add(small)
+    run(engine, 15 + depth)
+    assert 100 in engine.reasons
+    engine.finish()
+    check(engine, *many, small)
+
+
+def test_what_matters_more_keeps_its_rows() -> None:
+    engine = Engine(LIMITS, 200)
+    flood(engine, ROWS, priority=1)
+    run(engine, 3)
+    flood(engine, 1, first=100, tenant="other")
+    run(engine, 10)
+    assert rows_of(engine) == {"big": ROWS}
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+# --- Calls of one tenant ----------------------------------------------------------------------------------------------
+
+
+def call(engine: Engine, first: int, count: int) -> list[Request]:
+    """One call with several answers."""
+    requests = [make_request(first + i, [1, 2, 3], 40, eos=False, tenant="one", choice=i) for i in range(count)]
+    for request in requests:
+        engine.scheduler.add(request)
+    return requests
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_further_answers_of_a_call_give_way_to_other_calls_of_its_tenant(depth: int) -> None:
+    engine = Engine(LIMITS, 200, depth)
+    many = call(engine, 0, 20)
+    run(engine, 5)
+    others = [*call(engine, 100, 1), *call(engine, 200, 3)]
+    run(engine, 1 + depth)
+    assert len(engine.answers[100]) >= 1
+    assert len(engine.answers[200]) >= 1
+    assert 201 not in engine.answers  # a further answer waits for a row that is free
+    assert engine.scheduler.counters.rows_taken_back == 2
+    engine.finish()
+    check(engine, *many, *others)
+
+
+def test_first_answers_wait_for_first_answers() -> None:
+    engine = Engine(LIMITS, 200)
+    flood(engine, 20)  # so many calls
+    run(engine, 5)
+    flood(engine, 4, first=100)
+    run(engine, 20)
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> None:
+    engine = Engine(replace(LIMITS, max_rows=2), 64)
+    call(engine, 0, 4)
+    num_calls = 100
+    while not all(i in engine.reasons for i in range(4)):
+        if engine.scheduler.num_waiting < 4:
+            engine.scheduler.add(make_request(num_calls, [1], 2, eos=False, tenant="one"))
+            num_calls += 1
+        engine.step()
+        assert num_calls < 500
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
+    """A flood for one adapter does not hold up another adapter of the same tenant, though nobody gives way."""
+    engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
+    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="1") for i in range(20)]
+    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="2") for i in range(100, 103)]
+    for request in (*many, *few):
+        engine.scheduler.add(request)
+    engine.finish()
+    check(engine, *many, *few)
+    assert max(list(engine.reasons).index(request.request_id) for request in few) < 8
+    assert engine.scheduler.counters.rows_taken_back == 0
+
+
+def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
+    engine = Engine(replace(LIMITS, max_rows=1), 64)
+    for i in range(2):
+        engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="one"))
+    num_new = 100
+    while 1 not in engine.reasons:
+        while engine.scheduler.num_waiting < 4:
+            engine.scheduler.add(make_request(num_new, [1], 4, eos=False, tenant="one", adapter=str(num_new % 250)))
+            num_new += 1
+        engine.step()
+        assert num_new < 250
+
+
+# --- The queue by itself ----------------------------------------------------------------------------------------------
+
+
+def test_parts_are_of_those_who_are_here() -> None:
+    queue = FairQueue({"heavy": 0.7, "light": 0.1}, 64)
+    sequences = [Sequence(make_request(i, [1], tenant=name), i) for i, name in enumerate(("heavy", "light", "plain"))]
+    for sequence in sequences:
+        queue.push(sequence)
+    assert [queue.part(each.request.tenant) for each in sequences] == [24, 3, 35]
+    assert queue.num_due == 3
+    queue.remove(sequences[1])
+    queue.remove(sequences[0])
+    assert queue.part("plain") == 64
+    assert not queue.is_shared
+    queue.remove(sequences[2])
+    queue.take_row("plain")
+    queue.charge("plain", "", 10)
+    queue.give_row("plain")
+    assert len(queue) == 0
+    queue.push(sequences[1])
+    assert queue.part("light") == 64
+
+
+# --- Anything, in any order -------------------------------------------------------------------------------------------
+
+
+class Machine(RuleBasedStateMachine):
+    """There are blocks and tokens for everybody, so that rows are all that there is to share."""
+
+    @initialize(depth=st.integers(1, 2), rows=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
+    def begin(self, depth: int, rows: int, weight: float) -> None:
+        self.engine = Engine(Limits(200, rows, 24), 100, depth, weights={"a": weight})
+        self.engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
+        self.requests: dict[int, Request] = {}
+        self.aborted: set[int] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=9),
+        new=st.integers(1, 14),
+        eos=st.booleans(),
+        tenant=st.sampled_from("abc"),
+        count=st.integers(1, 6),
+    )
+    def ask(self, prompt: list[int], new: int, eos: bool, tenant: str, count: int) -> None:
+        for choice in range(count):
+            request = make_request(len(self.requests), prompt, new, eos, tenant=tenant, choice=choice)
+            self.requests[request.request_id] = request
+            self.engine.scheduler.add(request)
+
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.requests:
+            request_id = data.draw(st.integers(0, len(self.requests) - 1))
+            if request_id not in self.engine.reasons:
+                self.aborted.add(request_id)
+            self.engine.scheduler.abort(request_id)
+
+    def schedule(self) -> StepPlan | None:
+        """Nobody waits for a row that is free, nor for one that is its own and that another has too many of."""
+        scheduler = self.engine.scheduler
+        plan = Scheduler.schedule(scheduler)
+        queue, rows = scheduler._waiting, rows_of(self.engine)
+        assert rows == queue.rows
+        assert not (len(queue) and scheduler._free_rows)
+        short = [tenant for tenant in queue._waiting if rows[tenant] < queue.part(tenant)]
+        beyond = [tenant for tenant in rows if rows[tenant] > max(1, queue.part(tenant))]
+        assert not (short and beyond), (short, beyond, rows)
+        return plan
+
+    @invariant()
+    def rows_hold(self) -> None:
+        if hasattr(self, "engine"):
+            assert self.engine.scheduler.num_running <= self.engine.scheduler.limits.max_rows
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.finish(20 + 40 * len(self.requests))  # everybody has its turn
+        check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
+        assert self.engine.pool.num_free == self.engine.pool.num_blocks
+        queue = self.engine.scheduler._waiting
+        assert not queue._here
+        assert not queue._waiting
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=25, stateful_step_count=25, derandomize=True, deadline=None, database=None)
