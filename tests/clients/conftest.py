@@ -136,18 +136,23 @@ def questions(server: Server) -> dict[str, Question]:
 
 
 def ask_plainly(server: Server, model: str) -> Question:
-    asked = {"model": model, "temperature": 0, "max_tokens": LENGTH}
-    chat = server.post("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": PROMPT}]})
-    completion = server.post("/v1/completions", {**asked, "prompt": PROMPT})
-    return Question(
-        model,
-        Reply(chat["choices"][0]["message"]["content"], *counts_of(chat["usage"])),
-        Reply(completion["choices"][0]["text"], *counts_of(completion["usage"])),
-    )
+    return Question(model, chat_plainly(server, model), complete_plainly(server, model))
 
 
-def counts_of(usage: Mapping[str, int]) -> tuple[int, int]:
-    return usage["prompt_tokens"], usage["completion_tokens"]
+def chat_plainly(server: Server, model: str) -> Reply:
+    body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": LENGTH}
+    answer = server.post("/v1/chat/completions", body)
+    return make_reply(answer["choices"][0]["message"]["content"], answer["usage"])
+
+
+def complete_plainly(server: Server, model: str, prompt: str = PROMPT) -> Reply:
+    body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": LENGTH}
+    answer = server.post("/v1/completions", body)
+    return make_reply(answer["choices"][0]["text"], answer["usage"])
+
+
+def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
+    return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 @pytest.fixture(params=[BASE, *KNOWN])
