@@ -107,9 +107,8 @@ def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, questio
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     refused: dict[str, Any] = {"response_format": {"type": "json_object"}, "tools": [tool]}
     for name, value in refused.items():
-        with pytest.raises(openai.APIStatusError, match=name) as caught:
+        with pytest.raises(openai.BadRequestError, match=name):
             client.chat.completions.create(model="sql", messages=questions["sql"].messages, **{name: value})
-        assert caught.value.status_code in (400, 422)
 
 
 def test_the_responses_api_says_what_to_use_instead(client: openai.OpenAI) -> None:
