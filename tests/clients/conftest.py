@@ -159,3 +159,9 @@ def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
 def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
     """One for the base model, and one for each of two adapters."""
     return questions[request.param]
+
+
+@pytest.fixture
+def short(questions: dict[str, Question]) -> Question:
+    """The one whose answer is shortest, for what need not be tried with every model."""
+    return questions["redact"]

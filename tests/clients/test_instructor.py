@@ -34,10 +34,10 @@ def test_a_chat_in_a_stream(client: Any, question: Question) -> None:
     assert "".join(texts) == question.chat.text
 
 
-def test_a_client_by_the_name_of_its_provider(server: Server, question: Question) -> None:
-    client = instructor.from_provider(f"openai/{question.model}", base_url=server.v1, api_key="none")
-    answer: Any = client.create(messages=question.messages, **TEXT)
-    assert answer.choices[0].message.content == question.chat.text
+def test_a_client_by_the_name_of_its_provider(server: Server, short: Question) -> None:
+    client = instructor.from_provider(f"openai/{short.model}", base_url=server.v1, api_key="none")
+    answer: Any = client.create(messages=short.messages, **TEXT)
+    assert answer.choices[0].message.content == short.chat.text
 
 
 def test_a_model_that_is_not_there(client: Any, questions: dict[str, Question]) -> None:

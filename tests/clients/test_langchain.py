@@ -33,17 +33,17 @@ def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
     assert reply_of(reduce(add, chunks)) == question.chat
 
 
-def test_asynchronous_chats(server: Server, question: Question) -> None:
+def test_asynchronous_chats(server: Server, short: Question) -> None:
     async def ask() -> tuple[Any, Any]:
-        model = chat_with(server, question.model)
+        model = chat_with(server, short.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
 
-    assert [reply_of(message) for message in asyncio.run(ask())] == [question.chat] * 2
+    assert [reply_of(message) for message in asyncio.run(ask())] == [short.chat] * 2
 
 
-def test_a_batch(server: Server, questions: dict[str, Question]) -> None:
-    answers = chat_with(server, "redact").batch([PROMPT] * 3)
-    assert [reply_of(answer) for answer in answers] == [questions["redact"].chat] * 3
+def test_a_batch(server: Server, short: Question) -> None:
+    answers = chat_with(server, short.model).batch([PROMPT] * 3)
+    assert [reply_of(answer) for answer in answers] == [short.chat] * 3
 
 
 def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:

@@ -10,7 +10,6 @@ from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Serv
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH, "num_retries": 0}
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-CHATS = ("openai", "hosted_vllm")
 
 
 def reach(server: Server, provider: str, model: str) -> dict[str, Any]:
@@ -25,28 +24,33 @@ def join(chunks: list[Any]) -> Reply:
     return reply_of("".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].usage)
 
 
-@pytest.mark.parametrize("provider", CHATS)
-def test_a_chat(provider: str, server: Server, question: Question) -> None:
-    answer = litellm.completion(**reach(server, provider, question.model), messages=question.messages)
+def test_a_chat(server: Server, question: Question) -> None:
+    answer = litellm.completion(**reach(server, "openai", question.model), messages=question.messages)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-@pytest.mark.parametrize("provider", CHATS)
-def test_a_chat_in_a_stream(provider: str, server: Server, question: Question) -> None:
-    reached = reach(server, provider, question.model)
-    chunks = list(litellm.completion(**reached, messages=question.messages, **WITH_USAGE))
+def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
+    asked = reach(server, "openai", question.model)
+    chunks = list(litellm.completion(**asked, messages=question.messages, **WITH_USAGE))
     assert len(chunks) > 3
     assert join(chunks) == question.chat
 
 
-def test_asynchronous_chats(server: Server, question: Question) -> None:
+def test_the_provider_for_vllm(server: Server, short: Question) -> None:
+    asked = {**reach(server, "hosted_vllm", short.model), "messages": short.messages}
+    answer = litellm.completion(**asked)
+    chunks = list(litellm.completion(**asked, **WITH_USAGE))
+    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
+
+
+def test_asynchronous_chats(server: Server, short: Question) -> None:
     async def ask() -> tuple[Any, list[Any]]:
-        asked = {**reach(server, "openai", question.model), "messages": question.messages}
+        asked = {**reach(server, "openai", short.model), "messages": short.messages}
         stream = await litellm.acompletion(**asked, **WITH_USAGE)
         return await litellm.acompletion(**asked), [chunk async for chunk in stream]
 
     answer, chunks = asyncio.run(ask())
-    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == question.chat
+    assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
 
 
 def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:
@@ -57,7 +61,7 @@ def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) 
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == question.completion.text
 
 
-@pytest.mark.parametrize("provider", CHATS)
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_a_model_that_is_not_there(provider: str, server: Server, questions: dict[str, Question]) -> None:
     for options in ({}, WITH_USAGE):
         with pytest.raises(litellm.NotFoundError, match=NOBODY):

@@ -40,14 +40,14 @@ def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
     assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].message.content == question.chat.text
 
 
-def test_asynchronous_chats(server: Server, question: Question) -> None:
+def test_asynchronous_chats(server: Server, short: Question) -> None:
     async def ask() -> tuple[str | None, list[str]]:
-        model = reach(server, question.model)
+        model = reach(server, short.model)
         answer = await model.achat(MESSAGES)
         return answer.message.content, [piece.delta or "" async for piece in await model.astream_chat(MESSAGES)]
 
     whole, pieces = asyncio.run(ask())
-    assert whole == "".join(pieces) == question.chat.text
+    assert whole == "".join(pieces) == short.chat.text
 
 
 def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:

@@ -48,11 +48,11 @@ def test_a_chat_in_a_stream(client: openai.OpenAI, question: Question) -> None:
     assert join_chats(chunks) == question.chat
 
 
-def test_the_helper_for_streams(client: openai.OpenAI, question: Question) -> None:
-    with client.chat.completions.stream(model=question.model, messages=question.messages, **GREEDY) as stream:
+def test_the_helper_for_streams(client: openai.OpenAI, short: Question) -> None:
+    with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
-    assert "".join(deltas) == answer.choices[0].message.content == question.chat.text
+    assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
 
 
 def test_a_completion(client: openai.OpenAI, question: Question) -> None:
