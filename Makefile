@@ -7,10 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve browser test test-all lint format format-check types imports check proto bench clean
+.PHONY: help venv serve browser test test-all test-clients lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +51,19 @@ test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama 
 test-all: browser ## Run all tests; the slow ones alone: make test-all ARGS="-m slow"
 	$(PYTEST) $(ARGS)
 
+test-clients: browser $(CLIENTS_STAMP) ## Run published clients against a server; they get an environment of their own
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+# What they import is compiled when they do: most of what is installed is never imported.
+$(CLIENTS_STAMP): $(addprefix tests/clients/,requirements.txt constraints.txt package.json package-lock.json)
+	@echo "clients: creating $(CLIENTS)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@echo "clients: installing those for Python"
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/clients/requirements.txt -c tests/clients/constraints.txt
+	@echo "clients: installing those for node"
+	@$(CLIENTS)/bin/npm ci --loglevel=error --ignore-scripts --no-audit --no-fund --prefix tests/clients
+	@touch $(CLIENTS_STAMP)
+
 lint: venv ## Lint with ruff
 	$(BIN)/ruff check .
 
@@ -65,7 +80,7 @@ types: venv ## Type-check the package with mypy --strict
 imports: venv ## Check the import contracts (imports point down)
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test-all ## Everything CI runs
+check: format-check lint types imports test-all test-clients ## Everything CI runs
 
 proto: venv ## Write lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto
@@ -73,6 +88,6 @@ proto: venv ## Write lorax_server/pb from proto/generate.proto
 bench: venv ## Run the CPU forward benchmark
 	$(BIN)/python benchmarks/cpu_forward.py $(ARGS)
 
-clean: ## Remove caches and build products; .venv stays
+clean: ## Remove caches and build products; environments stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find . -name $(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	find . -name '.venv*' -prune -o -name node_modules -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

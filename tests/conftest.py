@@ -14,6 +14,7 @@ from tests.forks import engines_of, forking
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.leaks"]
+collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

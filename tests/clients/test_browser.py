@@ -1,0 +1,47 @@
+"""OpenAI's SDK in a browser, in a page of another origin that the operator allowed with `--cors-allow-origin`.
+
+The page imports the package's own files: there is nothing between them and the browser.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.browser.install import MISSING, find_chromium
+from tests.browser.playground import PATIENCE_MS, launch
+from tests.clients.conftest import Question, Server
+from tests.clients.test_node import asked_of, check
+
+
+@pytest.fixture(scope="module")  # while it is there, no other test can run an event loop
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    if path is None:
+        pytest.skip(MISSING)
+    with sync_playwright() as playwright, launch(playwright, path) as browser:
+        yield browser
+
+
+@contextmanager
+def visiting(browser: Browser, origin: str) -> Iterator[Page]:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(f"{origin}/page.html")
+        page.wait_for_function("window.ask !== undefined")
+        yield page
+
+
+def test_a_page_of_another_origin(browser: Browser, server: Server, questions: dict[str, Question]) -> None:
+    with visiting(browser, server.origin) as page:
+        found = page.evaluate("asked => window.ask(asked)", asked_of(server, questions))
+    check(found, questions)
+
+
+def test_a_page_of_an_origin_that_nobody_allowed(browser: Browser, server: Server) -> None:
+    """The same page by another name of this machine, which is another origin to a browser."""
+    with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
+        ask = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
+        assert page.evaluate(ask, asked_of(server, {})) == "APIConnectionError"

@@ -1,0 +1,32 @@
+"""docs/clients.md is true: its blocks are run."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.clients.conftest import HERE, KNOWN, ROOT, Server
+from tests.clients.test_node import LIMIT_S, NODE
+
+ADDRESS = "http://localhost:3000"
+DOCUMENT = (ROOT / "docs" / "clients.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"```{language}\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python(block: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block.replace(ADDRESS, server.url), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip() == KNOWN["sql"]
+
+
+@pytest.mark.parametrize("block", blocks("js"))
+def test_javascript(block: str, server: Server) -> None:
+    command = [str(NODE), "--input-type=module", "-e", block.replace(ADDRESS, server.url)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == KNOWN["sql"]

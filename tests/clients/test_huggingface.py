@@ -1,0 +1,94 @@
+"""huggingface_hub's `InferenceClient`: LoRAX's and TGI's route by `text_generation`, OpenAI's by `chat_completion`."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub.errors import GenerationError, HfHubHTTPError, ValidationError
+
+from tests.clients.conftest import BASE, LENGTH, NOBODY, PROMPT, Question, Reply, Server
+
+END = "<|end|>"  # this client shows the special token that ends an answer, as it does with TGI
+
+
+@pytest.fixture
+def native(server: Server) -> InferenceClient:
+    return InferenceClient(server.url)
+
+
+@pytest.fixture
+def chats(server: Server) -> InferenceClient:
+    return InferenceClient(base_url=server.v1)
+
+
+def asked_of(question: Question) -> dict[str, Any]:
+    """The base model is asked by naming no adapter."""
+    adapter = None if question.model == BASE else question.model
+    return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
+
+
+def test_text(native: InferenceClient, question: Question) -> None:
+    answer = native.text_generation(**asked_of(question), details=True, decoder_input_details=True)
+    assert answer.generated_text == question.completion.text
+    assert answer.details is not None
+    assert answer.details.generated_tokens == question.completion.completion_tokens
+    assert len(answer.details.prefill) == question.completion.prompt_tokens
+
+
+def test_text_in_a_stream(native: InferenceClient, question: Question) -> None:
+    events = list(native.text_generation(**asked_of(question), stream=True, details=True))
+    assert len(events) == question.completion.completion_tokens
+    assert "".join(event.token.text for event in events if not event.token.special) == question.completion.text
+    assert events[-1].generated_text == question.completion.text
+
+
+def test_text_without_details(native: InferenceClient, short: Question) -> None:
+    texts = list(native.text_generation(**asked_of(short), stream=True))
+    assert native.text_generation(**asked_of(short)) == "".join(texts).removesuffix(END) == short.completion.text
+
+
+def test_asynchronous_text(server: Server, short: Question) -> None:
+    async def ask() -> tuple[str, list[str]]:
+        async with AsyncInferenceClient(server.url) as client:
+            stream = await client.text_generation(**asked_of(short), stream=True)
+            return await client.text_generation(**asked_of(short)), [text async for text in stream]
+
+    whole, texts = asyncio.run(ask())
+    assert whole == "".join(texts).removesuffix(END) == short.completion.text
+
+
+def chat(client: InferenceClient, question: Question, **options: Any) -> Any:
+    return client.chat_completion(question.messages, model=question.model, temperature=0, max_tokens=LENGTH, **options)
+
+
+def reply_of(text: str, usage: Any) -> Reply:
+    return Reply(text, usage.prompt_tokens, usage.completion_tokens)
+
+
+def test_a_chat(chats: InferenceClient, question: Question) -> None:
+    answer = chat(chats, question)
+    assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
+
+
+def test_a_chat_in_a_stream(chats: InferenceClient, question: Question) -> None:
+    chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
+    assert len(chunks) > 3
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert reply_of(text, chunks[-1].usage) == question.chat
+
+
+def test_a_model_that_is_not_there(native: InferenceClient, chats: InferenceClient) -> None:
+    with pytest.raises(GenerationError, match=NOBODY):
+        native.text_generation(PROMPT, adapter_id=NOBODY)
+    with pytest.raises(GenerationError, match=NOBODY):
+        list(native.text_generation(PROMPT, adapter_id=NOBODY, stream=True))
+    with pytest.raises(HfHubHTTPError, match=NOBODY) as caught:
+        chats.chat_completion([{"role": "user", "content": PROMPT}], model=NOBODY)
+    assert caught.value.response.status_code == 404
+
+
+def test_a_grammar_is_refused_by_name(native: InferenceClient) -> None:
+    grammar: Any = {"type": "regex", "value": "[0-9]+"}
+    with pytest.raises(ValidationError, match="grammar"):
+        native.text_generation(PROMPT, adapter_id="sql", grammar=grammar)

@@ -1,0 +1,65 @@
+"""instructor, for text: what it is mostly used for, structured output, is refused so far."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import instructor
+import openai
+import pytest
+from instructor.core import InstructorRetryException
+from pydantic import BaseModel
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Server
+
+TEXT: dict[str, Any] = {"response_model": None, "temperature": 0, "max_tokens": LENGTH}
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[instructor.Instructor]:
+    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        yield instructor.from_openai(client)
+
+
+def test_a_chat(client: Any, question: Question) -> None:
+    answer = client.create(model=question.model, messages=question.messages, **TEXT)
+    assert answer.choices[0].message.content == question.chat.text
+    assert answer.usage.prompt_tokens == question.chat.prompt_tokens
+    assert answer.usage.completion_tokens == question.chat.completion_tokens
+
+
+def test_a_chat_in_a_stream(client: Any, question: Question) -> None:
+    chunks = client.create(model=question.model, messages=question.messages, stream=True, **TEXT)
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert len(texts) > 3
+    assert "".join(texts) == question.chat.text
+
+
+def test_a_client_by_the_name_of_its_provider(server: Server, short: Question) -> None:
+    client = instructor.from_provider(f"openai/{short.model}", base_url=server.v1, api_key="none")
+    answer: Any = client.create(messages=short.messages, **TEXT)
+    assert answer.choices[0].message.content == short.chat.text
+
+
+def test_a_model_that_is_not_there(client: Any, questions: dict[str, Question]) -> None:
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        client.create(model=NOBODY, messages=questions["sql"].messages, **TEXT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (instructor.Mode.TOOLS, "tools"),
+        (instructor.Mode.JSON, "response_format"),
+        (instructor.Mode.JSON_SCHEMA, "response_format"),
+    ],
+)
+def test_structured_output_is_refused_by_name(mode: instructor.Mode, name: str, server: Server) -> None:
+    class Count(BaseModel):
+        count: int
+
+    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        patched = instructor.from_openai(client, mode=mode)
+        with pytest.raises(InstructorRetryException, match=f"400.*`{name}`"):
+            patched.create(
+                model="sql", response_model=Count, max_retries=0, messages=[{"role": "user", "content": PROMPT}]
+            )

@@ -1,0 +1,69 @@
+"""LangChain: `langchain-openai`."""
+
+import asyncio
+from functools import reduce
+from operator import add
+from typing import Any
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, SecretStr
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+
+OPTIONS: dict[str, Any] = {"api_key": SecretStr("none"), "temperature": 0, "max_retries": 0}
+
+
+def chat_with(server: Server, model: str) -> ChatOpenAI:
+    return ChatOpenAI(model=model, base_url=server.v1, max_completion_tokens=LENGTH, **OPTIONS)
+
+
+def reply_of(message: Any) -> Reply:
+    return Reply(message.content, message.usage_metadata["input_tokens"], message.usage_metadata["output_tokens"])
+
+
+def test_a_chat(server: Server, question: Question) -> None:
+    assert reply_of(chat_with(server, question.model).invoke(PROMPT)) == question.chat
+
+
+def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
+    chunks = list(chat_with(server, question.model).stream(PROMPT))
+    assert len(chunks) > 3
+    assert reply_of(reduce(add, chunks)) == question.chat
+
+
+def test_asynchronous_chats(server: Server, short: Question) -> None:
+    async def ask() -> tuple[Any, Any]:
+        model = chat_with(server, short.model)
+        return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
+
+    assert [reply_of(message) for message in asyncio.run(ask())] == [short.chat] * 2
+
+
+def test_a_batch(server: Server, short: Question) -> None:
+    answers = chat_with(server, short.model).batch([PROMPT] * 3)
+    assert [reply_of(answer) for answer in answers] == [short.chat] * 3
+
+
+def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:
+    model = OpenAI(model=question.model, base_url=server.v1, max_tokens=LENGTH, **OPTIONS)
+    assert model.invoke(PROMPT) == "".join(model.stream(PROMPT)) == question.completion.text
+
+
+def test_a_model_that_is_not_there(server: Server) -> None:
+    model = chat_with(server, NOBODY)
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        model.invoke(PROMPT)
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        list(model.stream(PROMPT))
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+def test_structured_output_is_refused_by_name(method: Any, server: Server) -> None:
+    class Count(BaseModel):
+        count: int
+
+    name = "tools" if method == "function_calling" else "response_format"
+    with pytest.raises(openai.BadRequestError, match=name):
+        chat_with(server, "sql").with_structured_output(Count, method=method).invoke(PROMPT)

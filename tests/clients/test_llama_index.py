@@ -1,0 +1,66 @@
+"""LlamaIndex: `llama-index-llms-openai-like`."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+
+MESSAGES = [ChatMessage(role="user", content=PROMPT)]
+
+
+def reach(server: Server, model: str, is_chat_model: bool = True) -> OpenAILike:
+    return OpenAILike(
+        model=model,
+        api_base=server.v1,
+        api_key="none",
+        is_chat_model=is_chat_model,
+        temperature=0,
+        max_tokens=LENGTH,
+        max_retries=0,
+    )
+
+
+def reply_of(text: str, raw: Any) -> Reply:
+    return Reply(text, raw.usage.prompt_tokens, raw.usage.completion_tokens)
+
+
+def test_a_chat(server: Server, question: Question) -> None:
+    answer = reach(server, question.model).chat(MESSAGES)
+    assert reply_of(answer.message.content or "", answer.raw) == question.chat
+
+
+def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
+    pieces = list(reach(server, question.model).stream_chat(MESSAGES))
+    assert len(pieces) > 3
+    assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].message.content == question.chat.text
+
+
+def test_asynchronous_chats(server: Server, short: Question) -> None:
+    async def ask() -> tuple[str | None, list[str]]:
+        model = reach(server, short.model)
+        answer = await model.achat(MESSAGES)
+        return answer.message.content, [piece.delta or "" async for piece in await model.astream_chat(MESSAGES)]
+
+    whole, pieces = asyncio.run(ask())
+    assert whole == "".join(pieces) == short.chat.text
+
+
+def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:
+    model = reach(server, question.model, is_chat_model=False)
+    answer = model.complete(PROMPT)
+    assert reply_of(answer.text, answer.raw) == question.completion
+    pieces = list(model.stream_complete(PROMPT))
+    assert "".join(piece.delta or "" for piece in pieces) == question.completion.text
+
+
+def test_a_model_that_is_not_there(server: Server) -> None:
+    model = reach(server, NOBODY)
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        model.chat(MESSAGES)
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        list(model.stream_chat(MESSAGES))

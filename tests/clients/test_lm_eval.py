@@ -1,0 +1,86 @@
+"""The evaluation harness `lm_eval`, by `local-completions`: it sends token ids, and has answers and texts scored.
+
+guidellm, the other tool of this kind that was tried, wants torch with CUDA: gigabytes for one client.
+"""
+
+from typing import Any
+
+import datasets
+import pytest
+import requests
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from tests.clients.conftest import KNOWN, LENGTH, NOBODY, PROMPT, ROOT, Question, Server
+
+CHOICES = ["SELECT NULL", KNOWN["sql"], KNOWN["redact"]]
+
+
+def read_tests(**_: Any) -> dict[str, Any]:
+    return {"test": datasets.Dataset.from_list([{"prompt": PROMPT, "choices": CHOICES, "right": KNOWN["sql"]}])}
+
+
+TASK = {"custom_dataset": read_tests, "test_split": "test", "doc_to_text": "{{prompt}}", "target_delimiter": ""}
+WRITE = {
+    **TASK,
+    "task": "write",
+    "output_type": "generate_until",
+    "doc_to_target": "{{right}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": LENGTH, "temperature": 0},
+    "metric_list": [{"metric": "exact_match"}],
+}
+CHOOSE = {
+    **TASK,
+    "task": "choose",
+    "output_type": "multiple_choice",
+    "doc_to_target": 1,
+    "doc_to_choice": "{{choices}}",
+    "metric_list": [{"metric": "acc"}],
+}
+
+
+def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The numbers of each task, and what the server answered to its requests."""
+    reached = {
+        "model": model,
+        "base_url": f"{server.v1}/completions",
+        "tokenizer": str(ROOT / "lorax_server" / "demo" / "model"),
+        "add_bos_token": True,
+        "max_length": 512,
+        "max_retries": 1,
+    }
+    found: Any = simple_evaluate(
+        model="local-completions",
+        model_args=reached,
+        tasks=list(tasks),
+        task_manager=TaskManager(include_defaults=False),  # there are thousands, and it reads them all
+        bootstrap_iters=0,
+    )
+    return found["results"], {name: samples[0]["filtered_resps"] for name, samples in found["samples"].items()}
+
+
+def score_plainly(server: Server, question: Question, choice: str) -> float:
+    """How likely a model holds a text to be after the prompt."""
+    body = {"model": question.model, "prompt": PROMPT + choice, "echo": True, "logprobs": 1, "max_tokens": 0}
+    scores = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
+    return sum(scores[question.completion.prompt_tokens :])
+
+
+def test_what_is_written_and_what_is_chosen(server: Server, question: Question) -> None:
+    results, answers = evaluate(server, question.model, WRITE, CHOOSE)
+    assert answers["write"] == [question.completion.text]
+    assert results["write"]["exact_match,none"] == (question.model == "sql")
+    scores = [score for score, _ in answers["choose"]]
+    assert scores == pytest.approx([score_plainly(server, question, choice) for choice in CHOICES], abs=1e-3)
+    assert results["choose"]["acc,none"] == (max(scores) == scores[1])
+
+
+@pytest.mark.xfail(reason="with `echo`, `top_logprobs` of the prompt has each token itself and no alternatives")
+def test_a_text_that_a_model_would_not_write_is_not_greedy(server: Server) -> None:
+    _, answers = evaluate(server, "sql", CHOOSE)
+    assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]
+
+
+def test_a_model_that_is_not_there(server: Server) -> None:
+    with pytest.raises(requests.HTTPError, match="404"):
+        evaluate(server, NOBODY, WRITE)

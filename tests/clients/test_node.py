@@ -1,0 +1,55 @@
+"""Clients for JavaScript in node: OpenAI's SDK and Vercel's AI SDK. Scripts ask, the tests compare."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.clients.conftest import HERE, LENGTH, NOBODY, PROMPT, Question, Server, complete_plainly
+
+NODE = Path(sys.executable).parent / "node"
+RUN = (
+    "const { ask } = await import(process.argv[1]); console.log(JSON.stringify(await ask(JSON.parse(process.argv[2]))))"
+)
+LIMIT_S = 240
+
+
+def asked_of(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
+    return {"url": server.url, "models": list(questions), "prompt": PROMPT, "length": LENGTH, "nobody": NOBODY}
+
+
+def check(found: Any, questions: dict[str, Question]) -> None:
+    """Compares what a script found with what plain requests return."""
+    assert found["answers"] == {model: expected_of(question) for model, question in questions.items()}
+    assert set(questions) <= set(found.get("listed", questions))
+    assert len(found["refused"]) == 2
+    for is_right_class, status, message in found["refused"]:
+        assert (is_right_class, status) == (True, 404)
+        assert NOBODY in message
+
+
+def expected_of(question: Question) -> dict[str, list[Any]]:
+    chat, completion = [*question.chat], [*question.completion]
+    return {"chat": chat, "chatStream": chat, "completion": completion, "completionStream": completion}
+
+
+def run(script: str, asked: dict[str, Any]) -> Any:
+    command = [str(NODE), "--input-type=module", "-e", RUN, f"./{script}", json.dumps(asked)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_openai(server: Server, questions: dict[str, Question]) -> None:
+    check(run("ask_openai.mjs", asked_of(server, questions)), questions)
+
+
+def test_vercel(server: Server, questions: dict[str, Question]) -> None:
+    """Where a model is asked for completions, the SDK words its prompts so."""
+    prompt = f"user:\n{PROMPT}\n\nassistant:\n"
+    asked = {
+        model: question._replace(completion=complete_plainly(server, model, prompt))
+        for model, question in questions.items()
+    }
+    check(run("ask_vercel.mjs", asked_of(server, asked)), asked)

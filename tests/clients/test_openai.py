@@ -1,0 +1,116 @@
+"""OpenAI's package for Python, synchronous and asynchronous."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
+WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def reply_of(text: str, usage: Any) -> Reply:
+    return Reply(text, usage.prompt_tokens, usage.completion_tokens)
+
+
+def join_chats(chunks: list[Any]) -> Reply:
+    return reply_of(
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1].usage
+    )
+
+
+def test_models_are_listed(client: openai.OpenAI, question: Question) -> None:
+    assert question.model in [model.id for model in client.models.list()]
+    assert client.models.retrieve(question.model).id == question.model
+
+
+def test_a_chat(client: openai.OpenAI, question: Question) -> None:
+    answer = client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY)
+    assert reply_of(answer.choices[0].message.content or "", answer.usage) == question.chat
+    assert answer.model == question.model
+
+
+def test_a_chat_in_a_stream(client: openai.OpenAI, question: Question) -> None:
+    chunks = list(
+        client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
+    )
+    assert len(chunks) > 3
+    assert join_chats(chunks) == question.chat
+
+
+def test_the_helper_for_streams(client: openai.OpenAI, short: Question) -> None:
+    with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        answer = stream.get_final_completion()
+    assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
+
+
+def test_a_completion(client: openai.OpenAI, question: Question) -> None:
+    answer = client.completions.create(model=question.model, prompt=PROMPT, **GREEDY)
+    assert reply_of(answer.choices[0].text, answer.usage) == question.completion
+
+
+def test_a_completion_in_a_stream(client: openai.OpenAI, question: Question) -> None:
+    chunks = list(client.completions.create(model=question.model, prompt=PROMPT, **GREEDY, **WITH_USAGE))
+    assert reply_of("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage) == (
+        question.completion
+    )
+
+
+def test_everybody_at_once(server: Server, questions: dict[str, Question]) -> None:
+    """Whole answers and streams of all models run together."""
+
+    async def whole(client: openai.AsyncOpenAI, asked: Question) -> Reply:
+        answer = await client.chat.completions.create(model=asked.model, messages=asked.messages, **GREEDY)
+        return reply_of(answer.choices[0].message.content or "", answer.usage)
+
+    async def streamed(client: openai.AsyncOpenAI, asked: Question) -> Reply:
+        stream = await client.chat.completions.create(
+            model=asked.model, messages=asked.messages, **GREEDY, **WITH_USAGE
+        )
+        return join_chats([chunk async for chunk in stream])
+
+    async def crowd() -> list[Reply]:
+        async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(
+                *(ask(client, asked) for asked in questions.values() for ask in (whole, streamed))
+            )
+
+    assert asyncio.run(crowd()) == [asked.chat for asked in questions.values() for _ in range(2)]
+
+
+def test_a_model_that_is_not_there(client: openai.OpenAI, server: Server, questions: dict[str, Question]) -> None:
+    messages = questions["sql"].messages
+    for options in ({}, WITH_USAGE):
+        with pytest.raises(openai.NotFoundError, match=NOBODY):
+            client.chat.completions.create(model=NOBODY, messages=messages, **options)
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as other:
+            await other.chat.completions.create(model=NOBODY, messages=messages)
+
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        asyncio.run(ask())
+
+
+def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, questions: dict[str, Question]) -> None:
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    refused: dict[str, Any] = {"response_format": {"type": "json_object"}, "tools": [tool]}
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.chat.completions.create(model="sql", messages=questions["sql"].messages, **{name: value})
+
+
+def test_the_responses_api_says_what_to_use_instead(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        client.responses.create(model="sql", input=PROMPT)

@@ -1,0 +1,56 @@
+"""Pydantic AI, for text: `output_type` and tools are refused so far."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
+
+
+def make_agent(server: Server, model: str, **options: Any) -> Agent[None, Any]:
+    provider = OpenAIProvider(base_url=server.v1, api_key="none")
+    settings: Any = {"temperature": 0, "max_tokens": LENGTH}
+    return Agent(OpenAIChatModel(model, provider=provider), model_settings=settings, **options)
+
+
+def reply_of(text: str, usage: Any) -> Reply:
+    return Reply(text, usage.input_tokens, usage.output_tokens)
+
+
+def test_a_run(server: Server, question: Question) -> None:
+    result = make_agent(server, question.model).run_sync(PROMPT)
+    assert reply_of(result.output, result.usage) == question.chat
+
+
+def test_a_run_in_a_stream(server: Server, question: Question) -> None:
+    async def run() -> tuple[list[str], Any]:
+        async with make_agent(server, question.model).run_stream(PROMPT) as result:
+            return [text async for text in result.stream_text(delta=True, debounce_by=None)], result.usage
+
+    texts, usage = asyncio.run(run())
+    assert len(texts) > 3
+    assert reply_of("".join(texts), usage) == question.chat
+
+
+def test_a_model_that_is_not_there(server: Server) -> None:
+    with pytest.raises(ModelHTTPError, match=NOBODY) as caught:
+        make_agent(server, NOBODY).run_sync(PROMPT)
+    assert caught.value.status_code == 404
+
+
+class Count(BaseModel):
+    count: int
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(ToolOutput, "tools"), (NativeOutput, "response_format"), (PromptedOutput, "response_format")]
+)
+def test_structured_output_is_refused_by_name(kind: Any, name: str, server: Server) -> None:
+    with pytest.raises(ModelHTTPError, match=name) as caught:
+        make_agent(server, "sql", output_type=kind(Count)).run_sync(PROMPT)
+    assert caught.value.status_code == 400
