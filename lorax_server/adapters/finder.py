@@ -105,6 +105,7 @@ class AdapterFinder:
     def find(self, ref: AdapterRef) -> Found:
         """Brings it here and reads it. Takes as long as its source does."""
         check = partial(self._check_config, key_of(ref))
+        failure = SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
         for _ in range(ATTEMPTS):
             began_ns = self._time_ns()
             places = self._sources.places(ref.source, ref.name)
@@ -112,15 +113,16 @@ class AdapterFinder:
             folders = _stamps(places.folders)  # before anything in them is looked at
             try:
                 fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
-            except SourceError:
+            except SourceError as error:
                 if not places.roots:
                     raise
-                continue  # a folder of this machine changed
+                failure = error  # a folder of this machine, which may have changed meanwhile
+                continue
             found = self._identify(ref.name, fetched)
             # It may have moved meanwhile, to a root that is not watched.
             if found is not None and self._sources.places(ref.source, ref.name) == places:
                 return replace(_watch(found, folders, began_ns), roots=roots)
-        raise SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
+        raise failure
 
     def _check_config(self, key: Key, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
         source, name, token_hash = key
