@@ -31,6 +31,7 @@ class Completion:
     prompt_logprobs: list[float] | None = None  # from the second token on, if they were asked for
     finish_reason: FinishReason | None = None
     error: LoraxError | None = None
+    prompt_alternatives: list[Alternatives] | None = None  # of the same tokens as `prompt_logprobs`
 
 
 class Run:
@@ -57,7 +58,10 @@ class Run:
         completion.token_ids.append(output.token_id)
         completion.logprobs.append(output.logprob)
         if output.prompt_logprobs is not None:
-            completion.prompt_logprobs = output.prompt_logprobs
+            completion.prompt_logprobs, completion.prompt_alternatives = (
+                output.prompt_logprobs,
+                output.prompt_alternatives,
+            )
         if output.alternatives is not None:
             completion.alternatives.append(output.alternatives)
         reason = output.finish_reason if self.answer.finish_reason is None else self.answer.finish_reason

@@ -118,6 +118,8 @@ class StepResult:
     alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by place in `token_ids`
     prompt_logprobs: list[list[float]] = field(default_factory=list)
     """In the order of those sequences that `asks`: of the prompt's tokens after each that was computed."""
+    prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
+    """By place in `prompt_logprobs`, of those that ask for alternatives: as many as there are log probabilities."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has ended
 
 

@@ -114,7 +114,8 @@ class Request:
     adapter: str = ""  # the base model
     tenant: str = ""  # with whom it shares fairly what there is to serve
     priority: int = 0  # higher ones first, whoever they are of
-    choice: int = 0  # which of the answers to one call it is: a call's further answers give way to other calls
+    first_id: int | None = None
+    """The first answer's request, if this is a further one to the same call: those give way to other calls."""
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
 
@@ -175,6 +176,7 @@ class Output(NamedTuple):
     prompt_logprobs: list[float] | None = None  # with the first token: of the prompt's tokens from the second on
     failure: Failure | None = None  # then there is no token
     started: Started | None = None  # with the first token
+    prompt_alternatives: list[Alternatives] | None = None  # likewise, of the same tokens as `prompt_logprobs`
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":

@@ -104,13 +104,22 @@ class FairQueue:
         return Counter({name: tenant.num_rows for name, tenant in self._here.items() if tenant.num_rows})
 
     def part(self, tenant: str) -> int:
-        """Whole rows that are the tenant's by its weight."""
+        """Whole rows that are the tenant's by its weight; none where there are too many tenants, or heavier ones."""
         return int(self._num_rows * self._weight(tenant) / self._weight_here + ROUNDING)
+
+    def kept(self, tenant: str) -> int:
+        """Rows that nobody takes from the tenant: its part, and one at least."""
+        return max(1, self.part(tenant))
 
     @property
     def has_excess(self) -> bool:
-        """Whether a tenant has more rows than its part."""
-        return any(each.num_rows > max(1, self.part(name)) for name, each in self._here.items() if each.num_rows > 1)
+        """Whether a tenant has more rows than are kept for it."""
+        return any(each.num_rows > self.kept(name) for name, each in self._here.items() if each.num_rows > 1)
+
+    @property
+    def has_due(self) -> bool:
+        """Whether a tenant waits that has fewer rows than are kept for it."""
+        return any(tenant.num_rows < self.kept(name) for name, tenant in self._waiting.items())
 
     @property
     def num_due(self) -> int:
@@ -120,6 +129,10 @@ class FairQueue:
         return sum(
             min(tenant.num_waiting, max(0, self.part(name) - tenant.num_rows)) for name, tenant in self._waiting.items()
         )
+
+    def has_none(self, tenant: str) -> bool:
+        """Whether a tenant that waits has no row at all."""
+        return self._waiting[tenant].num_rows == 0
 
     def push(self, sequence: Sequence) -> None:
         name = sequence.request.tenant

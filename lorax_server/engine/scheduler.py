@@ -17,7 +17,7 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.limits import Limits
 from lorax_server.engine.pace import Pace
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.standing import by_standing, find_spare
+from lorax_server.engine.standing import by_standing, find_spare, may_spare
 from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, Started
@@ -131,9 +131,10 @@ class Scheduler:
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
         is_held_up = False  # one that runs waits for blocks, which those who come now would take
+        kept = self._keep_for_others() if long else 0
         for sequence in long:
             num_tokens = sequence.num_uncomputed
-            count = self._share(draft, num_tokens)
+            count = self._share(draft, num_tokens, kept)
             if count > 0 and not self._continue(draft, sequence, count, samples=count == num_tokens):
                 is_held_up = True
         while not is_held_up and draft.budget > 0 and self._free_rows and self._admit(draft):
@@ -146,9 +147,8 @@ class Scheduler:
         assert done.step == result.step, f"step {done.step} was to come next, not {result.step}"
         self._pace.step(done.num_tokens, done.submitted, self._clock())
         self._adapters.completed(result.step, result.loaded)
-        for (sequence, start), logprobs in zip(done.asking, result.prompt_logprobs, strict=True):
-            assert sequence.prompt_logprobs is not None
-            sequence.prompt_logprobs[start : start + len(logprobs)] = logprobs
+        for place, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
+            sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(place))
         outputs = []
         for place, sequence in enumerate(done.sampled):
             sequence.num_in_flight -= 1
@@ -169,7 +169,7 @@ class Scheduler:
             return Output.failed(request_id, self._not_numbers(sequence.request.adapter))
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
-        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # with the first token only
+        of_prompt = sequence.take_prompt()  # with the first token only
         started, sequence.started = sequence.started, None
         if reason is not None:
             self._pace.finish(len(sequence.token_ids) - len(sequence.request.prompt_ids))
@@ -178,7 +178,7 @@ class Scheduler:
             self._unsettled.remove(sequence)
             self._wait(sequence)
         alternatives = result.alternatives.get(place)
-        return Output(request_id, token_id, logprob, reason, alternatives, prompt_logprobs, started=started)
+        return Output(request_id, token_id, logprob, reason, alternatives, started=started, **of_prompt)
 
     def _not_numbers(self, adapter: str) -> LoraxError:
         """The mistake of a request if it chose the weights of a merge, else ours."""
@@ -196,10 +196,15 @@ class Scheduler:
             self._put(draft, sequence, count, samples)
         return is_possible
 
-    def _share(self, draft: Draft, num_tokens: int) -> int:
+    def _share(self, draft: Draft, num_tokens: int, kept: int = 0) -> int:
         if not self.limits.can_chunk:
             return num_tokens if num_tokens <= draft.budget else 0
-        return min(num_tokens, draft.budget, self.limits.max_chunk or draft.budget)
+        return min(num_tokens, max(draft.budget - kept, min(draft.budget, 1)), self.limits.max_chunk or draft.budget)
+
+    def _keep_for_others(self) -> int:
+        """Tokens of a step that long prompts leave to a tenant which waits for a row of its own, and finds one."""
+        is_due = bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
+        return self.limits.max_step_tokens // 2 if is_due else 0
 
     def _make_room(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens, if need be those of sequences that come after it and have no part in the step.
@@ -218,7 +223,7 @@ class Scheduler:
 
     def _take_rows_back(self) -> None:
         """Preempt those that have more than their share for those that wait and have less."""
-        head = self._next()
+        head = self._next() if may_spare(self._running, self._waiting) else None
         if head is None:
             return
         num_free = 0 if self._lacks_blocks(head) else len(self._free_rows)

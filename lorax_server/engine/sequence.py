@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from lorax_server.engine.blocks import chain_hash, root_hash
 from lorax_server.stopping import ended_by
-from lorax_server.types import FinishReason, Request, Started
+from lorax_server.types import Alternatives, FinishReason, Request, Started
 
-CHOICE_LAG = 64  # arrivals
+FURTHER_LAG = 64  # arrivals that go before a further answer to a call
 Rank = tuple[int, int, int]
 
 
@@ -34,6 +35,7 @@ class Sequence:
     cold_until: float = math.inf  # when it will not wait for its adapter any more
     cost: float = 0.0  # tokens that were expected of it when it came
     prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known
+    prompt_alternatives: list[Alternatives] | None = field(init=False)  # likewise
     rope_variant: str = ""
     _max_tokens: int = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
@@ -42,12 +44,29 @@ class Sequence:
         self.token_ids = list(self.request.prompt_ids)
         asks = self.request.prompt_logprobs
         self.prompt_logprobs = [math.nan] * (len(self.token_ids) - 1) if asks else None
+        has_top = asks and self.request.sampling.num_alternatives > 0
+        self.prompt_alternatives = [Alternatives([], [])] * (len(self.token_ids) - 1) if has_top else None
         self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
+
+    def note_prompt(self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None) -> None:
+        """How likely the tokens after some of the prompt's were."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs[start : start + len(logprobs)] = logprobs
+        if alternatives is not None:
+            assert self.prompt_alternatives is not None
+            self.prompt_alternatives[start : start + len(alternatives)] = alternatives
+
+    def take_prompt(self) -> dict[str, Any]:
+        """What is told of the prompt, once."""
+        taken = {"prompt_logprobs": self.prompt_logprobs, "prompt_alternatives": self.prompt_alternatives}
+        self.prompt_logprobs = self.prompt_alternatives = None
+        return taken
 
     @property
     def rank(self) -> Rank:
-        """Smaller is served first. Of one call's answers, each lets some that come later go before it."""
-        return -self.request.priority, self.arrival + self.request.choice * CHOICE_LAG, self.arrival
+        """Smaller is served first. A further answer to a call lets some that come later go before it."""
+        lag = 0 if self.request.first_id is None else FURTHER_LAG
+        return -self.request.priority, self.arrival + lag, self.arrival
 
     @property
     def num_uncomputed(self) -> int:

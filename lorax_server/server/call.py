@@ -152,11 +152,10 @@ class Call:
         prompt_ids = await self._to_ids(found.tokenizer, question)
         stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
         self._count_logprobs(question, len(prompt_ids), stop.max_new_tokens)
-        jobs = [
-            self._make_job(found, question, prompt_ids, stop, seed, choice)
-            for choice, seed in enumerate(question.seeds, len(self.jobs))
-        ]
-        self.jobs += jobs
+        jobs = []
+        for seed in question.seeds:
+            jobs.append(self._make_job(found, question, prompt_ids, stop, seed))
+            self.jobs.append(jobs[-1])
         self._is_scoring = question.is_scoring
         self.record.max_new_tokens = 0 if question.is_scoring else stop.max_new_tokens
         self.record.prompt_tokens += len(prompt_ids)
@@ -173,7 +172,7 @@ class Call:
         if not self.record.is_streamed and (question.logprobs or alternatives):
             each += num_tokens * (1 + alternatives)
         if question.prompt_logprobs:
-            each += num_prompt_tokens
+            each += num_prompt_tokens * (1 + alternatives)
         self._num_logprobs += each * len(question.seeds)
         check_logprobs(self._num_logprobs)
 
@@ -188,9 +187,7 @@ class Call:
         """The error of a name that may be misspelt, with those that may have been meant."""
         return await with_nearest(error, name, source, self.parts.names, self.key)
 
-    def _make_job(
-        self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int, choice: int
-    ) -> Job:
+    def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
         """A request of whoever has the key; without keys, of whoever is at the address."""
         identity = found.adapter.identity
         request = Request(
@@ -200,7 +197,7 @@ class Call:
             stop,
             identity,
             tenant=self.key.name or network(self._address),
-            choice=choice,
+            first_id=self.jobs[0].request.request_id if self.jobs else None,
             salt=self.key.salt(question.salt),
             prompt_logprobs=question.prompt_logprobs,
         )

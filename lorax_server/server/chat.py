@@ -76,13 +76,14 @@ def _question(call: Call, body: ChatCompletionRequest) -> Question:
     not_yet(body.tools and body.tool_choice != "none", "`tools`")  # an answer without them is the one without tools
     not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
-    check(body.top_logprobs is None or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
+    check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
     check_stopping(body, config)
     count = 1 if body.n is None else body.n
     check_count(count, config)
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    check(most is None or most >= 1, "`max_completion_tokens` must be at least 1")
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    most: int | None = getattr(body, name)
+    check(most is None or most >= 1, f"`{name}` must be at least 1")
     how = sampling(body, defaults, config, body.top_logprobs or 0)
     # The template says which special tokens there are.
     return replace(

@@ -35,6 +35,7 @@ from lorax_server.server.problems import json_response
 from lorax_server.server.rules import check
 from lorax_server.server.service import Service
 from lorax_server.server.sse import DONE, EventStream, event
+from lorax_server.types import Alternatives
 
 TAG = "OpenAI Compatible"
 DEFAULT_MAX_TOKENS = 16
@@ -179,21 +180,28 @@ class _Logprobs:
         self._lists: dict[str, list[Any]] = self._empty()
 
     def add_prompt(self) -> None:
-        texts = [self._job.tokenizer.detokenizer.token_text(token_id) for token_id in self._job.request.prompt_ids]
-        logprobs = [None, *(self._job.completion.prompt_logprobs or ())]
-        for token, logprob, start in zip(texts, logprobs, self._prompt.starts, strict=True):
-            self._put(token, start, logprob, None if logprob is None else {token: logprob})
+        completion, text_of = self._job.completion, self._job.tokenizer.detokenizer.token_text
+        first, *others = map(text_of, self._job.request.prompt_ids)
+        start, *starts = self._prompt.starts
+        self._put(first, start, None, None)  # nothing comes before it
+        logprobs = completion.prompt_logprobs or []
+        alternatives: Sequence[Alternatives | None] = completion.prompt_alternatives or [None] * len(logprobs)
+        for token, start, logprob, top in zip(others, starts, logprobs, alternatives, strict=True):
+            self._put(token, start, logprob, self._top(token, logprob, top))
 
     def add(self, chunks: list[Chunk], most: int = sys.maxsize) -> None:
         """Tokens of an answer, which has `most` characters: what stops it may have begun, and then not be shown."""
-        text_of = self._job.tokenizer.detokenizer.token_text
         for chunk in chunks:
-            top: dict[str, float] = {}
-            for token_id, logprob in zip(*(chunk.alternatives or ((), ())), strict=True):
-                top.setdefault(text_of(token_id), logprob)
-            token = text_of(chunk.token_id)
-            top[token] = chunk.logprob  # whichever else looks the same, such as bytes that are no character
+            token = self._job.tokenizer.detokenizer.token_text(chunk.token_id)
+            top = self._top(token, chunk.logprob, chunk.alternatives)
             self._put(token, len(self._prompt.text) + min(chunk.offset, most), chunk.logprob, top)
+
+    def _top(self, token: str, logprob: float, alternatives: Alternatives | None) -> dict[str, float]:
+        text_of, top = self._job.tokenizer.detokenizer.token_text, dict[str, float]()
+        for token_id, other in zip(*(alternatives or ((), ())), strict=True):
+            top.setdefault(text_of(token_id), other)
+        top[token] = logprob  # whichever else looks the same, such as bytes that are no character
+        return top
 
     def take(self) -> dict[str, Any]:
         lists, self._lists = self._lists, self._empty()

@@ -14,10 +14,10 @@ Sources, as of 2026:
 | transformers | `GenerationConfig`, whose words people use on every server |
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from lorax_server.errors import NotSupportedError
+from lorax_server.errors import InputError, NotSupportedError
 
 GENERATE, CHAT, COMPLETIONS = "generate", "chat", "completions"
 OPENAI = (CHAT, COMPLETIONS)
@@ -25,19 +25,30 @@ EVERYWHERE = (GENERATE, *OPENAI)
 
 
 class Foreign(NamedTuple):
-    """One field. `instead` is what says the same here. `usual` are values that ask for nothing, besides empty ones."""
+    """One field. `instead` is what says the same here. `usual` are values that ask for nothing, besides empty ones; of
+    some fields 0 is not empty."""
 
     name: str
     routes: tuple[str, ...]
     dialects: str
     instead: str = ""
     usual: tuple[Any, ...] = ()
+    zero_asks: bool = False
 
-    def asks(self, value: Any) -> bool:
-        """Whether the value changes anything. What is true unless it is said to be false asks by `false` alone."""
-        if self.usual == (True,):
+    def asks(self, value: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the value changes anything, beside what else is given. What is true unless it is said to be false
+        asks by `false` alone. Clients that speak to several servers may say the same in several words."""
+        if self.instead and given.get(self.instead) is not None and given[self.instead] == value:
+            return False
+        if self.is_on:
             return value is False
-        return bool(value) and value not in self.usual
+        is_empty = not value and not (self.zero_asks and value is not False and value == 0)
+        return not is_empty and value not in self.usual
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is true unless it is said to be false."""
+        return any(value is True for value in self.usual)  # not by ==, which takes 1 for true
 
     @property
     def reason(self) -> str:
@@ -70,6 +81,7 @@ FOREIGN = (
     Foreign("use_beam_search", EVERYWHERE, "vLLM"),
     Foreign("num_beams", EVERYWHERE, "transformers", usual=(1,)),
     Foreign("num_return_sequences", EVERYWHERE, "transformers", usual=(1,)),
+    Foreign("n", (GENERATE,), "OpenAI", usual=(1,)),
     Foreign("no_repeat_ngram_size", EVERYWHERE, "transformers"),
     Foreign("penalty_alpha", EVERYWHERE, "transformers"),
     Foreign("bad_words_ids", EVERYWHERE, "transformers"),
@@ -94,7 +106,8 @@ FOREIGN = (
     Foreign("max_new_tokens", OPENAI, "LoRAX, TGI", "max_tokens"),
     Foreign("max_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
     Foreign("max_completion_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
-    Foreign("n_predict", EVERYWHERE, "llama.cpp", usual=(-1,)),
+    Foreign("n_predict", OPENAI, "llama.cpp", "max_tokens", usual=(-1,)),
+    Foreign("n_predict", (GENERATE,), "llama.cpp", "max_new_tokens", usual=(-1,)),
     Foreign("max_length", EVERYWHERE, "transformers"),
     Foreign("max_time", EVERYWHERE, "transformers"),
     Foreign("min_length", EVERYWHERE, "transformers"),
@@ -105,7 +118,7 @@ FOREIGN = (
     Foreign("stop_strings", EVERYWHERE, "transformers", "stop"),
     Foreign("stop_regex", EVERYWHERE, "SGLang"),
     Foreign("stop_token_ids", (GENERATE,), "vLLM"),
-    Foreign("eos_token_id", EVERYWHERE, "transformers"),
+    Foreign("eos_token_id", EVERYWHERE, "transformers", zero_asks=True),
     Foreign("no_stop_trim", OPENAI, "SGLang"),
     Foreign("include_stop_str_in_output", OPENAI, "vLLM"),
     # The prompt.
@@ -124,7 +137,7 @@ FOREIGN = (
     Foreign("return_full_text", OPENAI, "TGI, LoRAX"),
     Foreign("skip_special_tokens", EVERYWHERE, "vLLM, SGLang", usual=(True,)),
     Foreign("spaces_between_special_tokens", EVERYWHERE, "vLLM", usual=(True,)),
-    Foreign("prompt_logprobs", EVERYWHERE, "vLLM"),
+    Foreign("prompt_logprobs", EVERYWHERE, "vLLM", zero_asks=True),
     Foreign("return_token_ids", EVERYWHERE, "vLLM, SGLang"),
     Foreign("return_tokens_as_token_ids", EVERYWHERE, "vLLM"),
     Foreign("return_hidden_states", EVERYWHERE, "SGLang"),
@@ -135,12 +148,21 @@ FOREIGN = (
 BY_ROUTE = {route: {field.name: field for field in FOREIGN if route in field.routes} for route in EVERYWHERE}
 
 
-def refuse_foreign(route: str, unknown: Mapping[str, Any] | None) -> None:
-    """Refuse the first field that asks for something. `unknown` are those that the route's schema does not have."""
+def refuse_foreign(route: str, unknown: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
+    """Refuse the first field that asks for something. `unknown` are those that the route's schema does not have, and
+    `given` those that it has."""
     for name, value in (unknown or {}).items():
         field = BY_ROUTE[route].get(name)
-        if field is not None and field.asks(value):
+        if field is not None and field.asks(value, given):
             raise NotSupportedError(field.reason)
+
+
+def refuse_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:
+    """Refuse what LoRAX's routes want in `parameters` and find beside it."""
+    for name, value in (unknown or {}).items():
+        field = BY_ROUTE[GENERATE].get(name)
+        if field.asks(value, {}) if field is not None else name in parameters and bool(value):
+            raise InputError(f"`{name}` is not known beside `inputs`; what is asked for belongs into `parameters`")
 
 
 def describe_refused(route: str) -> str:

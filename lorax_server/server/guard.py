@@ -21,7 +21,7 @@ from lorax_server.server.service import Service
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
-LARGE = 2**18  # bytes of a body that takes milliseconds to parse
+LARGE = 2**15  # bytes of a body that takes milliseconds to parse
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 SINGLE = ("host", "authorization", "content-type")  # a proxy might look at one of two, and we at the other

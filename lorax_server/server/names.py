@@ -192,8 +192,9 @@ class Names:
         """An adapter, where nothing else can be meant."""
         known = self._known(name) if source is None else None
         if known is None:
-            name = self._tidy(name, source)
-            known = self._known(name) if source is None else None
+            is_path, name = name.startswith("/"), self._tidy(name, source)
+            find = self._folder.get if is_path else self._known  # a path is not what an alias of its name stands for
+            known = find(name) if source is None else None
         if known is not None:
             # A key is allowed a name, wherever the operator has put what it stands for.
             allowed = Named(self.default_source, name)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from lorax_server.candidates import rank_candidates
 from lorax_server.completion import Chunk
 from lorax_server.server.call import Call
+from lorax_server.server.dialects import refuse_misplaced
 from lorax_server.server.jobs import Job, finish_all
 from lorax_server.server.native_parameters import choose_adapter, to_question
 from lorax_server.server.native_schemas import (
@@ -58,6 +59,7 @@ async def _ask(call: Call, body: GenerateRequest, is_streamed: bool) -> list[Job
     parts, parameters = call.parts, body.parameters or GenerateParameters()
     choice = choose_adapter(parameters, parts.names)
     call.expect(choice)
+    refuse_misplaced(body.model_extra, GenerateParameters.model_fields)
     question = to_question(body.inputs, parameters, parts.config, parts.max_input_length, is_streamed)
     call.admit(len(question.seeds), is_streamed)
     return await call.ask(await call.find(choice), question)

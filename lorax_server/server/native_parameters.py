@@ -54,7 +54,7 @@ def to_question(
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
     refuse_format(parameters.response_format)
-    refuse_foreign(GENERATE, parameters.model_extra)
+    refuse_foreign(GENERATE, parameters.model_extra, vars(parameters))
     seed = secrets.randbits(64) if parameters.seed is None else parameters.seed
     return Question(
         inputs,

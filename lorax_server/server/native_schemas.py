@@ -112,7 +112,7 @@ class GenerateParameters(OpenSchema):
     response_format: ResponseFormat | None = None
 
 
-class GenerateRequest(Schema):
+class GenerateRequest(OpenSchema):
     inputs: str = Field(json_schema_extra={"minLength": 1})
     parameters: GenerateParameters | None = None
 

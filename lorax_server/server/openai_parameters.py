@@ -69,7 +69,9 @@ def _named_by(body: CommonRequest, names: Names) -> Choice:
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; name one")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
-        return choose_merged(body.merged_adapters, body.adapter_source, token, names, body.seed)
+        return choose_merged(
+            body.merged_adapters, body.adapter_source, token, names, None if body.seed is None else body.seed & MAX_SEED
+        )
     if body.adapter_id and body.adapter_id != model:
         check(not model, "`model` and `adapter_id` name different adapters; name one")
         return names.by_adapter(body.adapter_id, body.adapter_source, token)
@@ -85,7 +87,7 @@ def refuse_unsupported(route: str, body: CommonRequest) -> None:
     asked = body.response_format
     if asked is not None:
         not_yet(asked.get("type") != "text", f"`response_format` {str(asked.get('type'))[:32]!r}")
-    refuse_foreign(route, body.model_extra)
+    refuse_foreign(route, body.model_extra, vars(body))
 
 
 def sampling(

@@ -56,7 +56,10 @@ class Seen:
         hashes[identity] = None
         self._errors.pop(name, None)
         if len(names) > MAX_PLACES:
-            self._forget_name(identity, next(islice(names, 1, None)))
+            pinned = self._pins.get(identity, ())
+            oldest = next((each for each in islice(names, 1, len(names) - 1) if each not in pinned), None)
+            if oldest is not None:  # as many as are pinned are kept: those an operator named
+                self._forget_name(identity, oldest)
         if name.source == MERGES:
             self._merges[identity] = None
             self._merges.move_to_end(identity)

@@ -200,13 +200,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a connection whose client has asked and still waits for its answer (`nc -N`). It looks like one that has
-        gone until something is written to it, which a client that has gone refuses."""
+        gone until something is written to it, which a client that has gone refuses. Before HTTP/1.1 nothing can be
+        written but the answer, so that such a client is taken for gone: proxies speak 1.0, and close when their own
+        clients leave."""
         if self._has_rest or not self._is_answering or self.cycle.response_started or self.pipeline:
             return False
+        if self.scope["http_version"] != "1.1":
+            return False
         self.cycle.keep_alive = False
-        if self.scope["http_version"] == "1.1":  # before that, nothing can be said but the answer
-            self.transport.write(CONTINUE)
-            self._look_for_client(FIRST_LOOK_S)
+        self.transport.write(CONTINUE)
+        self._look_for_client(FIRST_LOOK_S)
         return True
 
     def _look_for_client(self, delay_s: float) -> None:

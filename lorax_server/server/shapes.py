@@ -29,7 +29,7 @@ def describe_shape(errors: Sequence[Any], path: str) -> Problem:
 def _place(location: Sequence[Any], forms: Mapping[str, str]) -> list[Any]:
     """Where a field is, without the names of types that come after one with several forms."""
     where: list[Any] = []
-    for step in location[1:] if location and location[0] == "body" else location:
+    for step in location[1:] if location and location[0] in ("body", "query", "path") else location:
         where.append(step)
         if step in forms:
             break

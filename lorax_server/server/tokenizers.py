@@ -5,14 +5,14 @@ import logging
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from lorax_server.adapters.finder import Recent
 from lorax_server.adapters.plain_file import Stamp
 from lorax_server.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.converter import Converter
@@ -51,8 +51,9 @@ class Tokenizers:
         self.base = base
         self._folder = folder
         self._clock = clock
-        self._light, self._heavy = _Recent[TextTokenizer](MAX_LIGHT), _Recent[TextTokenizer](MAX_HEAVY)
-        self._failures = _Recent[tuple[float, str]](MAX_FAILURES)  # until when, and why
+        self._light: Recent[_Key, TextTokenizer] = Recent(MAX_LIGHT)
+        self._heavy: Recent[_Key, TextTokenizer] = Recent(MAX_HEAVY)
+        self._failures: Recent[_Key, tuple[float, str]] = Recent(MAX_FAILURES)  # until when, and why
         self._loading: dict[_Key, asyncio.Task[TextTokenizer]] = {}
         self._converter = Converter()
         self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
@@ -81,7 +82,7 @@ class Tokenizers:
         # Not by the identity, which is that of the weights.
         vouched = tuple(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
         key = adapter.folder, vouched
-        known = self._light.get(key) or self._heavy.get(key)
+        known = self._light.recall(key) or self._heavy.recall(key)
         return known or await self._load_once(key, TokenizerFolder(Path(adapter.folder), dict(vouched)))
 
     async def encode(
@@ -151,9 +152,9 @@ class Tokenizers:
             found = await self._share_or_build(files)
         except (ConfigError, OSError) as error:
             failure = self._failure(files.path, error)
-            self._failures.put(key, (self._clock() + FAILURE_S, str(failure)))
+            self._failures[key] = self._clock() + FAILURE_S, str(failure)
             raise failure from error
-        (self._light if self._is_light(found) else self._heavy).put(key, found)
+        (self._light if self._is_light(found) else self._heavy)[key] = found
         return found
 
     async def _share_or_build(self, files: TokenizerFolder) -> TextTokenizer:
@@ -168,7 +169,7 @@ class Tokenizers:
         return found is self.base or (found.shares_vocabulary(self.base) and size <= LIGHT_TEMPLATES)
 
     def _check_failures(self, key: _Key) -> None:
-        until, why = self._failures.get(key) or (0.0, "")
+        until, why = self._failures.recall(key) or (0.0, "")
         if why and self._clock() < until:
             raise AdapterError(why)
 
@@ -181,25 +182,6 @@ class Tokenizers:
             reason = reason.replace(str(known), known.name) if known.is_absolute() else reason
         reason = FOLDERS.sub("", reason)[:MAX_REASON]
         return AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {reason}")
-
-
-class _Recent(Generic[_T]):
-    """What was used last, up to a number."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._values: OrderedDict[_Key, _T] = OrderedDict()
-
-    def get(self, key: _Key) -> _T | None:
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: _Key, value: _T) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._limit:
-            self._values.popitem(last=False)
 
 
 class _Lane:

@@ -49,7 +49,8 @@ class _Outcome(NamedTuple):
     token_id: int
     logprob: float
     alternatives: Alternatives | None
-    prompt_logprobs: list[float]
+    prompt_logprobs: list[float] | None = None
+    prompt_alternatives: list[Alternatives] | None = None
 
 
 class PaddedRunner:
@@ -116,8 +117,8 @@ class PaddedRunner:
         rows = zip(batch.requests, chosen.token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
         for place, (request, token_id, logprob) in enumerate(rows):
             asks = is_first and request.prefill_logprobs
-            of_prompt = _prompt_logprobs(batch, place, logits) if asks else []
-            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(place), of_prompt)
+            of_prompt = _score_prompt(batch, place, logits) if asks else (None, None)
+            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(place), *of_prompt)
         batch.append([outcome.token_id for outcome in outcomes.values()])
         for stop in batch.stopping_criterias:
             stop.current_tokens += 1
@@ -142,20 +143,29 @@ def _room_for(new: NewRow) -> StoppingCriteria:
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
 
-def _prompt_logprobs(batch: CausalLMBatch, place: int, logits: torch.Tensor) -> list[float]:
+def _score_prompt(
+    batch: CausalLMBatch, place: int, logits: torch.Tensor
+) -> tuple[list[float], list[Alternatives] | None]:
     """Of the prompt alone, also where tokens that were generated before are computed again after it."""
-    prompt_length = batch.next_token_choosers[place].prompt_length
+    chooser = batch.next_token_choosers[place]
+    prompt_length, count = chooser.prompt_length, chooser.params.num_alternatives
     num_generated = batch.input_lengths[place] - prompt_length
     columns = logits[place, : logits.shape[1] - num_generated]
-    return prompt_logprobs(columns, batch.all_input_ids[place][:prompt_length, 0])
+    logprobs = prompt_logprobs(columns, batch.all_input_ids[place][:prompt_length, 0])
+    if not count:
+        return logprobs, None
+    best, ids = columns[-prompt_length:-1].float().log_softmax(-1).topk(min(count, columns.shape[-1]), dim=-1)
+    return logprobs, [Alternatives(*each) for each in zip(ids.tolist(), best.tolist(), strict=True)]
 
 
 def _result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
     found = [outcomes[row] for row in plan.rows.tolist()]
+    asking = [each for each, asks in zip(found, plan.asks.tolist(), strict=True) if asks]
     return StepResult(
         plan.step,
         [each.token_id for each in found],
         [each.logprob for each in found],
         {place: each.alternatives for place, each in enumerate(found) if each.alternatives is not None},
-        [each.prompt_logprobs for each, asks in zip(found, plan.asks.tolist(), strict=True) if asks],
+        [each.prompt_logprobs or [] for each in asking],
+        {place: each.prompt_alternatives for place, each in enumerate(asking) if each.prompt_alternatives is not None},
     )

@@ -14,6 +14,7 @@ from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, Sampled, Sampler, TopTokens, Wish
+from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.rows import RowTables, to_device
 
@@ -23,13 +24,36 @@ SCORED_TOKENS = 256
 GPU_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+class ScoredPrompts(NamedTuple):
+    """How likely tokens of prompts were, one prompt after the other, and which would have been likeliest."""
+
+    counts: list[int]  # tokens of each prompt
+    num_alternatives: list[int]  # that each asks for
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor  # [tokens, most asked for]
+    top_logprobs: torch.Tensor
+
+    def by_prompt(self) -> list[list[float]]:
+        return [part.tolist() for part in self.logprobs.split(self.counts)]
+
+    def alternatives(self) -> dict[int, list[Alternatives]]:
+        """Of those prompts that ask for any."""
+        parts = zip(
+            self.num_alternatives, self.top_ids.split(self.counts), self.top_logprobs.split(self.counts), strict=True
+        )
+        return {
+            place: [Alternatives(*each) for each in zip(ids[:, :count].tolist(), top[:, :count].tolist(), strict=True)]
+            for place, (count, ids, top) in enumerate(parts)
+            if count
+        }
+
+
 class Ticket(NamedTuple):
     """A step that is under way. Its tensors are on the host once `done` has happened."""
 
     step: int
     sampled: Sampled | None = None
-    prompt_logprobs: torch.Tensor | None = None
-    prompt_counts: tuple[int, ...] = ()
+    prompts: ScoredPrompts | None = None
     done: torch.cuda.Event | None = None
 
 
@@ -83,9 +107,8 @@ class PagedRunner:
         with sdpa_kernel(GPU_BACKENDS) if self._device.type == "cuda" else nullcontext():
             hidden = self._forward(plan, places)
         sampled = self._choose(plan, places, hidden) if len(places.last) else None
-        prompt_counts = self._count_prompt_tokens(plan)
-        scored = self._score_prompts(plan, places, hidden, prompt_counts) if prompt_counts else None
-        return self._fetch(Ticket(plan.step, sampled, scored, prompt_counts))
+        prompts = self._score_prompts(plan, places, hidden) if plan.asks.any() else None
+        return self._fetch(Ticket(plan.step, sampled, prompts))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step."""
@@ -95,10 +118,10 @@ class PagedRunner:
         if ticket.sampled is not None:
             token_ids, logprobs = ticket.sampled.token_ids.tolist(), ticket.sampled.logprobs.tolist()
             alternatives = ticket.sampled.alternatives.by_row() if ticket.sampled.alternatives else {}
-        prompts: list[list[float]] = []
-        if ticket.prompt_logprobs is not None:
-            prompts = [part.tolist() for part in ticket.prompt_logprobs.split(ticket.prompt_counts)]
-        return StepResult(ticket.step, token_ids, logprobs, alternatives, prompts)
+        if ticket.prompts is None:
+            return StepResult(ticket.step, token_ids, logprobs, alternatives)
+        of_prompts = ticket.prompts.by_prompt(), ticket.prompts.alternatives()
+        return StepResult(ticket.step, token_ids, logprobs, alternatives, *of_prompts)
 
     def _forward(self, plan: StepPlan, places: _Places) -> torch.Tensor:
         tables, block_size = self._tables, self._tables.block_size
@@ -172,26 +195,27 @@ class PagedRunner:
             self._sampler = vocab_size, wishes, Sampler(wishes, vocab_size, self._device)
         return self._sampler[2]
 
-    def _count_prompt_tokens(self, plan: StepPlan) -> tuple[int, ...]:
+    def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
         """How many log probabilities each of those gets that ask for them: its last token has the first of the answer
         after it."""
         rows, starts, counts = plan.rows[plan.asks], plan.starts[plan.asks], plan.counts[plan.asks]
         lengths = [self._tables.host_prompt_lengths[row] for row in rows.tolist()]
         ends = np.minimum(starts + counts, np.array(lengths, dtype=np.int64) - 1)
-        return tuple((ends - starts).tolist())
+        return cast(list[int], (ends - starts).tolist())
 
-    def _score_prompts(
-        self, plan: StepPlan, places: _Places, hidden: torch.Tensor, prompt_counts: tuple[int, ...]
-    ) -> torch.Tensor:
-        first = places.bounds[:-1][plan.asks]
-        tokens = np.concatenate([np.arange(start, start + n) for start, n in zip(first, prompt_counts, strict=True)])
-        scored = []
+    def _score_prompts(self, plan: StepPlan, places: _Places, hidden: torch.Tensor) -> ScoredPrompts:
+        counts, first = self._count_prompt_tokens(plan), places.bounds[:-1][plan.asks]
+        wanted = [self._tables.wishes[row].params.num_alternatives for row in plan.rows[plan.asks].tolist()]
+        tokens = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
+        pieces = []
         for start in range(0, len(tokens), SCORED_TOKENS):
             piece = tokens[start : start + SCORED_TOKENS]
             rows, following = to_device([plan.rows[places.sequences[piece]], places.positions[piece] + 1], self._device)
             logprobs = self._score(hidden, piece, plan, places).float().log_softmax(-1)
-            scored.append(logprobs.gather(-1, self._tables.token_ids[rows, following][:, None]).squeeze(-1))
-        return torch.cat(scored)
+            given = logprobs.gather(-1, self._tables.token_ids[rows, following][:, None]).squeeze(-1)
+            best, ids = logprobs.topk(min(max(wanted), logprobs.shape[-1]), dim=-1)
+            pieces.append((given, ids, best))
+        return ScoredPrompts(counts, wanted, *map(torch.cat, zip(*pieces, strict=True)))
 
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Begin to copy what came out to the host; waiting for the device would also wait for the step after."""
@@ -203,9 +227,11 @@ class PagedRunner:
             if top is not None:
                 top = TopTokens(top.counts, _to_host(top.token_ids), _to_host(top.logprobs))
             sampled = Sampled(_to_host(sampled.token_ids), _to_host(sampled.logprobs), top)
-        prompts = None if ticket.prompt_logprobs is None else _to_host(ticket.prompt_logprobs)
+        prompts = ticket.prompts
+        if prompts is not None:
+            prompts = ScoredPrompts(prompts.counts, prompts.num_alternatives, *map(_to_host, prompts[2:]))
         done: Any = torch.cuda.current_stream(self._device).record_event()
-        return ticket._replace(sampled=sampled, prompt_logprobs=prompts, done=done)
+        return ticket._replace(sampled=sampled, prompts=prompts, done=done)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,6 @@ def test_what_is_written_and_what_is_chosen(server: Server, question: Question) 
     assert results["choose"]["acc,none"] == (max(scores) == scores[1])
 
 
-@pytest.mark.xfail(reason="with `echo`, `top_logprobs` of the prompt has each token itself and no alternatives")
 def test_a_text_that_a_model_would_not_write_is_not_greedy(server: Server) -> None:
     _, answers = evaluate(server, "sql", CHOOSE)
     assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]

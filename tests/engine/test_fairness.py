@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.limits import Limits
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.sequence import FURTHER_LAG, Sequence
 from lorax_server.plan import StepPlan
 from lorax_server.types import Request
 from tests.engine.test_scheduler import Engine, check, make_request
@@ -143,12 +143,43 @@ def test_what_matters_more_keeps_its_rows() -> None:
     assert engine.scheduler.counters.rows_taken_back == 0
 
 
+@pytest.mark.parametrize("others", [ROWS - 1, ROWS, 3 * ROWS])
+def test_however_many_come_nobody_waits_for_whole_answers_of_who_has_all_rows(others: int) -> None:
+    engine = Engine(LIMITS, 400)
+    many = flood(engine, 2 * ROWS)
+    run(engine, 3)
+    small = [make_request(100 + i, [4, 5], 2, eos=False, tenant=f"small-{i}") for i in range(others)]
+    for request in small:
+        engine.scheduler.add(request)
+    run(engine, ROWS + 3 * (1 + others // (ROWS - 1)))
+    assert all(request.request_id in engine.answers for request in small)
+    engine.finish()
+    check(engine, *many, *small)
+
+
+def test_a_long_prompt_leaves_room_to_who_finds_a_row() -> None:
+    engine = Engine(replace(LIMITS, max_step_tokens=16), 400)
+    long = make_request(0, [1, 2] * 45, 4, eos=False, tenant="long")
+    engine.scheduler.add(long)
+    run(engine, 2)
+    small = make_request(1, [4, 5], 2, eos=False, tenant="small")
+    engine.scheduler.add(small)
+    run(engine, 3)
+    assert 1 in engine.answers
+    assert 0 not in engine.answers
+    engine.finish()
+    check(engine, long, small)
+
+
 # --- Calls of one tenant ----------------------------------------------------------------------------------------------
 
 
 def call(engine: Engine, first: int, count: int) -> list[Request]:
     """One call with several answers."""
-    requests = [make_request(first + i, [1, 2, 3], 40, eos=False, tenant="one", choice=i) for i in range(count)]
+    requests = [
+        make_request(first + i, [1, 2, 3], 40, eos=False, tenant="one", first_id=first if i else None)
+        for i in range(count)
+    ]
     for request in requests:
         engine.scheduler.add(request)
     return requests
@@ -167,6 +198,29 @@ def test_further_answers_of_a_call_give_way_to_other_calls_of_its_tenant(depth: 
     assert engine.scheduler.counters.rows_taken_back == 2
     engine.finish()
     check(engine, *many, *others)
+
+
+def test_the_only_row_of_a_call_is_kept() -> None:
+    """Also if it is that of a further answer."""
+    engine = Engine(replace(LIMITS, max_rows=2), 200)
+    short = make_request(0, [1, 2, 3], 4, eos=False, tenant="one")
+    further = make_request(1, [1, 2, 3], 40, eos=False, tenant="one", first_id=0)
+    for request in (short, further):
+        engine.scheduler.add(request)
+    while 0 not in engine.reasons:
+        engine.step()
+    others = [*call(engine, 100, 1), *call(engine, 200, 1)]
+    run(engine, 5)
+    assert engine.scheduler.counters.rows_taken_back == 0
+    engine.finish()
+    check(engine, short, further, *others)
+
+
+def test_further_answers_let_only_so_many_go_before_them() -> None:
+    engine = Engine(LIMITS, 400)
+    call(engine, 0, 60)
+    ranks = sorted(sequence.rank for sequence in engine.scheduler._by_id.values())
+    assert ranks[-1][1] - ranks[0][1] == 59 + FURTHER_LAG
 
 
 def test_first_answers_wait_for_first_answers() -> None:
@@ -226,6 +280,7 @@ def test_parts_are_of_those_who_are_here() -> None:
     for sequence in sequences:
         queue.push(sequence)
     assert [queue.part(each.request.tenant) for each in sequences] == [24, 3, 35]
+    assert queue.has_due
     assert queue.num_due == 3
     queue.remove(sequences[1])
     queue.remove(sequences[0])
@@ -261,8 +316,10 @@ class Machine(RuleBasedStateMachine):
         count=st.integers(1, 6),
     )
     def ask(self, prompt: list[int], new: int, eos: bool, tenant: str, count: int) -> None:
-        for choice in range(count):
-            request = make_request(len(self.requests), prompt, new, eos, tenant=tenant, choice=choice)
+        first = len(self.requests)
+        for number in range(count):
+            first_id = first if number else None
+            request = make_request(first + number, prompt, new, eos, tenant=tenant, first_id=first_id)
             self.requests[request.request_id] = request
             self.engine.scheduler.add(request)
 
@@ -287,7 +344,7 @@ class Machine(RuleBasedStateMachine):
         assert rows == queue.rows
         assert not (len(queue) and scheduler._free_rows)
         short = [tenant for tenant in queue._waiting if rows[tenant] < queue.part(tenant)]
-        beyond = [tenant for tenant in rows if rows[tenant] > max(1, queue.part(tenant))]
+        beyond = [tenant for tenant in rows if rows[tenant] > queue.kept(tenant)]
         assert not (short and beyond), (short, beyond, rows)
         return plan
 

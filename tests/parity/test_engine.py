@@ -205,7 +205,7 @@ def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path
         engine = make_engine(models, adapter_bytes=2 * max(units(models)) * UNIT_BYTES, **room)
         crowd = Crowd(engine, models.folders)
         for i, prompt in enumerate(prompts):
-            more = {"tenant": "big", "choice": i} if i < 6 else {"tenant": f"small {i}"}
+            more = {"tenant": "big", "first_id": 0 if i else None} if i < 6 else {"tenant": f"small {i}"}
             crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
             while is_alone and engine.has_work:
                 crowd.step()
@@ -246,9 +246,17 @@ def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.
         if i % 2:
             expected = logprobs[: len(prompt) - 1].gather(-1, torch.tensor(prompt[1:])[:, None])
             assert found == pytest.approx(expected.flatten().tolist(), abs=1e-3)
+            best = logprobs[: len(prompt) - 1].topk(i % 4)
+            tops = outputs[0].prompt_alternatives or []
+            assert len(tops) == len(prompt) - 1
+            for place, top in enumerate(tops):
+                assert top.logprobs == pytest.approx(best.values[place].tolist(), abs=1e-3)
+                assert top.logprobs == pytest.approx(logprobs[place][top.token_ids].tolist(), abs=1e-3)
         else:
             assert found is None
+            assert outputs[0].prompt_alternatives is None
         assert all(output.prompt_logprobs is None for output in outputs[1:])
+        assert all(output.prompt_alternatives is None for output in outputs[1:])
 
 
 def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def ask(routes: Routes, route: str, **fields: Any) -> Reply:
 @pytest.mark.parametrize("route", PATHS)
 def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Templated) -> None:
     for name, field in BY_ROUTE[route].items():
-        refused = ask(routes, route, **{name: False if field.usual == (True,) else "x"})
+        refused = ask(routes, route, **{name: False if field.is_on else "x"})
         assert refused.status == (422 if route == GENERATE else 400), name
         assert f"`{name}`" in refused.message
         if route != GENERATE:
@@ -57,11 +57,58 @@ def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Tem
 @pytest.mark.parametrize("route", PATHS)
 def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     for nothing in (None, False, 0, "", [], {}):
-        fields = {name: nothing for name, field in BY_ROUTE[route].items() if field.usual != (True,)}
+        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.is_on}
+        if nothing == 0 and nothing is not False:
+            fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_asks}
         assert ask(routes, route, **fields).status == 200
     usual = {name: value for name, field in BY_ROUTE[route].items() for value in field.usual}
     assert len(usual) >= 5
     assert ask(routes, route, **usual).status == 200
+
+
+@pytest.mark.parametrize("route", PATHS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 4},
+        {"num_return_sequences": 3},
+        {"repeat_penalty": 1.3},
+        {"prompt_logprobs": 0},
+        {"eos_token_id": 0},
+    ],
+    ids=str,
+)
+def test_numbers_that_ask_for_something(fields: dict[str, Any], route: str, routes: Templated) -> None:
+    assert ask(routes, route, **fields).status == (422 if route == GENERATE else 400)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (GENERATE, {"stop": ["x"], "stop_sequences": ["x"]}),
+        (GENERATE, {"max_new_tokens": 5, "max_tokens": 5, "n_predict": 5}),
+        (
+            COMPLETIONS,
+            {"max_tokens": 5, "max_new_tokens": 5, "n_predict": 5, "repetition_penalty": 1.2, "repeat_penalty": 1.2},
+        ),
+        (CHAT, {"temperature": 0, "do_sample": False}),
+    ],
+)
+def test_the_same_may_be_said_in_several_words(route: str, fields: dict[str, Any], routes: Templated) -> None:
+    assert ask(routes, route, **fields).status == 200
+    name = next(name for name in fields if name in BY_ROUTE[route])
+    other = {**fields, name: True if name == "do_sample" else 9}
+    assert name == "do_sample" or ask(routes, route, **other).status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"adapter_id": "poet"}, {"grammar": {"type": "json"}}, {"max_new_tokens": 5}], ids=str
+)
+def test_what_belongs_into_parameters_is_refused_beside_them(fields: dict[str, Any], routes: Templated) -> None:
+    refused = routes.post("/generate", {"inputs": "ask", **fields})
+    assert (refused.status, "`parameters`" in refused.message) == (422, True)
+    nothing = {"adapter_id": None, "grammar": None, "model": "x", "options": {"use_cache": False}, "stream": False}
+    assert routes.post("/generate", {"inputs": "ask", **nothing}).status == 200
 
 
 @pytest.mark.parametrize("route", PATHS)

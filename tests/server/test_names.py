@@ -221,6 +221,14 @@ def test_a_given_name_hides_the_folders() -> None:
         names.by_model("poet", None, None)
 
 
+def test_a_path_is_not_what_an_alias_of_its_name_stands_for() -> None:
+    names = Names(BASE, (), "local", roots=[Path("/ads")])
+    names.set_folder(["poet", "v2"])
+    names.add("poet", "local", "v2")
+    assert names.find("poet", None).refs[0].name == "v2"
+    assert names.find("/ads/poet", None).refs[0].name == "poet"
+
+
 @pytest.mark.parametrize("alias", ["", "x\ny", "\x00", "a" * 513, BASE, "pretty", "__base_model__"])
 def test_names_that_nobody_could_use_are_refused(alias: str) -> None:
     names = make()

@@ -104,3 +104,14 @@ def test_an_adapter_of_which_there_are_many_copies_has_few_places() -> None:
     assert seen.name("shared") == POET
     assert seen.latest(POET) == seen.latest(BARD) == seen.latest(copies[-1]) == "shared"
     assert seen.latest(copies[1]) == ""
+
+
+def test_many_copies_do_not_push_out_the_place_that_is_pinned() -> None:
+    seen = Seen()
+    seen.note("shared", POET)
+    seen.note("shared", BARD)
+    seen.pin("shared", BARD)
+    for copy in range(2 * parts.MAX_PLACES):
+        seen.note("shared", Named("hub", f"owner/copy-{copy}"))
+    assert seen.identities(BARD) == ["shared"]
+    assert len(list(seen.names("shared"))) == parts.MAX_PLACES

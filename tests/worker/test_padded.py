@@ -75,6 +75,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives | None] = field(default_factory=list)
     prompt_logprobs: list[list[float]] = field(default_factory=list)
+    prompt_alternatives: list[list[Alternatives] | None] = field(default_factory=list)
 
     @property
     def all_ids(self) -> list[int]:
@@ -129,7 +130,7 @@ class Engine:
     def _note(self, plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
         assert set(result.alternatives) <= set(range(len(plan.rows)))
-        of_prompts = iter(result.prompt_logprobs)
+        of_prompts = iter(enumerate(result.prompt_logprobs))
         columns = zip(plan.rows.tolist(), plan.asks.tolist(), result.token_ids, result.logprobs, strict=True)
         for place, (row, asks, token_id, logprob) in enumerate(columns):
             sequence = self.running[row]
@@ -137,7 +138,9 @@ class Engine:
             sequence.logprobs.append(logprob)
             sequence.alternatives.append(result.alternatives.get(place))
             if asks:
-                sequence.prompt_logprobs.append(next(of_prompts))
+                asking, logprobs = next(of_prompts)
+                sequence.prompt_logprobs.append(logprobs)
+                sequence.prompt_alternatives.append(result.prompt_alternatives.get(asking))
         assert next(of_prompts, None) is None
 
 
@@ -196,14 +199,19 @@ def check(oracle: Any, sequence: Running) -> None:
         if found is not None and wanted is not None:
             assert found.token_ids == wanted.token_ids
             assert found.logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
-    for found in sequence.prompt_logprobs:
-        check_prompt(logits, sequence.prompt, found)
+    for found, tops in zip(sequence.prompt_logprobs, sequence.prompt_alternatives, strict=True):
+        check_prompt(logits, sequence, found, tops)
 
 
-def check_prompt(logits: torch.Tensor, prompt: Sequence[int], found: list[float]) -> None:
-    logprobs = logits.log_softmax(-1)
-    expected = [float(logprobs[place, token_id]) for place, token_id in enumerate(prompt[1:])]
+def check_prompt(logits: torch.Tensor, sequence: Running, found: list[float], tops: list[Alternatives] | None) -> None:
+    logprobs, count = logits.log_softmax(-1), sequence.sampling.num_alternatives
+    expected = [float(logprobs[place, token_id]) for place, token_id in enumerate(sequence.prompt[1:])]
     assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert (tops is None) == (count == 0)
+    for place, top in enumerate(tops or ()):
+        assert top.logprobs == pytest.approx(logprobs[place].topk(count).values.tolist(), abs=TOLERANCE)
+        assert top.logprobs == pytest.approx(logprobs[place, top.token_ids].tolist(), abs=TOLERANCE)
+    assert tops is None or len(tops) == len(found)
 
 
 def test_the_registry_does_not_know_these_models(pair: Pair) -> None:
@@ -372,7 +380,7 @@ def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
     engine.step(Running(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
     prompts = [PROMPT, SHORT, (8,), range(30, 60)]
-    asking = [Running(prompt, wild, asks=True) for prompt in prompts]
+    asking = [Running(prompt, replace(wild, num_alternatives=n), asks=True) for n, prompt in enumerate(prompts)]
     engine.finish(*asking, Running((44,) * 35))
     for sequence in asking:
         [found] = sequence.prompt_logprobs
