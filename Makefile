@@ -41,9 +41,10 @@ serve: $(RUNTIME) ## Start a server with the model of the package, or with yours
 browser: venv ## Install Chromium for the tests in a browser, where there is none and it can be done
 	@$(BIN)/python tests/browser/install.py
 
-# Two processes with a thread each are nearly twice as fast as one with two: models in tests are tiny. Files go to them in
-# the order that tests/conftest.py gives them, those that take longest first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Models in tests are tiny: a thread is enough for a process. There is a process more than there are cores on a small
+# machine, since tests also wait: for sockets, browsers, processes. Files go to them in the order that tests/conftest.py
+# gives them, those that take longest first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -80,7 +81,7 @@ types: venv ## Type-check the package with mypy --strict
 imports: venv ## Check the import contracts (imports point down)
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test-all ## Everything CI runs
+check: format-check lint types imports test-all test-clients ## Everything CI runs
 
 proto: venv ## Write lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto

@@ -121,14 +121,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    seed()
+
+
+def seed() -> None:
+    """`torch.manual_seed`, without the milliseconds in which it tells devices that are not there."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """What tests share does not depend on which test asks for it first."""
     if fixturedef.scope != "function":
-        torch.manual_seed(0)
+        seed()
 
 
 @pytest.fixture(scope="session")

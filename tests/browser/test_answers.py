@@ -87,14 +87,14 @@ def chat(server: Server, model: str, prompt: str, **more: Any) -> Any:
 
 
 def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server: Server) -> None:
-    playground.set(max_tokens="200")
+    playground.set(max_tokens="80")
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
     playground.ask("Hello there", *MODELS)
     answers = {model: playground.answer(model) for model in MODELS}
     assert len(set(answers.values())) == 4
     for model, answer in answers.items():
-        choice = chat(server, model, "Hello there", max_tokens=200)
+        choice = chat(server, model, "Hello there", max_tokens=80)
         assert answer == choice["message"]["content"]
         expect(playground.column(model).locator(".state")).to_have_text(choice["finish_reason"])
     growth = playground.page.evaluate("window.growth")
@@ -103,10 +103,10 @@ def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server:
 
 
 def test_numbers(playground: Playground, server: Server) -> None:
-    playground.set(max_tokens="200")
+    playground.set(max_tokens="80")
     playground.ask("How fast?", "tiny", "first")
     for model in ("tiny", "first"):
-        expected = chat(server, model, "How fast?", max_tokens=200, logprobs=True)
+        expected = chat(server, model, "How fast?", max_tokens=80, logprobs=True)
         assert playground.number(model, "count") == len(expected["logprobs"]["content"])
         assert playground.number(model, "rate") > 0
         assert playground.number(model, "first") >= 0

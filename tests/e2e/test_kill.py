@@ -153,7 +153,7 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
 
 
 def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it(server: Server) -> None:
-    names = [f"slow-{i}" for i in range(20)]
+    names = [f"slow-{i}" for i in range(6)]
     body = native(900, details=True, return_k_alternatives=20)  # more than a kernel may keep for who does not read
     with all_of(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
         with all_of(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:

@@ -1,6 +1,7 @@
 """What is counted for whom: refused requests on the adapter that they name, if the server knows it."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,14 @@ class Elsewhere(Routes):
     async def _from_there(self, scope: Any, receive: Any, send: Any) -> None:
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
-    def tenants(self, key: str | None = None) -> set[tuple[str, int]]:
+    def ask(self, key: str | None = None) -> tuple[set[str], list[int]]:
+        """Of whom the engine was asked, and how many answers each call is known to have."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
         assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200
-        return {(request.tenant, request.choice) for request in self.engine.added}
+        asked = self.engine.added
+        calls = Counter(each.request_id if each.first_id is None else each.first_id for each in asked)
+        return {each.tenant for each in asked}, list(calls.values())
 
 
 @pytest.mark.parametrize(
@@ -127,12 +131,12 @@ class Elsewhere(Routes):
     [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
 )
 def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
-    """Whatever it asks for; the answers to one call are numbered, over all of its prompts."""
-    assert Elsewhere(address).tenants() == {(tenant, choice) for choice in range(4)}
+    """Whatever it asks for; the answers to one call are known as such, over all of its prompts."""
+    assert Elsewhere(address).ask() == ({tenant}, [1, 2, 4])
 
 
 def test_a_key_is_a_tenant_wherever_it_is_used(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.alice]\nkey = "a"\n[keys.bob]\nkey = "b"\n')
     for address in ("10.0.0.7", "10.0.0.8"):
-        assert Elsewhere(address, keys_file=keys).tenants("a") == {("alice", choice) for choice in range(4)}
+        assert Elsewhere(address, keys_file=keys).ask("a") == ({"alice"}, [1, 2, 4])
