@@ -1,5 +1,6 @@
 """Options and fixtures of the whole suite."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
+    let_torch_propagate()
+    gc.collect()
+    gc.freeze()  # a million objects of what was imported, through which every collection would go
+
+
+def let_torch_propagate() -> None:
     """pytest adds its handlers to each logger that does not, six times for every test; torch has 80 of these."""
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):

@@ -1,5 +1,6 @@
 """What the processes of tests have in common, imported once by the process that they are forked from."""
 
+import gc
 import os
 import re
 import socket
@@ -20,3 +21,6 @@ if found := re.search(r"forkserver import main; main\((\d+),", sys.orig_argv[-1]
     with socket.socket(fileno=os.dup(int(found[1]))) as listener:
         forkserver._forkserver._forkserver_address = listener.getsockname()  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+
+gc.collect()
+gc.freeze()  # a child neither looks through what was imported nor copies it

@@ -76,20 +76,23 @@ requests = st.builds(
     adapter=texts,
     tenant=texts,
     priority=st.integers(-(2**63), 2**63 - 1),
+    first_id=st.none() | ids,
     salt=texts,
     prompt_logprobs=st.booleans(),
 )
 failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
+alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
 outputs = st.builds(
     Output,
     ids,
     st.integers(-1, 2**32),
     floats,
     st.none() | st.sampled_from(FinishReason),
-    st.none() | st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3)),
+    st.none() | alternatives,
     st.none() | st.lists(floats, max_size=3),
     st.none() | failures,
     st.none() | st.builds(Started, floats, floats, ids),
+    st.none() | st.lists(alternatives, max_size=3),
 )
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
 merges = st.builds(

@@ -141,7 +141,11 @@ def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> N
             assert torch.allclose(padded, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2", "neox-parallel", "opt-pre-norm"])
+# Each adapter by itself over two ranks, for all of these: tests/parity/test_tensor_parallel.py.
+SLOW = [pytest.param(base, marks=pytest.mark.slow) for base in ("gpt2", "neox-parallel", "opt-pre-norm")]
+
+
+@pytest.mark.parametrize("base", ["llama-attention-bias", *SLOW])
 def test_tensor_parallel(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
     rows = make_rows(base)
