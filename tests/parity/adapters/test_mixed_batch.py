@@ -141,7 +141,7 @@ def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> N
             assert torch.allclose(padded, expected, rtol=0, atol=1e-4)
 
 
-# Each adapter by itself over two ranks, for all of these: tests/parity/test_tensor_parallel.py.
+# The models themselves over several ranks: tests/parity/test_tensor_parallel.py.
 SLOW = [pytest.param(base, marks=pytest.mark.slow) for base in ("gpt2", "neox-parallel", "opt-pre-norm")]
 
 
