@@ -81,9 +81,14 @@ def _question(call: Call, body: ChatCompletionRequest) -> Question:
     check_stopping(body, config)
     count = 1 if body.n is None else body.n
     check_count(count, config)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    most: int | None = getattr(body, name)
-    check(most is None or most >= 1, f"`{name}` must be at least 1")
+    most, total = body.max_completion_tokens, call.parts.max_total_tokens
+    if most is None:
+        most = body.max_tokens
+        check(most is None or most >= 1, "`max_tokens` must be at least 1")
+    else:
+        check(most >= 1, "`max_completion_tokens` must be at least 1")
+        is_possible = body.max_tokens is None or 1 <= body.max_tokens <= total
+        check(is_possible, f"`max_tokens` must be 1 to {total}, also where `max_completion_tokens` counts")
     how = sampling(body, defaults, config, body.top_logprobs or 0)
     # The template says which special tokens there are.
     return replace(
