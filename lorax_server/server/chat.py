@@ -87,8 +87,8 @@ def _question(call: Call, body: ChatCompletionRequest) -> Question:
         check(most is None or most >= 1, "`max_tokens` must be at least 1")
     else:
         check(most >= 1, "`max_completion_tokens` must be at least 1")
-        is_possible = body.max_tokens is None or 1 <= body.max_tokens <= total
-        check(is_possible, f"`max_tokens` must be 1 to {total}, also where `max_completion_tokens` counts")
+        is_possible = body.max_tokens is None or 1 <= body.max_tokens < total
+        check(is_possible, f"`max_tokens` must be 1 to {total - 1}, also where `max_completion_tokens` counts")
     how = sampling(body, defaults, config, body.top_logprobs or 0)
     # The template says which special tokens there are.
     return replace(
