@@ -24,7 +24,7 @@ class Answer:
 
     @property
     def num_characters(self) -> int:
-        """Where in the text the next token begins, also while the text before it is held back."""
+        """Find where in the text the next token begins, also while the text before it is held back."""
         return self._criteria.num_characters
 
     @property
@@ -53,7 +53,7 @@ class Answer:
 
 
 def locate_tokens(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
-    """Where in the text that tokens make each of them begins; those that are not shown take no room."""
+    """Find where in the text that tokens make each of them begins; those that are not shown take no room."""
     starts, answer = [], Answer(detokenizer, (), StopParams(max_new_tokens=max(1, len(ids))))
     for token_id in ids:
         starts.append(answer.num_characters)

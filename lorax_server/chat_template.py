@@ -184,7 +184,7 @@ class TemplateRenderer:
         return await process.stdout.readexactly(length)
 
     def _failure(self, process: Process, source: str) -> LoraxError:
-        """Why a process has ended."""
+        """Name the reason why a process has ended."""
         if self._is_closed:
             return _stopping()
         if process.returncode == -TOO_LONG:

@@ -147,7 +147,7 @@ class CorsConfig:
     allow_headers: tuple[str, ...] = ("*",)
     """`*`: whatever they ask for. SDKs send many of their own."""
     expose_headers: tuple[str, ...] = ("retry-after", "x-request-id")
-    """What SDKs look at besides the answer."""
+    """Headers that SDKs look at besides the answer."""
     allow_credentials: bool = False
 
 

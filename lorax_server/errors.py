@@ -113,7 +113,7 @@ class ForbiddenError(LoraxError):
 
 
 class ConflictError(LoraxError):
-    """What was asked for cannot be done now, because of something else that the message names."""
+    """A request that cannot be done now, because of something else that the message names."""
 
     status = 409
 
@@ -135,7 +135,7 @@ class OverloadedError(LoraxError):
 
 
 class BusyError(LoraxError):
-    """What a request needs cannot be had now, and the request is not to blame."""
+    """A lack of something that a request needs now; the request is not to blame."""
 
     status = 503
 

@@ -46,7 +46,7 @@ class StoppingCriteria:
 
     @property
     def num_characters(self) -> int:
-        """How long the text is, with what is held back."""
+        """The length of the text, with what is held back."""
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:

@@ -32,7 +32,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same 
 
 
 class Limits(NamedTuple):
-    """What a render may use. `cpu_s` is this process's own time: while it cannot run, nothing is charged."""
+    """Limits of a render. `cpu_s` is this process's own time: while it cannot run, nothing is charged."""
 
     max_output: int
     max_memory: int

@@ -1,4 +1,4 @@
-"""What is known of a tokenizer without asking it: the most characters of a text that one of its tokens can stand for.
+"""The reach of a tokenizer, known without asking it: the most characters that one of its tokens can stand for.
 
 A text is refused by its length only where this is sure, so every part of a tokenizer is looked at. Some shorten a
 text before it is cut, some leave out what they do not know, and some make one token of a word of any length; a
@@ -39,7 +39,7 @@ def longest_reach(backend: Tokenizer) -> int | None:
 
 
 def has_plain_names(backend: Tokenizer) -> bool:
-    """Whether a token is always called as the vocabulary spells it. Some are called by the text they were found in."""
+    """Tell whether a token is always called as the vocabulary spells it. Some are called by the text they come from."""
     added = backend.get_added_tokens_decoder().values()
     is_normalized = backend.normalizer is not None
     odd = any(token.lstrip or token.rstrip or (token.normalized and is_normalized) for token in added)
@@ -49,7 +49,7 @@ def has_plain_names(backend: Tokenizer) -> bool:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """What a part of a tokenizer consists of, as `tokenizer.json` describes it."""
+    """List the parts that a tokenizer's part consists of, as `tokenizer.json` describes it."""
     return _flatten(json.loads(part.__getstate__())) if part is not None else iter(())
 
 
@@ -62,7 +62,7 @@ def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(step: dict[str, Any]) -> bool:
-    """Whether a normalizer never makes a text shorter."""
+    """Tell whether a normalizer never makes a text shorter."""
     if step["type"] == "Replace":
         replaced = step["pattern"].get("String")
         return replaced is not None and len(replaced) <= len(step["content"])
@@ -70,12 +70,12 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether what a text is split into is all of it."""
+    """Tell whether what a text is split into is all of it."""
     return step["type"] in KEEPING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether what is put around a text's tokens leaves them there."""
+    """Tell whether what is put around a text's tokens leaves them there."""
     if step["type"] == "TemplateProcessing":
         return any("Sequence" in piece for piece in step["single"])
     return step["type"] in KEEPING_PROCESSORS
@@ -90,7 +90,7 @@ def _put_around(step: dict[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:
-    """Whether every byte has a token, so that nothing is left out and no two unknown characters become one token."""
+    """Tell whether every byte has a token, so that nothing is left out and no unknown characters become one token."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if is_byte_level:

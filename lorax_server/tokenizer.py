@@ -95,8 +95,8 @@ class TextTokenizer:
         return [Piece(id_, name, *place) for id_, name, place in zip(ids, names, places, strict=True)]
 
     def locate(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where in a text each of its tokens begins: where the one before it ends, since a space before a word is the
-        word's. Tokens that share a character begin at it, and those that the text does not have take no room."""
+        """Find where in a text each of its tokens begins: where the one before it ends, since a space before a word is
+        the word's. Tokens that share a character begin at it, and those that the text does not have take no room."""
         starts, end = [], 0
         for piece in self.pieces(text, add_special_tokens):
             starts.append(min(piece.start, end) if piece.start < piece.stop else end)

@@ -69,13 +69,13 @@ class Found:
         return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
 
     def is_overwritten(self) -> bool:
-        """Whether other config or weights lie where these were. Not so if one of them is gone."""
+        """Tell whether other config or weights lie where these were. Not so if one of them is gone."""
         paths = [self.spec.parts[0].folder / file for file in REQUIRED_FILES]
         now = _stamps(paths)
         return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
 
     def is_cut(self) -> bool:
-        """Whether shorter weights lie where these were: somebody may have begun to write them anew."""
+        """Tell whether shorter weights lie where these were: somebody may have begun to write them anew."""
         path = self.spec.parts[0].folder / WEIGHTS_FILE
         before, now = self.files.get(path), _stamp(path)
         return before is not None and now is not None and size_in(now) < size_in(before)

@@ -18,7 +18,7 @@ class Adapters(Protocol):
         """Of one that the workers have."""
 
     def is_merged(self, identity: str) -> bool:
-        """Whether it is several in one, by weights that a request chose."""
+        """Tell whether it is several in one, by weights that a request chose."""
 
     def index_of(self, identity: str, has_begun: bool) -> int | None:
         """Where the workers have it; None if a sequence cannot begin, or go on, with it now."""

@@ -1,5 +1,5 @@
-"""Who is next: the higher priority, then tenants with fewer rows than their part, then who was served least or came
-first; and of a tenant, the adapter that was served least."""
+"""The next one to run: the higher priority, then tenants with fewer rows than their part, then the tenant that was
+served least or came first; and of a tenant, the adapter that was served least."""
 
 import heapq
 from collections import Counter
@@ -36,7 +36,7 @@ class _Ledger:
 
 
 class _Tenant:
-    """What one tenant waits for: heaps by adapter, which share equally."""
+    """The requests that one tenant waits for: heaps by adapter, which share equally."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[Rank, Sequence]]] = {}
@@ -95,7 +95,7 @@ class FairQueue:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is more than one tenant."""
+        """Tell whether there is more than one tenant."""
         return len(self._here) > 1
 
     @property
@@ -113,12 +113,12 @@ class FairQueue:
 
     @property
     def has_excess(self) -> bool:
-        """Whether a tenant has more rows than are kept for it."""
+        """Tell whether a tenant has more rows than are kept for it."""
         return any(each.num_rows > self.kept(name) for name, each in self._here.items() if each.num_rows > 1)
 
     @property
     def has_due(self) -> bool:
-        """Whether a tenant waits that has fewer rows than are kept for it."""
+        """Tell whether a tenant waits that has fewer rows than are kept for it."""
         return any(tenant.num_rows < self.kept(name) for name, tenant in self._waiting.items())
 
     @property
@@ -131,7 +131,7 @@ class FairQueue:
         )
 
     def has_none(self, tenant: str) -> bool:
-        """Whether a tenant that waits has no row at all."""
+        """Tell whether a tenant that waits has no row at all."""
         return self._waiting[tenant].num_rows == 0
 
     def push(self, sequence: Sequence) -> None:

@@ -219,7 +219,7 @@ class AdapterResolver:
         return pointer.found if self._is_here(key, pointer.found) else None
 
     def _former(self, pointer: _Pointer, error: LoraxError) -> Found | None:
-        """What a folder held before, as long as somebody may still be writing what it is to hold."""
+        """Find the adapter that a folder held before, as long as somebody may still be writing what it is to hold."""
         since, found = pointer.failing_since, pointer.found
         if since is None or self._clock() >= since + WRITING_S or not found.is_overwritten():
             return None
@@ -316,8 +316,8 @@ class AdapterResolver:
                 self._failures.pop(flight.key, None)
 
     def _shows_writing(self, key: Key, error: LoraxError) -> bool:
-        """Whether an error comes of somebody who may be writing into a folder of this machine. That files changed while
-        they were read does not say so, since each may have been whole, unless the weights have become shorter."""
+        """Tell whether an error comes of somebody who may be writing into a folder of this machine. That files changed
+        while they were read does not say so, since each may have been whole, unless the weights have become shorter."""
         if key[0] != LocalSource.kind or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
             return False
         with self._lock:

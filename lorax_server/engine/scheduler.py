@@ -232,7 +232,7 @@ class Scheduler:
             self._preempt(sequence)
 
     def _lacks_blocks(self, sequence: Sequence) -> bool:
-        """Whether a step would probably have none left for one that waits."""
+        """Tell whether a step would probably have none left for one that waits."""
         wanted = min(len(sequence.token_ids), self.limits.max_step_tokens) + len(self._running)
         return self._pool.num_free * self._pool.block_size < wanted
 

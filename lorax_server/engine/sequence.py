@@ -49,7 +49,7 @@ class Sequence:
         self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
 
     def note_prompt(self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None) -> None:
-        """How likely the tokens after some of the prompt's were."""
+        """Note how likely the tokens after some of the prompt's were."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
         if alternatives is not None:
@@ -57,7 +57,7 @@ class Sequence:
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
     def take_prompt(self) -> dict[str, Any]:
-        """What is told of the prompt, once."""
+        """Hand over all that is told of the prompt, once."""
         taken = {"prompt_logprobs": self.prompt_logprobs, "prompt_alternatives": self.prompt_alternatives}
         self.prompt_logprobs = self.prompt_alternatives = None
         return taken

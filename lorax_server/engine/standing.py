@@ -1,4 +1,4 @@
-"""Who of those that run goes on before others, and who gives its row back to those that wait and have less.
+"""The order of those that run: which goes on before others, and which gives its row back to those that have less.
 
 A tenant keeps its part of the rows from other tenants, and a call one row from other calls of its tenant; only what is
 beyond that is taken back. So rows change hands when requests come and end, and do not go to and fro in between.
@@ -21,7 +21,7 @@ def by_standing(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
 
 
 def may_spare(running: Rows[Sequence], queue: FairQueue) -> bool:
-    """Whether anybody could have a row to give back, which is found out sooner than who waits for it."""
+    """Tell whether anybody could have a row to give back, which is found out sooner than who waits for it."""
     is_further = any(sequence.request.first_id is not None for sequence in running)
     return len(queue) > 0 and (is_further or queue.has_excess)
 

@@ -36,8 +36,8 @@ class Foreign(NamedTuple):
     zero_asks: bool = False
 
     def asks(self, value: Any, given: Mapping[str, Any]) -> bool:
-        """Whether the value changes anything, beside what else is given. What is true unless it is said to be false
-        asks by `false` alone. Clients that speak to several servers may say the same in several words."""
+        """Tell whether the value changes anything, beside what else is given. What is true unless it is said to be
+        false asks by `false` alone. Clients that speak to several servers may say the same in several words."""
         if self.instead and given.get(self.instead) is not None and given[self.instead] == value:
             return False
         if self.is_on:
@@ -47,7 +47,7 @@ class Foreign(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether it is true unless it is said to be false."""
+        """Tell whether it is true unless it is said to be false."""
         return any(value is True for value in self.usual)  # not by ==, which takes 1 for true
 
     @property

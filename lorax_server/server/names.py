@@ -36,7 +36,7 @@ def signature_of(name: str) -> int:
 
 
 def unknown_model(name: str) -> AdapterNotFoundError:
-    """What a caller of OpenAI's routes is told of a name that nothing has."""
+    """Tell a caller of OpenAI's routes that nothing has the name."""
     return AdapterNotFoundError(f"the model {name[:64]!r} does not exist; /v1/models lists those that do")
 
 
@@ -203,7 +203,7 @@ class Names:
         return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
 
     def place(self, source: str, name: str) -> Named:
-        """Where a name is, in the one spelling of it."""
+        """Find the place of a name, in the one spelling of it."""
         return Named(source, self._tidy(name, source))
 
     def _tidy(self, name: str, source: str | None) -> str:

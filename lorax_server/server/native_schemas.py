@@ -37,7 +37,7 @@ class Schema(BaseModel):
 
 
 def refusing(route: str) -> Callable[[dict[str, Any]], None]:
-    """What to add to a schema whose route refuses fields of other dialects: it names them."""
+    """Make the addition to a schema whose route refuses fields of other dialects: it names them."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["description"] = f"{schema.get('description', '')}\n\n{describe_refused(route)}".lstrip()

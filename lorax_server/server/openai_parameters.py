@@ -64,7 +64,7 @@ async def choose_adapter(body: CommonRequest, call: Call) -> Choice:
 
 
 def _named_by(body: CommonRequest, names: Names) -> Choice:
-    """What `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
+    """Find what `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
     model, token = names.without_base(body.model), body.api_token or None
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; name one")
@@ -79,7 +79,7 @@ def _named_by(body: CommonRequest, names: Names) -> Choice:
 
 
 def model_of(body: CommonRequest, call: Call) -> str:
-    """Who answers, by the name that the request has for it."""
+    """Name the model that answers, by the name that the request has for it."""
     return body.adapter_id or body.model or call.parts.names.primary
 
 

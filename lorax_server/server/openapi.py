@@ -98,7 +98,7 @@ def _describe_refusals(document: dict[str, Any]) -> None:
 
 
 def _describe_keys(document: dict[str, Any], keys: KeyRing) -> None:
-    """Who has to show a key, and who may: the page at `/docs` sends it only where this says so."""
+    """Say which callers have to show a key, and which may: the page at `/docs` sends it only where this says so."""
     document["components"]["securitySchemes"] = {"bearer": SCHEME}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

@@ -29,7 +29,7 @@ IN_MEMORY = frozenset({State.PREPARING.value, State.HOST.value, State.LOADING.va
 
 
 class Seen:
-    """Where adapters were found, which the engine knows by their hash only; those that were found last.
+    """The places where adapters were found, which the engine knows by their hash only; those that were found last.
 
     One place may have meant several, one after the other, and several places may mean the same. Those that are pinned
     are kept, since whoever unloads them names the place.

@@ -1,4 +1,4 @@
-"""What is wrong with a body's form, in words that do not speak of our types."""
+"""Words for what is wrong with a body's form, in words that do not speak of our types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def describe_shape(errors: Sequence[Any], path: str) -> Problem:
 
 
 def _place(location: Sequence[Any], forms: Mapping[str, str]) -> list[Any]:
-    """Where a field is, without the names of types that come after one with several forms."""
+    """Find the place of a field, without the names of types that come after one with several forms."""
     where: list[Any] = []
     for step in location[1:] if location and location[0] in ("body", "query", "path") else location:
         where.append(step)

@@ -92,7 +92,7 @@ class Tokenizers:
         return await self.run(tokenizer, len(text), partial(_encode, tokenizer, text, add_special_tokens, truncate))
 
     async def locate(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """Where in a text each of its tokens begins."""
+        """Find where in a text each of its tokens begins."""
         return await self.run(tokenizer, len(text), partial(tokenizer.locate, text, add_special_tokens))
 
     async def decode(self, tokenizer: TextTokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

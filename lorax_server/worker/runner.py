@@ -25,7 +25,7 @@ GPU_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 
 
 class ScoredPrompts(NamedTuple):
-    """How likely tokens of prompts were, one prompt after the other, and which would have been likeliest."""
+    """Log probabilities of prompts' tokens, one prompt after the other, and which would have been likeliest."""
 
     counts: list[int]  # tokens of each prompt
     num_alternatives: list[int]  # that each asks for

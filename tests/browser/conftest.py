@@ -2,20 +2,18 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 from safetensors.torch import load_file, save_file
 
-from tests.browser.install import MISSING, find_chromium
-from tests.browser.playground import Playground, launch, visiting
+from tests.browser.playground import Playground, browsing, showing, visiting
 from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -35,10 +33,7 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="package")  # while it is there, no other test can run an event loop
 def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:
-        pytest.skip(MISSING)
-    with sync_playwright() as playwright, launch(playwright, path) as browser:
+    with browsing() as browser:
         yield browser
 
 
@@ -65,12 +60,8 @@ class Elsewhere(BaseHTTPRequestHandler):
 @pytest.fixture(scope="package")
 def elsewhere(browser: Browser) -> Iterator[str]:
     """An origin whose pages may ask the server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as pages:
-        thread = threading.Thread(target=pages.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{pages.server_port}"
-        pages.shutdown()
-        thread.join()
+    with showing(Elsewhere) as origin:
+        yield origin
 
 
 @pytest.fixture(scope="package")

@@ -1,11 +1,16 @@
 """The playground as who uses it sees it: a page in a browser, and words for what is done there."""
 
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright, expect
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright, expect, sync_playwright
+
+from tests.browser.install import MISSING, find_chromium
 
 # Nothing but the page may be fetched, and a container has neither a sandbox nor much shared memory.
 ARGUMENTS = (
@@ -20,6 +25,29 @@ FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a 
 def launch(playwright: Playwright, path: str) -> Browser:
     expect.set_options(timeout=PATIENCE_MS)
     return playwright.chromium.launch(executable_path=path, headless=True, args=[*ARGUMENTS])
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """A browser. While it is there, no other test can run an event loop."""
+    path = find_chromium()
+    if path is None:
+        pytest.skip(MISSING)
+    with sync_playwright() as playwright, launch(playwright, path) as browser:
+        yield browser
+
+
+@contextmanager
+def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The origin of pages that a handler shows."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
+        thread = threading.Thread(target=pages.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{pages.server_port}"
+        finally:
+            pages.shutdown()
+            thread.join()
 
 
 class Playground:

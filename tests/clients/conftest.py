@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
+
+from tests.browser.playground import showing
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -93,12 +95,8 @@ class Pages(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
     """Where pages come from that are not the server's own."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Pages, directory=str(HERE))) as pages:
-        thread = threading.Thread(target=pages.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{pages.server_port}"
-        pages.shutdown()
-        thread.join()
+    with showing(partial(Pages, directory=str(HERE))) as origin:
+        yield origin
 
 
 @pytest.fixture(scope="session")

@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
-from tests.browser.install import MISSING, find_chromium
-from tests.browser.playground import PATIENCE_MS, launch
+from tests.browser.playground import PATIENCE_MS, browsing
 from tests.clients.conftest import Question, Server
 from tests.clients.test_node import asked_of, check
 
 
 @pytest.fixture(scope="module")  # while it is there, no other test can run an event loop
 def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:
-        pytest.skip(MISSING)
-    with sync_playwright() as playwright, launch(playwright, path) as browser:
+    with browsing() as browser:
         yield browser
 
 

@@ -110,8 +110,8 @@ def _look_below(root: Path, name: str) -> tuple[Path, Path] | None:
 
 
 def _leads_out(root: Path, name: str) -> bool:
-    """Whether a name is that of a place below a root, and a link on the way leads out. What it leads to may be there or
-    not: the answer is the same."""
+    """Tell whether a name is that of a place below a root, and a link on the way leads out. What it leads to may
+    be there or not: the answer is the same."""
     real_root = _real(root, name)
     if real_root is None or not any((each / name).is_relative_to(each) for each in (root, real_root)):
         return False
