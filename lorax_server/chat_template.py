@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -202,9 +203,10 @@ def _has_ended(process: Process) -> bool:
 
 
 def _kill(process: Process) -> None:
+    """Kill it by its number: `Process.kill` polls first, and what polls first takes the exit status from asyncio."""
     if process.returncode is None:
         try:
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
         except ProcessLookupError:  # it has just ended
             return
 

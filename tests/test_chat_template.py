@@ -8,6 +8,8 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from lorax_server import chat_template
 from lorax_server.chat_template import MANY, REFUSED_S, ChatTemplate, TemplateRenderer, _to_frame
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.template_worker import MAX_ERROR, Limits, Worker
@@ -318,6 +321,25 @@ def test_an_endless_template_is_ended_and_refused_for_a_while() -> None:
             await renderer.render(template(ENDLESS), HI)
 
     run(body, IMPATIENCE_S, clock=lambda: now[0])
+
+
+def test_the_reason_is_known_also_where_asyncio_is_slow_to_learn_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has ended is killed all the same, and its own exit status is the one that counts."""
+    may_learn = threading.Event()
+    wait, kill = os.waitpid, chat_template._kill
+
+    def waitpid(pid: int, options: int) -> tuple[int, int]:
+        assert may_learn.wait(PATIENCE_S)
+        return wait(pid, options)
+
+    def kill_and_learn(process: Process) -> None:
+        kill(process)
+        may_learn.set()
+
+    monkeypatch.setattr("os.waitpid", waitpid)
+    monkeypatch.setattr(chat_template, "_kill", kill_and_learn)
+    with pytest.raises(TemplateError, match="takes longer than"):
+        run(lambda renderer: renderer.render(template(ENDLESS), HI), IMPATIENCE_S)
 
 
 def test_who_waits_behind_an_endless_template_is_answered() -> None:
