@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.launch import make_client
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 

@@ -23,13 +23,13 @@ import torch
 from report import Record, parse_args, report
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapter_table import AdapterTable
+from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.plan import Capabilities
 from lorax_server.sampling.watermark import favour_green, hash_tokens
+from lorax_server.server.access.keys import Key, KeyRing
+from lorax_server.server.access.model_names import ModelNames, Named
+from lorax_server.server.access.nearest import find_nearest
 from lorax_server.server.adapter_pages import Asked, list_page
-from lorax_server.server.keys import Key, KeyRing
-from lorax_server.server.names import Named, Names
-from lorax_server.server.nearest import find_nearest
 from lorax_server.server.parts import Seen
 from lorax_server.types import AdapterState
 
@@ -68,7 +68,7 @@ def make_table(names: Sequence[str]) -> AdapterTable:
     return table
 
 
-def list_as_before(names: Names, seen: Seen) -> list[str]:
+def list_as_before(names: ModelNames, seen: Seen) -> list[str]:
     """The loop that there was, for one caller, while nothing is loaded yet."""
     states: dict[str, AdapterState] = {}
     listed, named = [], sorted(dict(names.adapters))
@@ -81,7 +81,7 @@ def list_as_before(names: Names, seen: Seen) -> list[str]:
 
 
 def measure_list() -> list[Record]:
-    names, seen = Names("base-model", default_source="local"), Seen()
+    names, seen = ModelNames("base-model", default_source="local"), Seen()
     names.set_folder(make_names())
     for name in names.adapters:
         seen.note(f"hash of {name}", Named("local", name))
@@ -115,7 +115,7 @@ def measure_list() -> list[Record]:
 
 
 def measure_names() -> list[Record]:
-    names = Names("base-model", default_source="local")
+    names = ModelNames("base-model", default_source="local")
     names.set_folder(make_names())
     records = [record("near names, once after names have changed", milliseconds(lambda: names.listing.signatures, 1))]
     patterns = {"anybody": None, "a key with a pattern": ("team-poet-*",), "a key with 100": ("x*",) * 100}

@@ -17,8 +17,8 @@ from adapter_scale import make_files
 from report import Record, parse_args, report
 from transformers.utils import logging as transformers_logging
 
-from lorax_server.adapters.source import AdapterFiles
 from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterFiles
 from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from lorax_server.adapters.source import AdapterSources, Source
 from lorax_server.adapters.sources.disk_budget import DiskBudget, find_in_use_s
 from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterSources, Source
 from lorax_server.config import EngineConfig, SourceConfig
-from lorax_server.engine.adapter_table import AdapterTable
-from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.adapters.resolver import AdapterResolver
+from lorax_server.engine.adapters.table import AdapterTable
+from lorax_server.engine.admission import Limits
+from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
-from lorax_server.engine.limits import Limits
-from lorax_server.engine.resolver import AdapterResolver
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.plan import Capabilities

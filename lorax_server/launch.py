@@ -6,17 +6,17 @@ part, which only the server needs.
 
 from dataclasses import replace
 
-from lorax_server import ipc
 from lorax_server.config import EngineConfig, ServerConfig
-from lorax_server.engine.client import EngineClient
-from lorax_server.engine.process import connected, serve
+from lorax_server.engine.remote import messages
+from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.process import connected, serve
 from lorax_server.machine import return_large_blocks, share_arenas
 from lorax_server.plan import Capabilities
 
 
 def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal ends it; the exit code."""
-    from lorax_server.server.keys import KeyRing  # noqa: PLC0415
+    from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
     return_large_blocks()
@@ -42,7 +42,7 @@ def run_engine(config: EngineConfig, address: str) -> None:
         serve(engine, channel, describe(engine.capabilities, config))
 
 
-def describe(capabilities: Capabilities, config: EngineConfig) -> ipc.Info:
+def describe(capabilities: Capabilities, config: EngineConfig) -> messages.Info:
     """What the server has to know of an engine."""
     return {
         "model": capabilities.model_type,

@@ -24,15 +24,15 @@ from typing import Any, Self, TypeVar
 import torch
 from tqdm import tqdm
 
-from lorax_server.adapter_tokenizers import AdapterTokenizers
-from lorax_server.answer import Answer
 from lorax_server.build import build_engine
-from lorax_server.completion import Chunk, Completion, Run
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
+from lorax_server.generation.answer import Answer
+from lorax_server.generation.completion import Chunk, Completion, Run
 from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos
-from lorax_server.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.text.adapter_tokenizers import AdapterTokenizers
+from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import (
     AdapterRef,
     EngineStatus,

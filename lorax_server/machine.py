@@ -13,7 +13,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE_BLOCK = -1, -3, 2**20  # likewise
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # as the two kinds of groups call it
 
 
-class _Group(NamedTuple):
+class _ControlGroup(NamedTuple):
     limit: int
     used: int  # by all of its processes, less what files keep in memory only because nothing else needs it
 
@@ -63,12 +63,12 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _groups() -> Iterator[_Group]:
+def _groups() -> Iterator[_ControlGroup]:
     """Control groups with a limit that holds for this process. Within a container its own is seen as the root."""
     for folder in _folders():
         for limit, used in (NEW_FILES, OLD_FILES):
             try:
-                group = _Group(int((folder / limit).read_text()), int((folder / used).read_text()))
+                group = _ControlGroup(int((folder / limit).read_text()), int((folder / used).read_text()))
                 yield group._replace(used=group.used - _reclaimable(folder))
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue

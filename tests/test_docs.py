@@ -14,9 +14,14 @@ from lorax_server.adapters.config import REFUSED_FIELDS
 from lorax_server.cli.flag_table import FLAGS
 from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
-from lorax_server.server.metrics import Metrics
-from lorax_server.server.native_schemas import GenerateParameters
-from lorax_server.server.openai_schemas import ChatCompletionRequest, CompletionRequest, LoadRequest, VllmLoadRequest
+from lorax_server.server.routes.lorax_schemas import GenerateParameters
+from lorax_server.server.routes.openai_schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    LoadRequest,
+    VllmLoadRequest,
+)
+from lorax_server.server.telemetry.metrics import Metrics
 from tests.forks import run_apart
 from tests.models.tiny import LLAMA, SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.cases import CASES

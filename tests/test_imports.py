@@ -61,8 +61,8 @@ def test_settings_and_errors_are_light() -> None:
 def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None:
     modules = imported_by(
         "import lorax_server.adapters.config, lorax_server.adapters.checkpoint, lorax_server.adapters.identity\n"
-        "import lorax_server.adapters.source, lorax_server.adapters.sources.local, lorax_server.adapters.sources.s3\n"
-        "import lorax_server.adapters.sources.hub, lorax_server.engine.adapter_space"
+        "import lorax_server.adapters.sources.source, lorax_server.adapters.sources.local\n"
+        "import lorax_server.adapters.sources.hub, lorax_server.adapters.sources.s3, lorax_server.engine.adapters.space"
     )
     assert "lorax_server.adapters.sources.hub" in modules
     assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
@@ -78,4 +78,8 @@ def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
     modules = imported_beside_others()["script"]
     assert "lorax_server.llm" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}
-    assert not modules & {"lorax_server.ipc", "lorax_server.engine.client", "lorax_server.launch"}
+    assert not modules & {
+        "lorax_server.engine.remote.channel",
+        "lorax_server.engine.remote.client",
+        "lorax_server.launch",
+    }

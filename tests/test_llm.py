@@ -22,10 +22,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from lorax_server import adapter_tokenizers
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
 from lorax_server.llm import LLM, Completion
 from lorax_server.models.registry import MODELS
+from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.models.tiny import EOS_ID, SERVED, VOCAB, make_model, make_tokenizer, save
 

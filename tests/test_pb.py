@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
 from lorax_server.pb import generate_pb2 as pb
-from lorax_server.stopping import FinishReason
 from tests.models.driving import request, run
 from tests.models.tiny import Zoo
 
@@ -169,7 +169,7 @@ from types import SimpleNamespace
 import torch
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.sampling import NextTokenChooser
-from lorax_server.stopping import StoppingCriteria
+from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.types import SamplingParams, StopParams
 
 lm = CausalLM(sys.argv[1], dtype=torch.float32)

@@ -16,12 +16,10 @@ from typing import Any
 
 import regex
 
-from lorax_server.adapters.plain_file import ChangedError, Stamp, open_plain
-from lorax_server.adapters.strict_json import parse_json
 from lorax_server.errors import AdapterError, SourceError
+from lorax_server.files.plain_file import ChangedError, Stamp, open_plain
+from lorax_server.files.strict_json import parse_json
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 1 << 22
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8

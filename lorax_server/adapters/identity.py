@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.plain_file import ChangedError, Stamp, open_plain
 from lorax_server.errors import AdapterError, SourceError
+from lorax_server.files.plain_file import ChangedError, Stamp, open_plain
 
 CHUNK_BYTES = 1 << 20
 

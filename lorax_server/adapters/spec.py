@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.plain_file import Stamp
+from lorax_server.files.plain_file import Stamp
 from lorax_server.types import Merge
 
 SETTLED_NS = 2 * 10**9

@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 
-from lorax_server.adapters.checkpoint import RENAMED_MODULES, WEIGHTS_FILE, Part, assign_tensors, read_header
+from lorax_server.adapters.checkpoint import RENAMED_MODULES, Part, assign_tensors, read_header
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
-from lorax_server.adapters.plain_file import Stamp, open_plain, stamp_of
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError, SourceError
+from lorax_server.files.names import WEIGHTS_FILE
+from lorax_server.files.plain_file import Stamp, open_plain, stamp_of
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Besides factors, the weight that PEFT writes beside factors of an embedding or head, which is the base model's.

@@ -167,7 +167,7 @@ def _fetch_adapters(config: ServerConfig, token: str | None) -> None:
     """Those that a server with these settings would load at its start."""
     if not config.engine.preload:
         return
-    from lorax_server.adapters.source import AdapterSources  # noqa: PLC0415 - slow, like the next
+    from lorax_server.adapters.sources.source import AdapterSources  # noqa: PLC0415 - slow, like the next
     from lorax_server.build import build_sources  # noqa: PLC0415
 
     sources = config.engine.sources

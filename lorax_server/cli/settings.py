@@ -13,6 +13,7 @@ from lorax_server.cli.demo import EXAMPLES
 from lorax_server.cli.flag_table import FLAGS
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
+from lorax_server.files.names import MODEL_CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Parsed:
 def token_bytes(model: ModelConfig, ranks: int) -> int:
     """What the keys and values of a token take on each rank."""
     try:
-        config = json.loads((model.path / "config.json").read_text())
+        config = json.loads((model.path / MODEL_CONFIG_FILE).read_text())
         layers, heads, hidden = (
             config.get(new) or config[old]
             for new, old in (

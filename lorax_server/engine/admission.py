@@ -1,10 +1,37 @@
-"""Which requests are refused: those that could never run, and those that would wait for too long."""
+"""Admission: what the engine can hold, and which requests it refuses: those that could never run, and those that would
+wait for too long."""
+
+from dataclasses import dataclass, field
 
 from lorax_server.engine.counters import SchedulerCounters
-from lorax_server.engine.limits import Limits
-from lorax_server.engine.pace import Pace
+from lorax_server.engine.throughput import Throughput
 from lorax_server.errors import ContextLengthError, InputError, OverloadedError
+from lorax_server.plan import RopeRule
 from lorax_server.types import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler keeps to."""
+
+    max_step_tokens: int  # that are computed in a step
+    max_rows: int  # sequences that run at once
+    max_length: int  # tokens of a sequence
+    max_chunk: int | None = None  # tokens of one sequence in a step, so that others can begin beside a long prompt
+    can_chunk: bool = (
+        True  # else a sequence is computed in one step up to its last token, and never gives way for lack of blocks
+    )
+    can_reuse: bool = True  # blocks of one sequence can serve another
+    rope: RopeRule = field(default_factory=RopeRule)
+    max_waiting: int | None = None  # requests; more are refused
+    max_wait_s: float | None = None  # requests that would probably wait for longer are refused
+    adapter_timeout_s: float | None = None  # how long a request waits for its adapter to come
+
+    def __post_init__(self) -> None:
+        assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
+        assert self.max_step_tokens >= self.max_rows > 0, "every running sequence needs a token of each step"
+        least = self.max_length + self.max_rows
+        assert self.can_chunk or self.max_step_tokens >= least, "a prompt must fit into a step beside all that run"
 
 
 def check_length(request: Request, most: int) -> None:
@@ -34,15 +61,15 @@ def find_token_problem(request: Request, vocab_size: int) -> InputError | None:
 class Backlog:
     """The tokens that are expected of requests that have not begun, and with them how long a new one would wait."""
 
-    def __init__(self, limits: Limits, pace: Pace, counters: SchedulerCounters) -> None:
+    def __init__(self, limits: Limits, throughput: Throughput, counters: SchedulerCounters) -> None:
         self.num_tokens = 0.0
         self._limits = limits
-        self._pace = pace
+        self._throughput = throughput
         self._counters = counters
 
     def refuse_overload(self, num_waiting: int) -> None:
         """Raise if one more would wait for too long behind these."""
-        limits, wait_s = self._limits, self._pace.seconds_for(self.num_tokens)
+        limits, wait_s = self._limits, self._throughput.seconds_for(self.num_tokens)
         is_full = limits.max_waiting is not None and num_waiting >= limits.max_waiting
         is_late = limits.max_wait_s is not None and wait_s > limits.max_wait_s
         if is_full or is_late:
@@ -54,7 +81,7 @@ class Backlog:
 
     def add(self, request: Request) -> float:
         """A request was taken. How many tokens are expected of it: as many are to be removed when it begins or ends."""
-        expected = self._pace.expect(request)
+        expected = self._throughput.expect(request)
         self.num_tokens += expected
         return expected
 

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapter_entry import State
-from lorax_server.engine.adapter_table import AdapterTable
-from lorax_server.engine.blocks import BlockPool
-from lorax_server.engine.resolver import AdapterResolver
+from lorax_server.engine.adapters.entry import State
+from lorax_server.engine.adapters.resolver import AdapterResolver
+from lorax_server.engine.adapters.table import AdapterTable
+from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, EngineError, LoraxError
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult

@@ -5,7 +5,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from lorax_server.engine.sequence import Rank, Sequence
+from lorax_server.engine.sequence import OrderKey, Sequence
 
 MAX_NAMES = 10_000  # that are remembered though they wait for nothing
 ROUNDING = 1e-6  # a part of a row that sums of weights may be off by
@@ -39,13 +39,13 @@ class _Tenant:
     """The requests that one tenant waits for: heaps by adapter, which share equally."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[Rank, Sequence]]] = {}
+        self._heaps: dict[str, list[tuple[OrderKey, Sequence]]] = {}
         self._ledger = _Ledger()
         self.num_waiting = 0
         self.num_rows = 0
 
     @property
-    def head(self) -> tuple[int, float, Rank, Sequence]:
+    def head(self) -> tuple[int, float, OrderKey, Sequence]:
         served = self._ledger.served
         return min((heap[0][0][0], served[adapter], *heap[0]) for adapter, heap in self._heaps.items())
 
@@ -53,7 +53,7 @@ class _Tenant:
         adapter = sequence.request.adapter
         if adapter not in self._heaps:
             self._ledger.come(adapter, self._heaps)
-        heapq.heappush(self._heaps.setdefault(adapter, []), (sequence.rank, sequence))
+        heapq.heappush(self._heaps.setdefault(adapter, []), (sequence.order_key, sequence))
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -63,7 +63,7 @@ class _Tenant:
         if heap[0][1] is sequence:
             heapq.heappop(heap)
         else:
-            heap.remove((sequence.rank, sequence))
+            heap.remove((sequence.order_key, sequence))
             heapq.heapify(heap)
         if not heap:
             del self._heaps[adapter]
@@ -170,7 +170,7 @@ class FairQueue:
         moved = num_tokens / self._weight_here
         self._ledger.charge(tenant, num_tokens / self._weight(tenant), moved, self._waiting)
 
-    def _heads(self) -> list[tuple[int, bool, float, Rank, Sequence]]:
+    def _heads(self) -> list[tuple[int, bool, float, OrderKey, Sequence]]:
         """The first of each tenant, by what decides."""
         heads = []
         for name, tenant in self._waiting.items():

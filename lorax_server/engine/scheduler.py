@@ -7,17 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from lorax_server.engine.adapter_protocol import Adapters
-from lorax_server.engine.admission import Backlog, check_length, find_token_problem
-from lorax_server.engine.blocks import BlockPool
-from lorax_server.engine.cold_queue import ColdQueue
+from lorax_server.engine.adapter_queue import AdapterQueue
+from lorax_server.engine.adapters.protocol import Adapters
+from lorax_server.engine.admission import Backlog, Limits, check_length, find_token_problem
+from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.counters import SchedulerCounters
-from lorax_server.engine.draft import Draft
 from lorax_server.engine.fair_queue import FairQueue
-from lorax_server.engine.limits import Limits
-from lorax_server.engine.pace import Pace
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.standing import by_standing, find_spare, may_spare
+from lorax_server.engine.step_builder import StepBuilder
+from lorax_server.engine.throughput import Throughput
 from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, Started
@@ -51,10 +50,10 @@ class Scheduler:
         self._pool = pool
         self._adapters = adapters
         self._clock = clock
-        self._pace = Pace()
-        self._backlog = Backlog(limits, self._pace, self.counters)
+        self._throughput = Throughput()
+        self._backlog = Backlog(limits, self._throughput, self.counters)
         self._waiting = FairQueue(weights, limits.max_rows)  # for nothing but their turn
-        self._cold = ColdQueue()  # for their adapter
+        self._adapter_queue = AdapterQueue()  # for their adapter
         self._failed: list[Output] = []  # to be told
         self._unsettled: set[Sequence] = set()  # those that were preempted while a token of theirs was in flight
         self._running: list[Sequence] = []  # by rank
@@ -79,7 +78,7 @@ class Scheduler:
     @property
     def num_cold(self) -> int:
         """Of those that wait: for their adapter."""
-        return len(self._cold)
+        return len(self._adapter_queue)
 
     @property
     def has_work(self) -> bool:
@@ -88,7 +87,7 @@ class Scheduler:
     @property
     def deadline_s(self) -> float | None:
         """When `schedule` is to be called though nothing has happened: when a request gives up its adapter."""
-        deadline = self._cold.deadline
+        deadline = self._adapter_queue.deadline
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def add(self, request: Request) -> None:
@@ -105,11 +104,11 @@ class Scheduler:
         self._wait(sequence)
 
     def adapter_arrived(self, identity: str) -> None:
-        for sequence in self._cold.pop_all(identity):
+        for sequence in self._adapter_queue.pop_all(identity):
             self._enqueue(sequence)
 
     def adapter_failed(self, identity: str, error: LoraxError) -> None:
-        for sequence in self._cold.pop_all(identity):
+        for sequence in self._adapter_queue.pop_all(identity):
             self._fail(sequence, error)
 
     def abort(self, request_id: int) -> None:
@@ -122,30 +121,30 @@ class Scheduler:
         """The next step; None if there is nothing to do now."""
         self._give_up_waiting()
         self._take_rows_back()
-        draft = Draft(self.limits.max_step_tokens)
+        builder = StepBuilder(self.limits.max_step_tokens)
         long = []
         for sequence in by_standing(self._running, self._waiting):
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
-                self._continue(draft, sequence, 1, samples=True)  # the limits leave one for all that run
+                self._continue(builder, sequence, 1, samples=True)  # the limits leave one for all that run
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
         is_held_up = False  # one that runs waits for blocks, which those who come now would take
         kept = self._keep_for_others() if long else 0
         for sequence in long:
             num_tokens = sequence.num_uncomputed
-            count = self._share(draft, num_tokens, kept)
-            if count > 0 and not self._continue(draft, sequence, count, samples=count == num_tokens):
+            count = self._share(builder, num_tokens, kept)
+            if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
-        while not is_held_up and draft.budget > 0 and self._free_rows and self._admit(draft):
+        while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
-        return self._submit(draft) if draft.scheduled or self._adapters.needs_step else None
+        return self._submit(builder) if builder.scheduled or self._adapters.needs_step else None
 
     def update(self, result: StepResult) -> list[Output]:
         """Take note of the oldest step in flight; what is to be told."""
         done = self._in_flight.popleft()
         assert done.step == result.step, f"step {done.step} was to come next, not {result.step}"
-        self._pace.step(done.num_tokens, done.submitted, self._clock())
+        self._throughput.step(done.num_tokens, done.submitted, self._clock())
         self._adapters.completed(result.step, result.loaded)
         for place, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
             sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(place))
@@ -172,7 +171,7 @@ class Scheduler:
         of_prompt = sequence.take_prompt()  # with the first token only
         started, sequence.started = sequence.started, None
         if reason is not None:
-            self._pace.finish(len(sequence.token_ids) - len(sequence.request.prompt_ids))
+            self._throughput.finish(len(sequence.token_ids) - len(sequence.request.prompt_ids))
             self._end(sequence)
         elif sequence in self._unsettled and not sequence.num_in_flight:
             self._unsettled.remove(sequence)
@@ -188,32 +187,35 @@ class Scheduler:
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
-    def _continue(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> bool:
+    def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Whether it has a part in the step."""
         # Without a row it was preempted for one before it.
-        is_possible = sequence.row is not None and self._make_room(draft, sequence, count)
+        is_possible = sequence.row is not None and self._make_room(builder, sequence, count)
         if is_possible:
-            self._put(draft, sequence, count, samples)
+            self._put(builder, sequence, count, samples)
         return is_possible
 
-    def _share(self, draft: Draft, num_tokens: int, kept: int = 0) -> int:
+    def _share(self, builder: StepBuilder, num_tokens: int, kept: int = 0) -> int:
         if not self.limits.can_chunk:
-            return num_tokens if num_tokens <= draft.budget else 0
-        return min(num_tokens, max(draft.budget - kept, min(draft.budget, 1)), self.limits.max_chunk or draft.budget)
+            return num_tokens if num_tokens <= builder.budget else 0
+        return min(
+            num_tokens, max(builder.budget - kept, min(builder.budget, 1)), self.limits.max_chunk or builder.budget
+        )
 
     def _keep_for_others(self) -> int:
         """Tokens of a step that long prompts leave to a tenant which waits for a row of its own, and finds one."""
         is_due = bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
         return self.limits.max_step_tokens // 2 if is_due else 0
 
-    def _make_room(self, draft: Draft, sequence: Sequence, count: int) -> bool:
+    def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens, if need be those of sequences that come after it and have no part in the step.
 
         Where that is not enough it keeps what it has and waits. The first of all can always go on, since it fits alone.
         """
         while not self._hold_blocks(sequence, count):
             last = next(
-                (each for each in reversed(by_standing(self._running, self._waiting)) if each not in draft.placed), None
+                (each for each in reversed(by_standing(self._running, self._waiting)) if each not in builder.placed),
+                None,
             )
             if last is None or last is sequence:
                 return False
@@ -253,7 +255,7 @@ class Scheduler:
         else:
             self._wait(sequence)
 
-    def _admit(self, draft: Draft) -> bool:
+    def _admit(self, builder: StepBuilder) -> bool:
         """Let the next one in that waits, if there are blocks for as much of it as the step has left."""
         sequence = self._next()
         if sequence is None:
@@ -263,13 +265,13 @@ class Scheduler:
         sequence.num_published = len(sequence.blocks)
         sequence.num_computed = len(sequence.blocks) * block_size
         num_tokens = sequence.num_uncomputed
-        count = self._share(draft, num_tokens)
+        count = self._share(builder, num_tokens)
         if count == 0 or not self._hold_blocks(sequence, count):
             self._give_back_blocks(sequence)
             return False
         self._waiting.remove(sequence)
-        self._enter(draft, sequence)
-        self._put(draft, sequence, count, samples=count == num_tokens)
+        self._enter(builder, sequence)
+        self._put(builder, sequence, count, samples=count == num_tokens)
         return True
 
     def _num_reusable(self, sequence: Sequence) -> int:
@@ -278,28 +280,28 @@ class Scheduler:
             return 0
         return (len(sequence.token_ids) - 1) // self._pool.block_size
 
-    def _put(self, draft: Draft, sequence: Sequence, count: int, samples: bool) -> None:
-        draft.put(sequence, count, samples)
+    def _put(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> None:
+        builder.put(sequence, count, samples)
         request = sequence.request
         self._waiting.charge(request.tenant, request.adapter, count)  # at once: it decides who is let in next
 
-    def _submit(self, draft: Draft) -> StepPlan:
-        draft.sort()
-        num_tokens = self.limits.max_step_tokens - draft.budget
+    def _submit(self, builder: StepBuilder) -> StepPlan:
+        builder.sort()
+        num_tokens = self.limits.max_step_tokens - builder.budget
         self.counters.steps += 1
         self.counters.computed_tokens += num_tokens
-        self.counters.chunks += sum(not each.samples for each in draft.scheduled)
+        self.counters.chunks += sum(not each.samples for each in builder.scheduled)
         self._in_flight.append(
             _InFlight(
                 self.counters.steps,
                 num_tokens,
                 self._clock(),
-                [each.sequence for each in draft.scheduled if each.samples],
-                [(each.sequence, each.start) for each in draft.scheduled if each.asks],
+                [each.sequence for each in builder.scheduled if each.samples],
+                [(each.sequence, each.start) for each in builder.scheduled if each.asks],
             )
         )
-        self._publish(each.sequence for each in draft.scheduled)
-        return draft.plan(self.counters.steps, self._adapters.submit())
+        self._publish(each.sequence for each in builder.scheduled)
+        return builder.plan(self.counters.steps, self._adapters.submit())
 
     def _publish(self, sequences: Iterable[Sequence]) -> None:
         """Let others find the blocks that are full, once it is known what they are full of."""
@@ -321,12 +323,12 @@ class Scheduler:
             return
         timeout_s = None if sequence.has_begun else self.limits.adapter_timeout_s
         sequence.cold_since = now = self._clock()
-        self._cold.push(sequence, math.inf if timeout_s is None else now + timeout_s)
+        self._adapter_queue.push(sequence, math.inf if timeout_s is None else now + timeout_s)
         self._adapters.bring(identity)
 
     def _give_up_waiting(self) -> None:
         """Fail those that have waited for their adapter for too long."""
-        while (sequence := self._cold.pop_late(self._clock())) is not None:
+        while (sequence := self._adapter_queue.pop_late(self._clock())) is not None:
             limit = self.limits.adapter_timeout_s
             self._fail(sequence, SourceError(f"the adapter did not arrive within {limit:g} s; try again"))
 
@@ -352,12 +354,12 @@ class Scheduler:
             self._wait(sequence)
         return None
 
-    def _enter(self, draft: Draft, sequence: Sequence) -> None:
+    def _enter(self, builder: StepBuilder, sequence: Sequence) -> None:
         request = sequence.request
         sequence.row = self._free_rows.pop()
         self._waiting.take_row(request.tenant)
         tokens = sequence.token_ids.copy()
-        draft.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
+        builder.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
         index = self._adapters.index_of(request.adapter, sequence.has_begun)
         assert index is not None
         sequence.adapter_index = index
@@ -367,7 +369,7 @@ class Scheduler:
             self._backlog.remove(sequence.cost)
             self._adapters.begin(request.adapter)
         self._adapters.hold(request.adapter)
-        insort(self._running, sequence, key=lambda each: each.rank)
+        insort(self._running, sequence, key=lambda each: each.order_key)
         self.counters.prefix_tokens += sequence.num_computed
 
     def _leave(self, sequence: Sequence) -> None:
@@ -395,7 +397,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self._unsettled:
             self._unsettled.remove(sequence)
-        elif not self._cold.remove(sequence):
+        elif not self._adapter_queue.remove(sequence):
             self._waiting.remove(sequence)
         self._forget(sequence)
 

@@ -1,15 +1,15 @@
-"""A request under way. Only the scheduler changes it, by itself or through its draft and its queues."""
+"""A request under way. Only the scheduler changes it, by itself or through its builder and its queues."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorax_server.engine.blocks import chain_hash, root_hash
-from lorax_server.stopping import ended_by
+from lorax_server.engine.block_pool import chain_hash, root_hash
+from lorax_server.generation.stopping import ended_by
 from lorax_server.types import Alternatives, FinishReason, Request, Started
 
 FURTHER_LAG = 64  # arrivals that go before a further answer to a call
-Rank = tuple[int, int, int]
+OrderKey = tuple[int, int, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +63,7 @@ class Sequence:
         return taken
 
     @property
-    def rank(self) -> Rank:
+    def order_key(self) -> OrderKey:
         """Smaller is served first. A further answer to a call lets some that come later go before it."""
         lag = 0 if self.request.first_id is None else FURTHER_LAG
         return -self.request.priority, self.arrival + lag, self.arrival

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
 from lorax_server.engine.fair_queue import FairQueue
-from lorax_server.engine.sequence import Rank, Sequence
+from lorax_server.engine.sequence import OrderKey, Sequence
 
 
 def by_standing(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
@@ -42,7 +42,7 @@ def find_spare(running: Rows[Sequence], queue: FairQueue, head: Sequence, num_fr
 def _beyond_their_part(running: Rows[Sequence], queue: FairQueue, head: Sequence) -> list[Sequence]:
     """Only those that matter no more than the one that waits."""
     standings = sorted(_standings(running, queue), reverse=True)
-    return [sequence for priority, is_beyond, _, sequence in standings if is_beyond and priority >= head.rank[0]]
+    return [sequence for priority, is_beyond, _, sequence in standings if is_beyond and priority >= head.order_key[0]]
 
 
 def _of_its_own(running: Rows[Sequence], head: Sequence) -> list[Sequence]:
@@ -53,7 +53,7 @@ def _of_its_own(running: Rows[Sequence], head: Sequence) -> list[Sequence]:
     rows = Counter(_call_of(each) for each in tenant)
     spare = (each for each in reversed(tenant) if each.request.first_id is not None and rows[_call_of(each)] > 1)
     last = next(spare, None)
-    return [last] if last is not None and last.rank > head.rank else []
+    return [last] if last is not None and last.order_key > head.order_key else []
 
 
 def _call_of(sequence: Sequence) -> int:
@@ -61,10 +61,10 @@ def _call_of(sequence: Sequence) -> int:
     return sequence.request.request_id if first_id is None else first_id
 
 
-def _standings(running: Rows[Sequence], queue: FairQueue) -> Iterator[tuple[int, bool, Rank, Sequence]]:
+def _standings(running: Rows[Sequence], queue: FairQueue) -> Iterator[tuple[int, bool, OrderKey, Sequence]]:
     """For each that runs: its priority, whether it is beyond its tenant's part of the rows, its rank."""
     seen: Counter[str] = Counter()
     for sequence in running:
-        tenant, rank = sequence.request.tenant, sequence.rank
+        tenant, rank = sequence.request.tenant, sequence.order_key
         yield rank[0], seen[tenant] >= queue.kept(tenant), rank, sequence
         seen[tenant] += 1

@@ -177,7 +177,7 @@ class CausalLM(Model):
     def _choose(self, batch: CausalLMBatch, logits: torch.Tensor) -> Sampled:
         choosers = batch.next_token_choosers
         if self._sampler is None or self._sampler[0] != choosers:
-            sampler = Sampler([chooser.wish for chooser in choosers], logits.shape[-1], logits.device)
+            sampler = Sampler([chooser.row_sampling for chooser in choosers], logits.shape[-1], logits.device)
             self._sampler = (choosers.copy(), sampler)
         sampler = self._sampler[1]
         lengths = torch.tensor([batch.input_lengths, [chooser.prompt_length for chooser in choosers]])

@@ -9,12 +9,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lorax_server.adapters.batch import AdapterBatchMetadata
 from lorax_server.errors import LoraxError
+from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.past import LayerPast, join_pasts, select_past, unfold_heads
 from lorax_server.models.pretrained import resolve_pad_token
 from lorax_server.models.requests import check_limits, check_served, prompt_ids, stop_from_pb
 from lorax_server.models.types import Batch, messages
 from lorax_server.sampling import NextTokenChooser
-from lorax_server.stopping import StoppingCriteria
 
 if TYPE_CHECKING:
     from lorax_server.pb import generate_pb2

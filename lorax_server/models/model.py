@@ -7,7 +7,7 @@ import torch
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.models.types import Batch, Generation
-from lorax_server.text import make_detokenizer
+from lorax_server.text.detokenizer import make_detokenizer
 from lorax_server.utils.tokenizer import TokenizerManager
 
 

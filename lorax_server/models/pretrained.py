@@ -13,13 +13,13 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
+from lorax_server.files.names import GENERATION_CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layer that keep keys and values
 
 MANY_POSITIONS = 2**17
-GENERATION_CONFIG = "generation_config.json"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -52,13 +52,13 @@ def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
     """The eos tokens that `generation_config.json` names, if there is one. One that is damaged would go unnoticed."""
-    path = cached_file(model_id, GENERATION_CONFIG, revision=revision, _raise_exceptions_for_missing_entries=False)
+    path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
     try:
         return eos_token_ids(SimpleNamespace(**json.loads(Path(path).read_text())))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{model_id}: {GENERATION_CONFIG} cannot be read: {error}") from error
+        raise ConfigError(f"{model_id}: {GENERATION_CONFIG_FILE} cannot be read: {error}") from error
 
 
 def load_tokenizer(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:

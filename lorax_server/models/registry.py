@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
+from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
@@ -80,7 +81,7 @@ def find_class(model_type: Any) -> type[Any]:
 
 
 def _read_config(settings: ModelConfig) -> Any:
-    path = settings.path / "config.json"
+    path = settings.path / MODEL_CONFIG_FILE
     try:
         model_type = json.loads(path.read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -4,7 +4,7 @@ from typing import Any
 
 from lorax_server.errors import AdapterError, InputError
 from lorax_server.models.pretrained import eos_token_ids, max_positions
-from lorax_server.text import special_tokens
+from lorax_server.text.detokenizer import special_tokens
 from lorax_server.types import StopParams
 
 BASE_MODEL_IDS = ("", "__base_model__")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lorax_server.stopping import FinishReason
+from lorax_server.generation.stopping import FinishReason
 
 if TYPE_CHECKING:
     from lorax_server.pb import generate_pb2

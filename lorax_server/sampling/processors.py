@@ -92,7 +92,7 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(summed, wanted, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
-def rank(scores: torch.Tensor) -> torch.Tensor:
+def order_scores(scores: torch.Tensor) -> torch.Tensor:
     """[rows, vocabulary] int64 in the order of the scores, the first of equals above the others.
 
     So the k best are the same ones whatever k is and whoever looks for them: which of equals `topk` finds is left open.

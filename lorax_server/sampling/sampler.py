@@ -1,4 +1,4 @@
-"""The next token of many sequences at once, each with wishes of its own."""
+"""The next token of many sequences at once, each with row_sampling of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from lorax_server.sampling.processors import (
     keep_top_k,
     keep_top_p,
     keep_typical,
+    order_scores,
     penalize_counts,
     penalize_repetition,
-    rank,
     scale,
 )
 from lorax_server.sampling.uniform import as_signed, uniforms
@@ -27,7 +27,7 @@ _COLDEST = 1e-6  # a temperature below would make scores infinite, and the likel
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
 
 
-class Wish(NamedTuple):
+class RowSampling(NamedTuple):
     """What one sequence asks for. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
 
     params: SamplingParams
@@ -35,7 +35,7 @@ class Wish(NamedTuple):
     ending_token_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, params: SamplingParams, stop: StopParams) -> "Wish":
+    def of(cls, params: SamplingParams, stop: StopParams) -> "RowSampling":
         return cls(params, stop.min_new_tokens, stop.ending_token_ids)
 
 
@@ -69,7 +69,7 @@ class TopTokens(NamedTuple):
         }
 
 
-class _Group(NamedTuple):
+class _RowGroup(NamedTuple):
     """The rows that ask for one thing, and what each of them asks for."""
 
     rows: torch.Tensor
@@ -91,10 +91,12 @@ class Sampler:
     are sampled, temperature, top-k, top-p, min-p, typical-p.
     """
 
-    def __init__(self, wishes: Sequence[Wish], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
-        params = [wish.params for wish in wishes]
+        params = [sampling.params for sampling in row_sampling]
         self._watermark = self._group([p.watermark for p in params])
         if self._watermark is not None:
             self._watermark = self._watermark._replace(values=(hash_tokens(vocab_size, self._device),))
@@ -107,7 +109,7 @@ class Sampler:
             [p.presence_penalty for p in params],
         )
         self._bias = self._list_biases(params)
-        self._forbidden = self._list_forbidden(wishes)
+        self._forbidden = self._list_forbidden(row_sampling)
         self._sampled = self._group([not p.is_greedy for p in params])
         sampled = [p for p in params if not p.is_greedy]
         self._seeds = self._tensor([as_signed(p.seed) for p in sampled], torch.int64)
@@ -182,7 +184,7 @@ class Sampler:
         if self._asking is None:
             return None
         most = min(max(self._num_alternatives.values()), self._vocab_size)
-        best = rank(scores[self._asking.rows]).topk(most, dim=-1).indices
+        best = order_scores(scores[self._asking.rows]).topk(most, dim=-1).indices
         return TopTokens(self._num_alternatives, best, logprobs[self._asking.rows].gather(-1, best))
 
     # --- Which rows ask for what --------------------------------------------------------------------------------------
@@ -192,12 +194,12 @@ class Sampler:
 
     def _group(
         self, asks: Sequence[bool], *values: Sequence[float], dtype: torch.dtype = torch.float32
-    ) -> _Group | None:
+    ) -> _RowGroup | None:
         rows = [row for row, does in enumerate(asks) if does]
         if not rows:
             return None
         asked = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
-        return _Group(self._tensor(rows, torch.int64), len(rows) == len(asks), asked)
+        return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(asks), asked)
 
     def _list_biases(self, params: Sequence[SamplingParams]) -> _Entries | None:
         listed = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
@@ -206,13 +208,13 @@ class Sampler:
                 raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {self._vocab_size}")
         return self._entries(listed, torch.float32)
 
-    def _list_forbidden(self, wishes: Sequence[Wish]) -> _Entries | None:
+    def _list_forbidden(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:
         """The tokens that may not be chosen yet, and until how many have been generated."""
         listed = [
-            (row, token_id, wish.min_new_tokens)
-            for row, wish in enumerate(wishes)
-            if wish.min_new_tokens > 0
-            for token_id in sorted(wish.ending_token_ids)
+            (row, token_id, sampling.min_new_tokens)
+            for row, sampling in enumerate(row_sampling)
+            if sampling.min_new_tokens > 0
+            for token_id in sorted(sampling.ending_token_ids)
             if token_id < self._vocab_size
         ]
         return self._entries(listed, torch.int64)
@@ -223,14 +225,14 @@ class Sampler:
         rows, token_ids, values = zip(*listed, strict=True)
         return self._tensor(rows, torch.int64), self._tensor(token_ids, torch.int64), self._tensor(values, dtype)
 
-    def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _Group]]:
+    def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _RowGroup]]:
         """In the order in which they are applied. Their rows are counted among those that are sampled."""
         temperatures = [max(p.temperature, _COLDEST) for p in sampled]
         counts = [min(p.top_k, self._vocab_size) for p in sampled]
         top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
         if top_k is not None:
             top_k = top_k._replace(values=(*top_k.values, max(counts)))
-        listed: list[tuple[Callable[..., torch.Tensor], _Group | None]] = [
+        listed: list[tuple[Callable[..., torch.Tensor], _RowGroup | None]] = [
             (scale, self._group([t != 1 for t in temperatures], temperatures)),
             (keep_top_k, top_k),
             (keep_top_p, self._group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from lorax_server.engine.adapter_entry import State
-from lorax_server.server.keys import HUB, Key
-from lorax_server.server.names import Named, Names
+from lorax_server.engine.adapters.entry import State
+from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.parts import IN_MEMORY, MERGES, Parts, Seen
 from lorax_server.types import AdapterState
 
@@ -56,7 +56,7 @@ async def list_page(parts: Parts, key: Key, asked: Asked = Asked()) -> dict[str,
 
 
 async def select(
-    names: Names, key: Key, search: str = "", after: str = "", count: int | None = None
+    names: ModelNames, key: Key, search: str = "", after: str = "", count: int | None = None
 ) -> list[tuple[str, Named]]:
     """The names that the operator gave, that the caller may use and that have a text in them, from one on."""
     listing, default_source, wanted = names.listing, names.default_source, search.casefold()
@@ -82,7 +82,7 @@ async def off_loop(is_much: bool, make: Callable[[], Made]) -> Made:
 
 async def _named(parts: Parts, key: Key, asked: Asked) -> list[_Row]:
     """One more than the page has, if there are more."""
-    names = await select(parts.names, key, asked.search, asked.after.removeprefix(BY_NAME), asked.limit + 1)
+    names = await select(parts.model_names, key, asked.search, asked.after.removeprefix(BY_NAME), asked.limit + 1)
     return [_Row(name, place, parts.seen.latest(place)) for name, place in names]
 
 
@@ -91,7 +91,7 @@ async def _others(parts: Parts, asked: Asked, count: int) -> list[_Row]:
 
     After every few of them other requests have their turn.
     """
-    seen, named, wanted = parts.seen, parts.names.listing.named, asked.search.casefold()
+    seen, named, wanted = parts.seen, parts.model_names.listing.named, asked.search.casefold()
     start = asked.after.removeprefix(BY_HASH) if asked.after.startswith(BY_HASH) else ""
     rows: list[_Row] = []
     while True:
@@ -124,11 +124,11 @@ def _also(parts: Parts, key: Key, also: Sequence[str], page: Sequence[_Row]) -> 
 
 def _those(parts: Parts, key: Key, wanted: Iterable[str]) -> Iterator[_Row]:
     for name in wanted:
-        choice = parts.names.find(name, None)
+        choice = parts.model_names.find(name, None)
         (ref,), (allowed,) = choice.refs, choice.named
-        if key.may_use(*allowed, parts.names.default_source, ref.source == HUB):
+        if key.may_use(*allowed, parts.model_names.default_source, ref.source == HUB):
             place = Named(ref.source, ref.name)
-            yield _Row(choice.label, place, parts.seen.latest(place), choice.label in parts.names.adapters)
+            yield _Row(choice.label, place, parts.seen.latest(place), choice.label in parts.model_names.adapters)
 
 
 def _describe_all(seen: Seen, rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:

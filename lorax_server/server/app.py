@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server import adapters, chat, completions, general, native, playground
-from lorax_server.server.cors import Cors
-from lorax_server.server.guard import Guard, Methods
-from lorax_server.server.openapi import describe_limits
-from lorax_server.server.problems import Problem, describe, http_problem, json_response
+from lorax_server.server.http.body_errors import describe_shape
+from lorax_server.server.http.cors import Cors
+from lorax_server.server.http.middleware import Methods, RequestMiddleware
+from lorax_server.server.http.openapi import describe_limits
+from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
+from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground
 from lorax_server.server.service import Service
-from lorax_server.server.shapes import describe_shape
 
 OPENAPI_PATH = "/api-doc/openapi.json"
 DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."
@@ -34,7 +34,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     methods = Methods()
-    for module in (native, completions, chat, general, adapters, playground):
+    for module in (lorax, completions, chat, info, adapters, playground):
         router = module.make_router(service)
         app.include_router(router)
         methods.add(router.routes)
@@ -42,7 +42,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     _add_handlers(app, methods)
     describe_limits(app, service.parts)
     config = service.config
-    app.add_middleware(Guard, methods=methods, service=service, address=address)
+    app.add_middleware(RequestMiddleware, methods=methods, service=service, address=address)
     app.add_middleware(
         Cors,
         allow_origins=config.cors.allow_origins,
@@ -86,7 +86,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
 
 
 def _refuse(http: Request, problem: Problem) -> Response:
-    """Answer a request that is refused outside of `Service.answer`. `Guard` writes it down."""
+    """Answer a request that is refused outside of `Service.answer`. `RequestMiddleware` writes it down."""
     http.state.problem = problem
     return problem.response(http.url.path)
 

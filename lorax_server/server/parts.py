@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.adapter_entry import State
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.adapters.entry import State
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.generation_defaults import GenerationDefaults
-from lorax_server.server.gate import Gate
-from lorax_server.server.keys import KeyRing
-from lorax_server.server.metrics import Metrics
-from lorax_server.server.names import Named, Names
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.access.model_names import ModelNames, Named
+from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
-from lorax_server.server.tracing import Tracer
+from lorax_server.text.generation_defaults import GenerationDefaults
 from lorax_server.types import AdapterRef
 
 MAX_SEEN = 10_000
@@ -149,8 +149,8 @@ class Parts:
     config: ServerConfig
     engine: EngineClient
     keys: KeyRing
-    names: Names
-    gate: Gate
+    model_names: ModelNames
+    rate_limits: RateLimits
     tokenizers: Tokenizers
     defaults: GenerationDefaults
     metrics: Metrics

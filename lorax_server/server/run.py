@@ -14,15 +14,15 @@ import uvicorn
 import uvloop
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.app import make_app
-from lorax_server.server.connections import Connections
 from lorax_server.server.greeting import write_greeting
-from lorax_server.server.keys import KeyRing
-from lorax_server.server.logs import configure
-from lorax_server.server.protocol import make_protocol
+from lorax_server.server.http.connections import Connections
+from lorax_server.server.http.protocol import make_protocol
 from lorax_server.server.service import Service
+from lorax_server.server.telemetry.logs import configure
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _say_ready(service: Service, url: str) -> None:
     config = service.config
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
-        names, needs_key = sorted(service.parts.names.adapters), not service.parts.keys.is_open
+        names, needs_key = sorted(service.parts.model_names.adapters), not service.parts.keys.is_open
         print(write_greeting(url, config.model_id, names, config.examples, needs_key=needs_key), flush=True)
 
 

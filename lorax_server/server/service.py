@@ -11,21 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import ConfigError, DeadlineError, EngineError, InputError, LoraxError, SourceError
-from lorax_server.generation_defaults import GenerationDefaults, load_generation_defaults
-from lorax_server.server.audit import Act, Trail
-from lorax_server.server.call import Call
-from lorax_server.server.folder import FolderWatch
-from lorax_server.server.gate import Gate
-from lorax_server.server.keys import Key, KeyRing
-from lorax_server.server.metrics import Metrics
-from lorax_server.server.names import Names
+from lorax_server.server.access.folder import FolderWatch
+from lorax_server.server.access.keys import Key, KeyRing
+from lorax_server.server.access.model_names import ModelNames
+from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.http.sse import EventStream, until_gone
 from lorax_server.server.parts import Parts, Seen
-from lorax_server.server.sse import EventStream, until_gone
+from lorax_server.server.telemetry.audit import Act, Trail
+from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
-from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import load_tokenizer
+from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
+from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ CLIENT_LEFT = 499  # nobody reads it; it is for the log
 RETRY_S = 1.0
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
-Work = Callable[[Call], Awaitable[Response]]
+Work = Callable[[Exchange], Awaitable[Response]]
 
 
 class Service:
@@ -46,7 +46,7 @@ class Service:
         self.is_draining = False
         self._keys = keys
         self._tracer = Tracer(config.otlp_endpoint, model=config.model_id)
-        self._names = Names(
+        self._names = ModelNames(
             config.model_id,
             config.served_names,
             config.default_source,
@@ -58,7 +58,7 @@ class Service:
         self._folder = FolderWatch(config.adapters_dir, self._names.set_folder) if config.adapters_dir else None
         self._tokenizers: Tokenizers | None = None
         self._parts: Parts | None = None
-        self._calls: set[Call] = set()
+        self._calls: set[Exchange] = set()
 
     @property
     def parts(self) -> Parts:
@@ -104,8 +104,10 @@ class Service:
             config=config,
             engine=self.engine,
             keys=self._keys,
-            names=self._names,
-            gate=Gate(config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute),
+            model_names=self._names,
+            rate_limits=RateLimits(
+                config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute
+            ),
             tokenizers=self._tokenizers,
             defaults=defaults,
             metrics=Metrics(max_input_length=most, max_total_tokens=total),
@@ -152,7 +154,7 @@ class Service:
         A stream goes on after this has returned, and ends the call itself.
         """
         self.parts.metrics.begin()
-        call = Call(self.parts, http)
+        call = Exchange(self.parts, http)
         self._calls.add(call)
         response: Response | None = None
         try:
@@ -186,7 +188,7 @@ class Service:
         self._check_is_open()
         act.key = self._keys.check_admin(http.headers.get("authorization")).name
 
-    def _end(self, call: Call, has_left: bool) -> None:
+    def _end(self, call: Exchange, has_left: bool) -> None:
         self._calls.discard(call)
         call.end(has_left)
 
@@ -210,7 +212,7 @@ def _check_defaults(defaults: GenerationDefaults) -> None:
         raise ConfigError(f"generation_config.json: {error}; mend the model's file") from error
 
 
-async def _while_connected(http: Request, call: Call, work: Work) -> Response | None:
+async def _while_connected(http: Request, call: Exchange, work: Work) -> Response | None:
     """None if the client has gone before there was a response."""
     working = asyncio.ensure_future(work(call))
     leaving = asyncio.create_task(until_gone(http.receive))

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorax_server.adapters.finder import Recent
-from lorax_server.adapters.plain_file import Stamp
-from lorax_server.chat_template import ChatTemplate, TemplateRenderer
-from lorax_server.converter import Converter
+from lorax_server.adapters.sources.finder import Recent
 from lorax_server.errors import AdapterError, ConfigError, NoTemplateError
+from lorax_server.files.plain_file import Stamp
+from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.machine import give_back_memory
-from lorax_server.model_files import TokenizerFolder
-from lorax_server.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
+from lorax_server.text.chat_template import ChatTemplate, TemplateRenderer
+from lorax_server.text.conversion import Converter
+from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
 MAX_LIGHT = 1024  # tokenizers of adapters that share the base model's vocabulary and have no more than

@@ -1,1 +1,1 @@
-"""Names that LoRAX keeps here and callers of a padded batch import from here."""
+"""ModelNames that LoRAX keeps here and callers of a padded batch import from here."""

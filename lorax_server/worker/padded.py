@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
 from lorax_server.models.pretrained import max_positions, resolve_pad_token
 from lorax_server.plan import Capabilities, NewRow, StepPlan, StepResult
 from lorax_server.sampling import NextTokenChooser
-from lorax_server.stopping import StoppingCriteria
 from lorax_server.types import Alternatives, StopParams
 
 BLOCK_SIZE = 16

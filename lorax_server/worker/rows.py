@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lorax_server.plan import Ints, StepPlan
-from lorax_server.sampling.sampler import Wish
+from lorax_server.sampling.sampler import RowSampling
 from lorax_server.types import SamplingParams
 
 
@@ -17,7 +17,7 @@ class RowTables:
         self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
         self.host_prompt_lengths = [0] * num_rows
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.wishes = [Wish(SamplingParams())] * num_rows
+        self.row_sampling = [RowSampling(SamplingParams())] * num_rows
 
     def take(self, plan: StepPlan) -> None:
         """The rows and blocks that are new in a step."""
@@ -25,7 +25,7 @@ class RowTables:
             tokens = torch.tensor(new.token_ids)
             self.token_ids[new.row, : len(tokens)] = tokens.to(self.token_ids.device, non_blocking=True)
             self.prompt_lengths[new.row] = self.host_prompt_lengths[new.row] = new.prompt_length
-            self.wishes[new.row] = Wish.of(new.sampling, new.stop)
+            self.row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
         if len(plan.new_blocks):
             rows, places, blocks = to_device(plan.new_blocks.T, self.blocks.device)
             self.blocks[rows, places] = blocks.int()

@@ -13,7 +13,7 @@ from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterB
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
-from lorax_server.sampling.sampler import History, Sampled, Sampler, TopTokens, Wish
+from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.rows import RowTables, to_device
@@ -92,7 +92,7 @@ class PagedRunner:
         self._memory = memory
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
-        self._sampler: tuple[int, list[Wish], Sampler] | None = None
+        self._sampler: tuple[int, list[RowSampling], Sampler] | None = None
         self._adapter_data: dict[bytes, AdapterBatchData] = {}  # of the last step, by who the tokens belong to
 
     @torch.inference_mode()
@@ -184,15 +184,15 @@ class PagedRunner:
         chosen_rows = plan.rows[plan.samples]
         host_lengths = (plan.starts + plan.counts)[plan.samples]
         rows, lengths = to_device([chosen_rows, host_lengths], self._device)
-        sampler = self._find_sampler([tables.wishes[row] for row in chosen_rows.tolist()], logits.shape[-1])
+        sampler = self._find_sampler([tables.row_sampling[row] for row in chosen_rows.tolist()], logits.shape[-1])
         tokens = tables.token_ids[rows, : int(host_lengths.max())] if sampler.needs_tokens else None
         sampled = sampler(logits, History(lengths, tables.prompt_lengths[rows], tokens))
         tables.token_ids[rows, lengths] = sampled.token_ids
         return sampled
 
-    def _find_sampler(self, wishes: list[Wish], vocab_size: int) -> Sampler:
-        if self._sampler is None or self._sampler[:2] != (vocab_size, wishes):
-            self._sampler = vocab_size, wishes, Sampler(wishes, vocab_size, self._device)
+    def _find_sampler(self, row_sampling: list[RowSampling], vocab_size: int) -> Sampler:
+        if self._sampler is None or self._sampler[:2] != (vocab_size, row_sampling):
+            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device)
         return self._sampler[2]
 
     def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
@@ -205,7 +205,7 @@ class PagedRunner:
 
     def _score_prompts(self, plan: StepPlan, places: _Places, hidden: torch.Tensor) -> ScoredPrompts:
         counts, first = self._count_prompt_tokens(plan), places.bounds[:-1][plan.asks]
-        wanted = [self._tables.wishes[row].params.num_alternatives for row in plan.rows[plan.asks].tolist()]
+        wanted = [self._tables.row_sampling[row].params.num_alternatives for row in plan.rows[plan.asks].tolist()]
         tokens = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
         for start in range(0, len(tokens), SCORED_TOKENS):

@@ -14,6 +14,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import ConfigError
+from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
@@ -180,7 +181,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Wor
 def is_paged(config: EngineConfig) -> bool:
     """Whether there is a model of our own for it. What is wrong with a config is said when it is loaded."""
     try:
-        return json.loads((config.model.path / "config.json").read_text()).get("model_type") in MODELS
+        return json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()).get("model_type") in MODELS
     except (OSError, ValueError, AttributeError, TypeError):
         return True
 

@@ -25,9 +25,9 @@ from lorax_server.adapters.checkpoint import (
     assign_tensors,
     read_header,
 )
-from lorax_server.adapters.plain_file import open_plain
-from lorax_server.adapters.source import read_json
+from lorax_server.adapters.sources.source import read_json
 from lorax_server.errors import AdapterError
+from lorax_server.files.plain_file import open_plain
 
 NAME = "acme/tuned"
 

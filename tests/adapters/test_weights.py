@@ -15,14 +15,14 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
-from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
-from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import AdapterError
+from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.files.plain_file import stamp_of
 from lorax_server.layers.targets import adapter_targets
 from tests.adapters.test_checkpoint import write_tensors
 from tests.builders import CPU

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lorax_server.server import native_schemas, openai_schemas
+from lorax_server.server.routes import lorax_schemas, openai_schemas
 from tests.e2e.hostile_client import chunked, post, request
 
 MAX_BODY = 2 * 2**20
@@ -72,7 +72,7 @@ KINDS = {
 OTHERS: dict[str, Any] = {
     "string": "x", "integer": 2**53, "number": 0.5, "boolean": True, "array": [[]], "object": {"\0": 1},
 }  # fmt: skip
-SCHEMAS = {NATIVE: native_schemas.GenerateParameters, COMPLETIONS: openai_schemas.CompletionRequest,
+SCHEMAS = {NATIVE: lorax_schemas.GenerateParameters, COMPLETIONS: openai_schemas.CompletionRequest,
            CHAT: openai_schemas.ChatCompletionRequest}  # fmt: skip
 FIELDS = [(path, field) for path, schema in SCHEMAS.items() for field in schema.model_fields]
 

@@ -26,7 +26,7 @@ from tests.e2e.command import FORKED
 from tests.models.tiny import SERVED
 from tests.parity.test_engine import write_adapter
 from tests.parity.variants import VARIANTS
-from tests.tokenizers import byte_level
+from tests.text.tokenizers import byte_level
 
 ROOT = Path(__file__).parent.parent.parent
 READY = re.compile(r"ready: (http://\S+)")

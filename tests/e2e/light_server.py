@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from lorax_server import ipc
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.engine.client import EngineClient
-from lorax_server.engine.process import connected, serve
-from lorax_server.server.keys import KeyRing
+from lorax_server.engine.remote import messages
+from lorax_server.engine.remote.channel import EngineChannel
+from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.process import connected, serve
+from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.run import run
 from lorax_server.types import AdapterRef, FinishReason, Merge, Output, Request, Resolved
 from tests.engine.fake_engine import FakeEngine
 
-INFO: ipc.Info = {
+INFO: messages.Info = {
     "model": "light",
     "max_length": 10_000,
     "vocab_size": 300,
@@ -33,7 +34,7 @@ INFO: ipc.Info = {
 class GatedEngine(FakeEngine):
     """Repeats the prompt over and over."""
 
-    def __init__(self, channel: ipc.EngineChannel, gate: Path) -> None:
+    def __init__(self, channel: EngineChannel, gate: Path) -> None:
         super().__init__(channel)
         self._gate = gate
         self._begun: dict[int, tuple[Request, int]] = {}  # and how many tokens it has

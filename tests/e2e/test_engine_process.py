@@ -19,7 +19,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES, prepare
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
 from lorax_server.layers.targets import adapter_targets

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorax_server.adapters.source import AdapterFiles
 from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterFiles
 from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup

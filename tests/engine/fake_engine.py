@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from lorax_server import ipc
-from lorax_server.engine import process
-from lorax_server.engine.process import connected, serve
+from lorax_server.engine.remote import channel as channel_module
+from lorax_server.engine.remote import process
+from lorax_server.engine.remote.channel import EngineChannel
+from lorax_server.engine.remote.process import connected, serve
 from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -47,7 +48,7 @@ def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -
 class FakeEngine:
     """Gives each request a token of its prompt in each step."""
 
-    def __init__(self, channel: ipc.EngineChannel) -> None:
+    def __init__(self, channel: EngineChannel) -> None:
         self.wake = threading.Event()
         self.is_closed = False
         self._channel = channel
@@ -175,13 +176,13 @@ class FakeConfig:
     folder: str  # where each start leaves a file, locked while the process lives
     starts: tuple[str, ...] = ()  # how the first, second, ... goes; then well
     ignore_sigterm: bool = False
-    orphan_s: float = ipc.ORPHAN_S
+    orphan_s: float = channel_module.ORPHAN_S
 
 
 def fake_target(config: FakeConfig, address: str) -> None:
     logging.disable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may have it ignored already
-    ipc.ORPHAN_S = config.orphan_s
+    channel_module.ORPHAN_S = config.orphan_s
     process.IDLE_S = 1000.0  # what is not woken for does not happen
     folder = Path(config.folder)
     number = len(list(folder.iterdir()))

@@ -11,10 +11,10 @@ from typing import Any
 
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
-from lorax_server.engine.adapter_table import AdapterTable
-from lorax_server.engine.blocks import BlockPool
+from lorax_server.engine.adapters.table import AdapterTable
+from lorax_server.engine.admission import Limits
+from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine
-from lorax_server.engine.limits import Limits
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lorax_server.engine.admission import Limits
 from lorax_server.engine.fair_queue import FairQueue
-from lorax_server.engine.limits import Limits
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import FURTHER_LAG, Sequence
 from lorax_server.plan import StepPlan
@@ -219,7 +219,7 @@ def test_the_only_row_of_a_call_is_kept() -> None:
 def test_further_answers_let_only_so_many_go_before_them() -> None:
     engine = Engine(LIMITS, 400)
     call(engine, 0, 60)
-    ranks = sorted(sequence.rank for sequence in engine.scheduler._by_id.values())
+    ranks = sorted(sequence.order_key for sequence in engine.scheduler._by_id.values())
     assert ranks[-1][1] - ranks[0][1] == 59 + FURTHER_LAG
 
 

@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.blocks import BlockPool
-from lorax_server.engine.limits import Limits
-from lorax_server.engine.pace import Pace
+from lorax_server.engine.admission import Limits
+from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
+from lorax_server.engine.throughput import Throughput
 from lorax_server.errors import AdapterError, InputError, OverloadedError
+from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
-from lorax_server.stopping import FinishReason
 from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams
 
 EOS = 0
@@ -486,14 +486,14 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
     while engine.scheduler.has_work:
         engine.now += 2.0
         engine.step()
-    cost, pace = 5 + 3, engine.scheduler._pace.seconds_for(1)  # requests have come to 3 tokens
-    assert 0.5 < pace < 1.0  # 10 tokens have taken 6 s
-    num_taken = int(10.0 / (cost * pace)) + 1
+    cost, throughput = 5 + 3, engine.scheduler._throughput.seconds_for(1)  # requests have come to 3 tokens
+    assert 0.5 < throughput < 1.0  # 10 tokens have taken 6 s
+    num_taken = int(10.0 / (cost * throughput)) + 1
     for i in range(1, num_taken + 1):
         engine.scheduler.add(make_request(i, [1] * 5, 50, eos=False))
     with pytest.raises(OverloadedError) as refused:
         engine.scheduler.add(make_request(99, [1] * 5, 50, eos=False))
-    assert refused.value.retry_after_s == pytest.approx(max(1.0, num_taken * cost * pace - 10.0))
+    assert refused.value.retry_after_s == pytest.approx(max(1.0, num_taken * cost * throughput - 10.0))
     engine.scheduler.abort(num_taken)
     engine.scheduler.add(make_request(100, [1] * 5, 50, eos=False))
     for i in range(1, 101):
@@ -513,30 +513,30 @@ def test_the_backlog_is_of_those_that_have_not_begun() -> None:
 
 
 def test_pace_counts_overlapping_steps_once() -> None:
-    pace = Pace()
-    assert pace.seconds_for(1000) == 0.0
-    pace.step(10, submitted=0.0, now=1.0)
-    assert pace.seconds_for(10) == pytest.approx(1.0)
-    pace.step(10, submitted=0.5, now=2.0)
-    assert pace.seconds_for(10) == pytest.approx(1.0)
-    pace.step(0, submitted=2.0, now=50.0)  # computes nothing
-    pace.step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
-    assert pace.seconds_for(10) == pytest.approx(1.0)
+    throughput = Throughput()
+    assert throughput.seconds_for(1000) == 0.0
+    throughput.step(10, submitted=0.0, now=1.0)
+    assert throughput.seconds_for(10) == pytest.approx(1.0)
+    throughput.step(10, submitted=0.5, now=2.0)
+    assert throughput.seconds_for(10) == pytest.approx(1.0)
+    throughput.step(0, submitted=2.0, now=50.0)  # computes nothing
+    throughput.step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    assert throughput.seconds_for(10) == pytest.approx(1.0)
     for end in range(92, 500):
-        pace.step(10, submitted=end - 0.5, now=float(end))
-    assert pace.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
+        throughput.step(10, submitted=end - 0.5, now=float(end))
+    assert throughput.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
 
 
 def test_pace_expects_what_requests_came_to_lately() -> None:
-    pace = Pace()
+    throughput = Throughput()
     request = make_request(0, [1] * 4, 100)
-    assert pace.expect(request) == 104
-    pace.finish(10)
-    assert pace.expect(request) == 14
-    assert pace.expect(make_request(0, [1] * 4, 3)) == 7
+    assert throughput.expect(request) == 104
+    throughput.finish(10)
+    assert throughput.expect(request) == 14
+    assert throughput.expect(make_request(0, [1] * 4, 3)) == 7
     for _ in range(500):
-        pace.finish(20)
-    assert pace.expect(request) == pytest.approx(24, rel=1e-2)
+        throughput.finish(20)
+    assert throughput.expect(request) == pytest.approx(24, rel=1e-2)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -15,9 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lorax_server.adapters.batch import AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import AdapterError, InputError, LoraxError
+from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.pb import generate_pb2 as pb
-from lorax_server.stopping import FinishReason
 from tests.models.driving import Answer, Driver, batch_of, request, run
 from tests.models.tiny import EOS_ID, VOCAB, Zoo
 

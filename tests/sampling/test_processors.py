@@ -24,9 +24,9 @@ from lorax_server.sampling.processors import (
     keep_top_k,
     keep_top_p,
     keep_typical,
+    order_scores,
     penalize_counts,
     penalize_repetition,
-    rank,
     scale,
 )
 
@@ -224,10 +224,10 @@ def test_a_draw_from_no_numbers_is_still_a_token(bad: float, device: torch.devic
 def test_ranks_order_scores_and_then_tokens(vocab: int, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices
-    assert torch.equal(rank(scores).sort(-1, descending=True).indices, expected)
-    assert torch.equal(rank(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
+    assert torch.equal(order_scores(scores).sort(-1, descending=True).indices, expected)
+    assert torch.equal(order_scores(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
 
 
 def test_ranks_know_every_kind_of_number(device: torch.device) -> None:
     numbers = torch.tensor([[-0.0, 0.0, 1e-45, -1e-45, INF, -INF, 3e38, -3e38, 1.0, -1.0, 0.0]], device=device)
-    assert rank(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]
+    assert order_scores(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 from lorax_server.errors import InputError
 from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
-from lorax_server.sampling.sampler import Alternatives, History, Wish
+from lorax_server.sampling.sampler import Alternatives, History, RowSampling
 from lorax_server.sampling.watermark import green_mask, hash_tokens
 from lorax_server.types import MAX_SEED, SamplingParams, StopParams
 
@@ -41,8 +41,8 @@ class Row(NamedTuple):
     stop: StopParams | None = None
 
     @property
-    def wish(self) -> Wish:
-        return Wish(self.params) if self.stop is None else Wish.of(self.params, self.stop)
+    def row_sampling(self) -> RowSampling:
+        return RowSampling(self.params) if self.stop is None else RowSampling.of(self.params, self.stop)
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
@@ -52,7 +52,7 @@ def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: i
     lengths = torch.tensor([len(row.ids) for row in rows], device=device)
     prompts = torch.tensor([row.prompt_length for row in rows], device=device)
     logits = torch.stack([row.logits for row in rows]).to(device)
-    sampler = Sampler([row.wish for row in rows], logits.shape[1], device)
+    sampler = Sampler([row.row_sampling for row in rows], logits.shape[1], device)
     return sampler(logits, History(lengths, prompts, ids))
 
 
@@ -363,18 +363,18 @@ def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
 
 def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
     """A token of each of many seeds, at one position."""
-    wishes = [Wish(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
+    row_sampling = [RowSampling(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
     prompts = torch.full((DRAWS,), len(PROMPT), device=device)
     ids = torch.tensor([PROMPT + GENERATED], device=device).expand(DRAWS, -1)
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
-    sampled = Sampler(wishes, len(LOGITS), device)(logits, History(prompts + len(GENERATED), prompts, ids))
+    sampled = Sampler(row_sampling, len(LOGITS), device)(logits, History(prompts + len(GENERATED), prompts, ids))
     return sampled.token_ids.cpu().numpy()
 
 
 def draw_positions(asked: dict[str, Any], device: torch.device) -> np.ndarray:
     """A token of each of many positions, with one seed."""
     lengths = torch.arange(DRAWS, device=device) + 3
-    sampler = Sampler([Wish(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device)
+    sampler = Sampler([RowSampling(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device)
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
     return sampler(logits, History(lengths, torch.full_like(lengths, 3))).token_ids.cpu().numpy()
 
@@ -483,7 +483,7 @@ def test_logits_stay_as_they_are(dtype: torch.dtype, device: torch.device) -> No
         before = given_logits.clone()
         ids = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
         lengths = torch.tensor([len(row.ids) for row in rows], device=device)
-        sampler = Sampler([row.wish for row in rows], 57, device)
+        sampler = Sampler([row.row_sampling for row in rows], 57, device)
         found = sampler(given_logits, History(lengths, torch.ones_like(lengths), ids))
         assert torch.equal(given_logits, before)
         assert found.logprobs.dtype == torch.float32
@@ -566,7 +566,7 @@ def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: tor
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])
 def test_a_bias_beyond_the_vocabulary_is_refused(token: int, device: torch.device) -> None:
     with pytest.raises(InputError, match=f"`logit_bias`: token {token} is beyond the vocabulary of 7"):
-        Sampler([Wish(SamplingParams()), Wish(SamplingParams(logit_bias={token: 1.0}))], 7, device)
+        Sampler([RowSampling(SamplingParams()), RowSampling(SamplingParams(logit_bias={token: 1.0}))], 7, device)
 
 
 def test_a_bias_of_the_last_token_is_not_refused(device: torch.device) -> None:
@@ -606,9 +606,9 @@ def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> N
         SamplingParams(frequency_penalty=0.1),
         SamplingParams(presence_penalty=-0.1),
     ):
-        assert Sampler([Wish(SamplingParams()), Wish(params)], 7, device).needs_tokens
+        assert Sampler([RowSampling(SamplingParams()), RowSampling(params)], 7, device).needs_tokens
     free = SamplingParams(True, 0.7, 3, 0.9, 0.1, 0.9, logit_bias={1: 2.0}, num_alternatives=2, raw_logprobs=True)
-    sampler = Sampler([Wish(free, 3, frozenset({1}))], 7, device)
+    sampler = Sampler([RowSampling(free, 3, frozenset({1}))], 7, device)
     length = torch.tensor([3], device=device)
     assert not sampler.needs_tokens
     assert len(sampler(torch.zeros(1, 7, device=device), History(length, length)).token_ids) == 1
@@ -620,8 +620,10 @@ def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> N
 @pytest.mark.gpu
 def test_the_cpu_never_waits_for_the_gpu() -> None:
     rows, vocab = 8, 5003
-    wishes = [Wish(SamplingParams(**{**vars(EVERYTHING), "watermark": True}), 5, frozenset({1, 2}))] * (rows - 1)
-    sampler = Sampler([*wishes, Wish(SamplingParams())], vocab, "cuda")
+    row_sampling = [RowSampling(SamplingParams(**{**vars(EVERYTHING), "watermark": True}), 5, frozenset({1, 2}))] * (
+        rows - 1
+    )
+    sampler = Sampler([*row_sampling, RowSampling(SamplingParams())], vocab, "cuda")
     ids = torch.zeros(rows, 6, dtype=torch.int64, device="cuda")
     lengths = torch.full((rows,), 5, device="cuda")
     history = History(lengths, lengths - 2, ids)

@@ -11,30 +11,30 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lorax_server import ipc
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.engine.client import EngineClient
+from lorax_server.engine.remote import messages
+from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import LoraxError
-from lorax_server.generation_defaults import GenerationDefaults
-from lorax_server.server.call import Call, Question
-from lorax_server.server.gate import Gate
-from lorax_server.server.jobs import finish_all
-from lorax_server.server.keys import KeyRing
-from lorax_server.server.metrics import Metrics
-from lorax_server.server.names import Names
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.access.model_names import ModelNames
+from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.exchange import Exchange, Question
+from lorax_server.server.generations import finish_all
+from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.sse import EventStream, event
 from lorax_server.server.parts import Parts
-from lorax_server.server.problems import json_response
 from lorax_server.server.service import Service
-from lorax_server.server.sse import EventStream, event
+from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
-from lorax_server.server.tracing import Tracer
-from lorax_server.tokenizer import TextTokenizer
+from lorax_server.text.generation_defaults import GenerationDefaults
+from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SamplingParams, Started
-from tests.tokenizers import byte_level
+from tests.text.tokenizers import byte_level
 
 Message = dict[str, Any]
-Work = Callable[[Call], Awaitable[Response]]
-INFO: ipc.Info = {"max_length": 128, "vocab_size": 300, "device": "cpu"}
+Work = Callable[[Exchange], Awaitable[Response]]
+INFO: messages.Info = {"max_length": 128, "vocab_size": 300, "device": "cpu"}
 
 
 def _nowhere(config: None, address: str) -> None:
@@ -48,7 +48,7 @@ class ScriptedClient(EngineClient):
         super().__init__(_nowhere, None)
         self.is_healthy = True
         self.info = INFO
-        self.sent: list[ipc.ToEngine] = []
+        self.sent: list[messages.ToEngine] = []
         self.answers: dict[str, Resolved | LoraxError] = {}  # to who asks for an adapter, by token or name
         self.is_closed = False
 
@@ -59,11 +59,11 @@ class ScriptedClient(EngineClient):
         self._lose("the engine is stopped", None)
         self.is_closed = True
 
-    def _send(self, message: ipc.ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if not self.is_healthy:
             raise self._loss()
         self.sent.append(message)
-        if isinstance(message, ipc.Resolve):
+        if isinstance(message, messages.Resolve):
             ref = message.refs[0]
             answer = self.answers.get(ref.token or ref.name)
             if answer is not None:
@@ -79,17 +79,17 @@ class ScriptedClient(EngineClient):
 
     @property
     def added(self) -> list[Request]:
-        return [message.request for message in self.sent if isinstance(message, ipc.Add)]
+        return [message.request for message in self.sent if isinstance(message, messages.Add)]
 
     @property
     def aborted(self) -> list[int]:
-        return [each for message in self.sent if isinstance(message, ipc.Abort) for each in message.request_ids]
+        return [each for message in self.sent if isinstance(message, messages.Abort) for each in message.request_ids]
 
 
-def _reply(call_id: int, answer: Resolved | LoraxError) -> ipc.Reply:
+def _reply(call_id: int, answer: Resolved | LoraxError) -> messages.Reply:
     if isinstance(answer, LoraxError):
-        return ipc.Refused(call_id, Failure.of(answer))
-    return ipc.ResolveReply(call_id, answer)
+        return messages.Refused(call_id, Failure.of(answer))
+    return messages.ResolveReply(call_id, answer)
 
 
 @cache
@@ -142,13 +142,13 @@ class Bench:
         settings = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", **{"drain_s": 1000.0} | config)
         keys = KeyRing(settings.api_keys, settings.admin_key, settings.keys_file)
         self.service = Service(settings, self.engine, keys)
-        self.gate = Gate(PLACES)
+        self.rate_limits = RateLimits(PLACES)
         self.service._parts = self.parts = Parts(
             config=settings,
             engine=self.engine,
             keys=keys,
-            names=Names("base"),
-            gate=self.gate,
+            model_names=ModelNames("base"),
+            rate_limits=self.rate_limits,
             tokenizers=Tokenizers(tokenizer(), Path("nowhere")),
             defaults=GenerationDefaults(),
             metrics=Metrics(max_input_length=127, max_total_tokens=128),
@@ -178,7 +178,7 @@ class Bench:
         await response({"type": "http"}, self.peer.receive, self.peer.send)
 
     def check_all_is_given_back(self) -> None:
-        assert self.gate.num_running == 0
+        assert self.rate_limits.num_running == 0
         assert not self.service._calls
         assert not self.engine._streams
 
@@ -190,16 +190,16 @@ def question(prompt: str = "ask", count: int = 1) -> Question:
     return Question(prompt, SamplingParams(), list(range(count)))
 
 
-async def whole(call: Call) -> Response:
+async def whole(call: Exchange) -> Response:
     call.admit(1, False)
-    jobs = await call.ask(await call.find(call.parts.names.base), question())
+    jobs = await call.ask(await call.find(call.parts.model_names.base), question())
     await finish_all(jobs)
     return json_response({"text": jobs[0].text}, 200, call.headers(1))
 
 
-async def streamed(call: Call) -> Response:
+async def streamed(call: Exchange) -> Response:
     call.admit(1, True)
-    (job,) = await call.ask(await call.find(call.parts.names.base), question())
+    (job,) = await call.ask(await call.find(call.parts.model_names.base), question())
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(job.chunks()) as stream:
@@ -209,9 +209,9 @@ async def streamed(call: Call) -> Response:
     return EventStream(await call.open_stream(events()), 1000.0, call.stream_headers())
 
 
-async def for_adapter(call: Call) -> Response:
+async def for_adapter(call: Exchange) -> Response:
     call.admit(1, False)
-    await call.find(call.parts.names.find("owner/it", None))
+    await call.find(call.parts.model_names.find("owner/it", None))
     return json_response(call.record.adapter_hash)
 
 

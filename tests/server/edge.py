@@ -10,9 +10,9 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from lorax_server.server.audit import Trail
-from lorax_server.server.metrics import Metrics
 from lorax_server.server.run import _uvicorn_config
+from lorax_server.server.telemetry.audit import Trail
+from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
 from tests.server.bench import INFO, Bench
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lorax_server import ipc
+from lorax_server.engine.remote import messages
 from lorax_server.server import adapter_pages
+from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import Named
 from lorax_server.server.adapter_pages import MAX_ALSO, MAX_LIMIT, Asked, list_page, select
-from lorax_server.server.keys import Key
-from lorax_server.server.names import Named
 from lorax_server.types import AdapterState
 from tests.server.bench import Bench
 
@@ -24,17 +24,17 @@ class Pages(Bench):
         super().__init__()
         self.asked: list[Sequence[str]] = []  # of the engine
         self.engine._send = self._reply  # type: ignore[method-assign]
-        self.parts.names.set_folder([f"a-{number:05}" for number in range(count)])
+        self.parts.model_names.set_folder([f"a-{number:05}" for number in range(count)])
         for number in range(0, count, every):
             self.parts.seen.note(f"hash-{number:05}", Named("local", f"a-{number:05}"))
         for number in range(others):
             self.parts.seen.note(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
 
-    def _reply(self, message: ipc.ToEngine) -> None:
-        assert isinstance(message, ipc.ListAdapters)
+    def _reply(self, message: messages.ToEngine) -> None:
+        assert isinstance(message, messages.ListAdapters)
         self.asked.append(message.identities)
         states = [AdapterState(each, f"n-{each}", "on the device", 7, False, 0, 1) for each in message.identities]
-        asyncio.get_running_loop().call_soon(self.engine._settle, ipc.AdaptersReply(message.call_id, states))
+        asyncio.get_running_loop().call_soon(self.engine._settle, messages.AdaptersReply(message.call_id, states))
 
     def page(self, key: Key = Key(), **asked: Any) -> dict[str, Any]:  # noqa: B008
         return asyncio.run(list_page(self.parts, key, Asked(**asked)))
@@ -94,9 +94,9 @@ def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.Mon
         return await to_thread(work)
 
     monkeypatch.setattr(asyncio, "to_thread", note)
-    assert len(asyncio.run(select(bench.parts.names, Key()))) == adapter_pages.FEW + 1
+    assert len(asyncio.run(select(bench.parts.model_names, Key()))) == adapter_pages.FEW + 1
     key = Key("k", ("*-00007",))
-    assert [name for name, _ in asyncio.run(select(bench.parts.names, key, count=5))] == ["a-00007"]
+    assert [name for name, _ in asyncio.run(select(bench.parts.model_names, key, count=5))] == ["a-00007"]
     assert len(aside) == 2
 
 
@@ -154,7 +154,7 @@ def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own()
 def test_names_that_come_and_go_between_pages() -> None:
     bench = Pages(6)
     first = bench.page(limit=2)
-    bench.parts.names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
+    bench.parts.model_names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
     second = bench.page(limit=9, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
 
@@ -162,7 +162,7 @@ def test_names_that_come_and_go_between_pages() -> None:
 def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
     bench = Pages(1, others=1)
     bench.engine._send = lambda message: asyncio.get_running_loop().call_soon(  # type: ignore[method-assign]
-        bench.engine._settle, ipc.AdaptersReply(message.call_id, [])
+        bench.engine._settle, messages.AdaptersReply(message.call_id, [])
     )
     page = bench.page(ADMIN)
     assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

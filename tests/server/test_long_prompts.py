@@ -13,12 +13,12 @@ from starlette.responses import Response
 from lorax_server.errors import BusyError
 from lorax_server.server import run
 from lorax_server.server import tokenizers as module
-from lorax_server.server.general import MANY, list_pieces
-from lorax_server.server.guard import LARGE, Guard, Methods
+from lorax_server.server.http.middleware import LARGE, Methods, RequestMiddleware
+from lorax_server.server.routes.info import MANY, list_pieces
 from lorax_server.server.tokenizers import LONG, NUM_THREADS, SHORT, Tokenizers
-from lorax_server.tokenizer import TextTokenizer
+from lorax_server.text.tokenizer import TextTokenizer
 from tests.server.bench import Bench, ids, settle, tokenizer
-from tests.server.routes import Routes, chat, complete
+from tests.server.fake_server import Routes, chat, complete
 from tests.server.test_tokenizers import Stuck
 
 CHAT, COMPLETIONS, NATIVE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
@@ -206,7 +206,7 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
 
         methods = Methods()
         methods.of = lambda _: {"POST"}  # type: ignore[method-assign]
-        guard = Guard(app, methods, Bench().service)
+        guard = RequestMiddleware(app, methods, Bench().service)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": NATIVE, "headers": headers}
 

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, OverloadedError
-from lorax_server.server.call import Call
-from lorax_server.server.keys import KeyRing
-from lorax_server.server.logs import FIELDS
-from lorax_server.server.problems import json_response
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.sse import EventStream, event
 from lorax_server.server.service import CLIENT_LEFT, Service
-from lorax_server.server.sse import EventStream, event
+from lorax_server.server.telemetry.logs import FIELDS
 from lorax_server.types import FinishReason, Resolved
 from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for_adapter, ids, settle, streamed, whole
 
@@ -40,7 +40,7 @@ def test_an_answer_is_noted_once_and_gives_back_its_place(records: Records) -> N
         bench = Bench()
         answer = bench.ask(whole)
         await settle()
-        assert (bench.gate.num_running, len(bench.service._calls)) == (1, 1)
+        assert (bench.rate_limits.num_running, len(bench.service._calls)) == (1, 1)
         bench.engine.give(1, *ids("quick brown"), end=FinishReason.LENGTH)
         response = await answer
         assert (response.status_code, body_of(response)) == (200, {"text": "quick brown"})
@@ -105,7 +105,7 @@ def test_what_takes_too_long_is_given_up(work: Work, records: Records) -> None:
 @pytest.mark.parametrize(("own", "asked", "expected"), [(5, "3", 3), (5, "9", 5), (None, "3.5", 3.5), (5, None, 5)])
 def test_a_request_may_ask_for_less_time_than_it_has(own: float | None, asked: str | None, expected: float) -> None:
     async def check() -> None:
-        async def tell(call: Call) -> Response:
+        async def tell(call: Exchange) -> Response:
             return json_response(call.timeout_s)
 
         headers = {} if asked is None else {"x_request_timeout": asked}
@@ -131,7 +131,7 @@ def test_a_mistake_of_ours_is_written_down_and_not_told(records: Records, caplog
     async def check() -> None:
         bench = Bench()
 
-        async def mistaken(call: Call) -> Response:
+        async def mistaken(call: Exchange) -> Response:
             call.admit(1, False)
             raise KeyError("a secret")
 
@@ -155,7 +155,7 @@ def test_who_comes_when_all_places_are_taken_takes_none(records: Records) -> Non
         response = await bench.ask(whole)
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
-        assert bench.gate.num_running == PLACES
+        assert bench.rate_limits.num_running == PLACES
         for i in range(PLACES):
             bench.engine.fail(i + 1, OverloadedError("full", 7.2))
         for each in waiting:
@@ -191,7 +191,7 @@ def test_a_stream_ends_its_call_itself(records: Records) -> None:
         bench.engine.give(1, *ids("quick"))
         response = await answer
         assert isinstance(response, EventStream)
-        assert (bench.gate.num_running, records()) == (1, [])
+        assert (bench.rate_limits.num_running, records()) == (1, [])
         reading = asyncio.create_task(bench.read(response))
         await settle()
         bench.engine.give(1, *ids(" brown"), end=FinishReason.EOS_TOKEN)
@@ -264,7 +264,7 @@ def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: p
     async def check() -> None:
         bench = Bench()
 
-        async def mistaken(call: Call) -> Response:
+        async def mistaken(call: Exchange) -> Response:
             call.admit(1, True)
 
             async def events() -> AsyncGenerator[bytes, None]:

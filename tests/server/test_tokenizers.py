@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.errors import AdapterError, ConfigError, SourceError
-from lorax_server.model_files import TokenizerFolder
+from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.server import tokenizers as module
 from lorax_server.server.tokenizers import SHORT, Tokenizers
-from lorax_server.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Resolved
-from tests.server.test_gate import Clock
-from tests.tokenizers import byte_level
+from tests.server.access.test_rate_limits import Clock
+from tests.text.tokenizers import byte_level
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
 WAIT_S = 30.0  # for what is to happen soon
@@ -301,7 +301,7 @@ def test_closing_ends_a_conversion_that_hangs(
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho $$ > {pid_pipe}\nexec sleep 1000\n")
     program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.converter.sys.executable", str(program))
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(program))
 
     async def work() -> None:
         slow = asyncio.create_task(tokenizers.find(own(tmp_path, tokenizer_class="LlamaTokenizer")))
@@ -376,7 +376,7 @@ def test_where_the_files_are_is_told_to_the_log_only(
     )
     program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.converter.sys.executable", str(program))
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(program))
     with caplog.at_level(logging.WARNING), pytest.raises(AdapterError) as raised:
         run(tokenizers.find(resolved(folder)))
     message = str(raised.value)

@@ -14,7 +14,7 @@ from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.pretrained import MANY_POSITIONS
 from lorax_server.models.registry import MODELS
 from lorax_server.plan import Drop, NewRow, StepPlan, StepResult
-from lorax_server.sampling.sampler import History, Sampler, Wish
+from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from tests.models.driving import generate
@@ -181,7 +181,7 @@ def check(oracle: Any, sequence: Running) -> None:
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
     lengths = torch.arange(len(ids) - num_new, len(ids))
-    sampler = Sampler([Wish.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
+    sampler = Sampler([RowSampling.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
     history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
     expected = sampler(logits[lengths - 1], history)
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.plain_file import stamp_of
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
 from lorax_server.errors import AdapterError, InputError
+from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.files.plain_file import stamp_of
 from lorax_server.kernels import Field
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.plan import Prepared

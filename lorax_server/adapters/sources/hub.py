@@ -23,14 +23,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but imported lazily
 
-from lorax_server.adapters.checkpoint import CONFIG_FILE
-from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
-from lorax_server.adapters.source import AdapterFiles, read_model_type
 from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
 from lorax_server.adapters.sources.download import Download, complete, download, is_complete, storing
 from lorax_server.adapters.sources.shelves import COMMIT, HubShelf
-from lorax_server.adapters.strict_json import parse_json
+from lorax_server.adapters.sources.source import AdapterFiles, read_model_type
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
+from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
+from lorax_server.files.names import CONFIG_FILE
+from lorax_server.files.strict_json import parse_json
 
 REVISION = re.compile(r"(?!.*(\.\.|//))[A-Za-z0-9][\w./-]*", re.ASCII)
 MAX_INFO_BYTES = 1 << 22

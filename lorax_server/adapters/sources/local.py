@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
 
-from lorax_server.adapters.files import KNOWN_FILES, TEMPLATES_FOLDER, is_template
-from lorax_server.adapters.plain_file import Stamp, size_in, to_stamp
-from lorax_server.adapters.source import MAX_NAME_LENGTH, AdapterFiles, Places, read_model_type
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterFiles, Places, read_model_type
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
+from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_template
+from lorax_server.files.plain_file import Stamp, size_in, to_stamp
 
 MAX_ENTRIES = 1000  # that are looked at in a folder of templates
 STEP = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # from a folder into one that is in it

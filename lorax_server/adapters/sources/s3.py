@@ -13,12 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.files import TEMPLATES_FOLDER, known_files
-from lorax_server.adapters.source import AdapterFiles, read_model_type
 from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
 from lorax_server.adapters.sources.download import Download, complete, download, storing
 from lorax_server.adapters.sources.shelves import FolderShelf
+from lorax_server.adapters.sources.source import AdapterFiles, read_model_type
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
+from lorax_server.files.adapter_files import TEMPLATES_FOLDER, known_files
 
 CHUNK_BYTES = 2**16
 MAX_KEYS = 10_000

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lorax_server.adapters.source import AdapterSources, FetchedAdapter, Source
+from lorax_server.adapters.sources.source import AdapterSources, FetchedAdapter, Source
 
 CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "owner/base"}
 WEIGHTS = "adapter_model.safetensors"

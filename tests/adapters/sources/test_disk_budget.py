@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import zeros
 
 from lorax_server import build
-from lorax_server.adapters.source import AdapterSources
 from lorax_server.adapters.sources import disk_budget as module
 from lorax_server.adapters.sources.disk_budget import (
     IN_USE_S,
@@ -31,9 +30,10 @@ from lorax_server.adapters.sources.disk_budget import (
 )
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.shelves import ASIDE, FolderShelf, HubShelf
+from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.config import SourceConfig
-from lorax_server.engine.resolver import AdapterResolver
+from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.types import AdapterRef
 from tests.adapters.sources.adapters import ADAPTER, WEIGHTS, check_contents, fetch

@@ -8,7 +8,7 @@ import pytest
 
 from lorax_server.adapters.sources.local import LocalSource, tidy_name
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.server.folder import find_adapters
+from lorax_server.server.access.folder import find_adapters
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
 
 CONFIG = "adapter_config.json"

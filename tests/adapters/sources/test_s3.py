@@ -15,14 +15,14 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from lorax_server.adapters.plain_file import stamp_of
-from lorax_server.adapters.source import Source
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.s3 import S3Source
+from lorax_server.adapters.sources.source import Source
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
-from lorax_server.model_files import TokenizerFolder
-from lorax_server.tokenizer import _read_templates
+from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.tokenizer_folder import TokenizerFolder
+from lorax_server.text.tokenizer import _read_templates
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
 from tests.adapters.sources.child import run_child, run_children
 from tests.adapters.sources.hub_server import HubServer, Repo

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.adapters.source import AdapterFiles, AdapterSources, Authorizations, Source, read_json
+from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Authorizations, Source, read_json
 from lorax_server.errors import AdapterAccessError, AdapterError, SourceError
 from tests.adapters.sources.adapters import ADAPTER, CONFIG, WEIGHTS, accept, check_contents
 from tests.adapters.sources.child import run_child
@@ -352,7 +352,7 @@ def test_a_bad_config_costs_no_weights(tmp_path: Path) -> None:
 def test_sources_need_neither_torch_nor_boto3() -> None:
     run_child(
         """
-        import lorax_server.adapters.source, lorax_server.adapters.sources.hub
+        import lorax_server.adapters.sources.source, lorax_server.adapters.sources.hub
         import lorax_server.adapters.sources.local, lorax_server.adapters.sources.s3
         assert not {"torch", "boto3", "botocore"} & set(sys.modules)
         """

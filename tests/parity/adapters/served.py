@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from lorax_server.adapters.batch import AdapterArena
-from lorax_server.adapters.checkpoint import CONFIG_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
+from lorax_server.files.names import CONFIG_FILE
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model

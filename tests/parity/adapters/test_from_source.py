@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lorax_server.adapters.config import check_base_model, parse_config
-from lorax_server.adapters.source import AdapterSources
 from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.errors import AdapterError
 from lorax_server.layers.targets import adapter_targets
 from tests.adapters.sources.hub_server import HubServer, Repo

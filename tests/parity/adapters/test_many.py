@@ -11,10 +11,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from lorax_server.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, prepare
 from lorax_server.distributed import FakeGroup
-from lorax_server.engine.adapter_space import AdapterSpace
+from lorax_server.engine.adapters.space import AdapterSpace
+from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.paged import PagedDriver

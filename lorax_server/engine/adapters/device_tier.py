@@ -1,0 +1,163 @@
+"""Adapters on the device: each has a place in the one buffer, and an index by which steps call it."""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from lorax_server.engine.adapters.entry import AdapterEntry
+from lorax_server.engine.adapters.space import AdapterSpace
+from lorax_server.engine.counters import AdapterCounters
+from lorax_server.errors import AdapterError
+from lorax_server.plan import AdapterOp, Capabilities, Load, Move, Unload
+
+# How long one that was loaded for somebody is kept for that one. Not for good: a request of a low priority that never
+# gets its turn would keep out the adapters of all others.
+FRESH_S = 30.0
+SPARE = 0.03  # of the buffer: how much more than needed is freed, so that moves are rare
+
+
+class DeviceTier:
+    """Guards the buffer's units and the indices. What runs, is pinned, is being loaded or is fresh is not evicted, nor
+    the only copy of one that requests have begun with.
+
+    Room is made in three degrees: those leave that nobody needs, the longest unused first; for who has waited, also
+    those that others wait for; and where this is not enough, the least lately used drain, that is let nobody begin.
+    """
+
+    def __init__(self, capabilities: Capabilities, counters: AdapterCounters) -> None:
+        self._num_units = capabilities.num_adapter_units
+        self._unit_bytes = capabilities.adapter_unit_bytes
+        self._counters = counters
+        self._space = AdapterSpace(self._num_units)
+        self._entries: OrderedDict[str, AdapterEntry] = OrderedDict()  # loaded or being loaded, by last use
+        self._by_index: dict[int, AdapterEntry] = {}
+        self._free_indices: list[int] = []
+        self._loading: set[int] = set()
+        self._num_pinned_units = 0
+        self._ops: list[AdapterOp] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
+    def has_ops(self) -> bool:
+        return bool(self._ops) or self._space.needs_step
+
+    def submit(self) -> list[AdapterOp]:
+        """A step goes out; what the workers are to do before it, in this order."""
+        _, moves = self._space.submit()
+        self._counters.moves += len(moves)
+        ops: list[AdapterOp] = []
+        for move in moves:
+            index = self._entries[str(move.key)].index
+            assert index is not None
+            ops.append(Move(index, move.source, move.target))
+        ops += self._ops
+        self._ops = []
+        return ops
+
+    def completed(self, step: int) -> None:
+        """A step has ended: what it read may be written."""
+        self._space.completed(step)
+
+    def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
+        """The loads of these indices have ended; whose they are."""
+        entries = []
+        for index in indices:
+            entry = self._by_index[index]
+            self._loading.remove(index)
+            self._space.loaded(entry.identity)
+            self._counters.loaded += 1
+            entry.is_loaded = True
+            entry.fresh_until = now + FRESH_S if entry.num_requests else -math.inf
+            entries.append(entry)
+        return entries
+
+    def load(self, entry: AdapterEntry) -> bool:
+        """Give it a place and let it be copied there, if there is one."""
+        start = self._space.allocate(entry.identity, entry.units)
+        if start is None:
+            return False
+        entry.index = heapq.heappop(self._free_indices) if self._free_indices else len(self._by_index) + 1
+        self._by_index[entry.index] = self._entries[entry.identity] = entry
+        self._loading.add(entry.index)
+        self._num_pinned_units += entry.units * entry.is_pinned
+        self._ops.append(Load(entry.identity, entry.index, start))
+        return True
+
+    def evict(self, entry: AdapterEntry) -> None:
+        assert entry.index is not None
+        self._counters.evicted_from_device += 1
+        self._space.free(entry.identity)
+        self._ops.append(Unload(entry.index))
+        del self._by_index[entry.index], self._entries[entry.identity]
+        heapq.heappush(self._free_indices, entry.index)
+        entry.index, entry.is_loaded, entry.is_draining, entry.fresh_until = None, False, False, -math.inf
+
+    def touch(self, entry: AdapterEntry) -> None:
+        """It is used."""
+        self._entries.move_to_end(entry.identity)
+
+    def pin(self, entry: AdapterEntry, is_pinned: bool) -> None:
+        """It stays, from when it is there; or may leave again."""
+        if entry.index is not None:
+            self._num_pinned_units += entry.units * (is_pinned - entry.is_pinned)
+        entry.is_pinned = is_pinned
+
+    def find_problem(self, entry: AdapterEntry) -> AdapterError | None:
+        """Why it does not fit, whatever leaves."""
+        unit, pinned = self._unit_bytes, self._num_pinned_units
+        if entry.units <= self._num_units - pinned:
+            return None
+        return AdapterError(
+            f"adapter {entry.spec.name!r}: takes {entry.units * unit} bytes of device memory; adapters have "
+            f"{self._num_units * unit} in all, of which {pinned * unit} are pinned: give them more, or unpin some"
+        )
+
+    def make_room(self, units: int, has_waited: bool, now: float) -> list[AdapterEntry]:
+        """Evict for one of this size, and bring together what is free. Who has left; it may not be enough yet."""
+        evicted = []
+        if self._space.num_free_units < units:  # else it is only scattered, or still being read
+            evicted = self._evict_some(units + int(self._num_units * SPARE), False, now)
+            if has_waited:
+                evicted += self._evict_some(units, True, now)
+                self._drain(units - self._space.num_free_units)
+        self._space.compact(units)
+        return evicted
+
+    def _evict_some(self, units: int, even_wanted: bool, now: float) -> list[AdapterEntry]:
+        """Until so many are free, or no more can be."""
+        missing = units - self._space.num_free_units
+        victims = []
+        evictable = self._evictable(even_wanted, now)
+        while missing > 0 and (victim := next(evictable, None)) is not None:
+            victims.append(victim)
+            missing -= victim.units
+        for victim in victims:
+            self.evict(victim)
+        return victims
+
+    def _evictable(self, even_wanted: bool, now: float) -> Iterator[AdapterEntry]:
+        for entry in self._entries.values():
+            is_free = entry.is_loaded and not entry.is_pinned and not entry.num_running
+            # Nobody is left to run with one that drains and that nobody has begun with, so it is kept for nobody.
+            is_fresh = now < entry.fresh_until and (entry.num_begun or not entry.is_draining)
+            # What cannot be brought back from host memory stays for those who have begun with it.
+            can_return = entry.is_prepared or not entry.num_begun
+            if is_free and not is_fresh and can_return and (even_wanted or not entry.num_requests):
+                yield entry
+
+    def _drain(self, missing: int) -> None:
+        """Let nobody begin with some that run, so that there will be room when they are done."""
+        missing -= sum(entry.units for entry in self._entries.values() if entry.is_draining)
+        for entry in self._entries.values():
+            if missing <= 0:
+                return
+            if entry.is_loaded and entry.num_begun and not entry.is_pinned and not entry.is_draining:
+                entry.is_draining = True
+                missing -= entry.units

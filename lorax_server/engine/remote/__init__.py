@@ -1,0 +1,1 @@
+"""An engine in a process of its own: messages, the channel, and a client."""

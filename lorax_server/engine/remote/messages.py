@@ -1,0 +1,189 @@
+"""Messages between the API process and the engine, typed, as msgpack."""
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TypeVar
+
+import msgspec
+
+from lorax_server.errors import EngineError
+from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+
+Info = dict[str, str | int | float | bool | None]
+Received = TypeVar("Received")
+
+
+class ChannelError(EngineError):
+    """A message that cannot be sent, or that cannot be read."""
+
+
+# --- To the engine ----------------------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """The base of all; each is told apart by its name."""
+
+
+class Query(Message, frozen=True):
+    """What is answered by a `Reply` of the same id."""
+
+    call_id: int
+
+
+class Add(Message, frozen=True):
+    request: Request
+
+
+class Abort(Message, frozen=True):
+    request_ids: tuple[int, ...]
+
+
+class Resolve(Query, frozen=True):
+    refs: tuple[AdapterRef, ...]
+    merge: Merge | None = None
+
+
+class LoadAdapter(Query, frozen=True):
+    identity: str
+    pin: bool | None = None
+
+
+class UnloadAdapter(Query, frozen=True):
+    identity: str
+
+
+class GetStatus(Query, frozen=True):
+    pass
+
+
+class ForgetAdapter(Query, frozen=True):
+    source: str
+    name: str
+
+
+class ListAdapters(Query, frozen=True):
+    identities: tuple[str, ...]
+
+
+class Stop(Message, frozen=True):
+    """End now; also says that a `Failed` was heard."""
+
+
+Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
+ToEngine = Add | Abort | Queries | Stop
+
+# --- From the engine --------------------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The first message: the engine takes requests, and what there is to know about it."""
+
+    info: Info
+
+
+class Outputs(Message, frozen=True):
+    """All that came of one step."""
+
+    outputs: list[Output]
+
+
+class Reply(Message, frozen=True):
+    call_id: int
+
+
+class ResolveReply(Reply, frozen=True):
+    resolved: Resolved
+
+
+class StatusReply(Reply, frozen=True):
+    status: EngineStatus
+
+
+class AdaptersReply(Reply, frozen=True):
+    adapters: list[AdapterState]
+
+
+class Done(Reply, frozen=True):
+    """It was loaded, unloaded or forgotten."""
+
+
+class Refused(Reply, frozen=True):
+    failure: Failure
+
+
+class Failed(Message, frozen=True):
+    """The last message: the engine ends because of this."""
+
+    message: str
+
+
+FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | Refused | Failed
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+
+class _Tagged(msgspec.Struct):
+    """All that tells messages apart; the rest is skipped."""
+
+    type: str
+
+
+_TAGGED: msgspec.msgpack.Decoder[_Tagged] = msgspec.msgpack.Decoder(_Tagged)
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: Message) -> bytes:
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ChannelError(f"a message {type(message).__name__} cannot be sent: {error}") from error
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _decode(data, _TO_ENGINE)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _decode(data, _FROM_ENGINE)
+
+
+def decode_question(data: bytes) -> Resolve | ForgetAdapter | None:
+    """A message about names, which needs no engine's step to be answered; None if it is another, or cannot be read."""
+    try:
+        if _TAGGED.decode(data).type not in (Resolve.__name__, ForgetAdapter.__name__):
+            return None
+        message = decode_to_engine(data)
+    except (msgspec.DecodeError, ChannelError, RecursionError, UnicodeDecodeError):
+        return None
+    return message if isinstance(message, Resolve | ForgetAdapter) else None
+
+
+def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
+    """What is told to who sent this, if it can be made out at least who did."""
+    failure = EngineError(str(error))
+    try:
+        message = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError):
+        return None
+    match message:
+        case {"call_id": int(call_id)}:
+            return Refused(call_id, Failure.of(failure))
+        case {"request": {"request_id": int(request_id)}}:
+            return Outputs([Output.failed(request_id, failure)])
+    return None
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
+    try:
+        return decoder.decode(data)
+    except Exception as error:  # also what the dataclasses raise of themselves
+        raise ChannelError(f"a message of {len(data)} bytes cannot be read: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """Fields are typed by what they can do; whatever can do it may be sent."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set | Sequence):
+        return list(value)
+    raise TypeError(f"it holds {type(value).__name__} {value!r:.100}")

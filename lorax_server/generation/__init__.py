@@ -1,0 +1,1 @@
+"""One generation: its tokens become text, and stop rules end it."""

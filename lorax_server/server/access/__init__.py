@@ -1,0 +1,1 @@
+"""Access: keys, rate limits, and the names of models and adapters."""

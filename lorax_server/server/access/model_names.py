@@ -1,0 +1,236 @@
+"""What a request's `model` or `adapter_id` means: the base model, an adapter by a name that the operator gave, or one
+by a name of its source."""
+
+import logging
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from lorax_server.adapters.sources.local import LocalSource, tidy_name
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
+from lorax_server.errors import AdapterNotFoundError, InputError
+from lorax_server.types import AdapterRef, Merge
+
+logger = logging.getLogger(__name__)
+
+BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
+MAX_ALIASES = 100_000
+MAX_SIGNED = 20_000
+MAX_SIGNED_CHARACTERS = 128
+SIGNATURE_BITS = 191
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
+
+
+def signature_of(name: str) -> int:
+    """A number with a bit for each character of a name, and for each pair of neighbours. Names that look alike have
+    most bits in common."""
+    codes = name[:MAX_SIGNED_CHARACTERS].casefold().encode(errors="replace")
+    signature = 0
+    for code, following in zip(codes, codes[1:] + b"\0", strict=True):
+        signature |= 1 << code % SIGNATURE_BITS | 1 << (code * 31 + following) % SIGNATURE_BITS
+    return signature
+
+
+def unknown_model(name: str) -> AdapterNotFoundError:
+    """Tell a caller of OpenAI's routes that nothing has the name."""
+    return AdapterNotFoundError(f"the model {name[:64]!r} does not exist; /v1/models lists those that do")
+
+
+class Named(NamedTuple):
+    """An adapter's place, and the name by which a key is allowed to use it."""
+
+    source: str
+    name: str
+
+
+class Choice(NamedTuple):
+    """What a request chose: nothing, an adapter, or several that are merged."""
+
+    refs: tuple[AdapterRef, ...] = ()
+    merge: Merge | None = None
+    label: str = ""  # as it was named; "" is the base model
+    named: tuple[Named, ...] = ()
+    asked_source: str | None = None  # the one that the request names, if it does
+
+    @property
+    def source(self) -> str:
+        return self.refs[0].source if self.refs else ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The names that the operator gave, at one moment. It never changes, so that any thread may read it."""
+
+    places: Mapping[str, Named]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        return tuple(sorted(self.places))
+
+    @cached_property
+    def named(self) -> frozenset[Named]:
+        """All places that have a name."""
+        return frozenset(self.places.values())
+
+    @cached_property
+    def signatures(self) -> list[int]:
+        """Signatures of the names, by which `nearest` finds them; of many names, only of the first ones."""
+        return [signature_of(name) for name in self.names[:MAX_SIGNED]]
+
+
+class ModelNames:
+    """All names but those that only a source knows. The folder's names may be set by another thread.
+
+    Spellings of one folder are one name from here on: in labels, in what a key may use, in logs.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        served_names: Sequence[str] = (),
+        default_source: str = "hub",
+        static_adapter: tuple[str, str] | None = None,
+        roots: Sequence[Path] = (),  # of the folders of this machine, the first one first
+    ) -> None:
+        self._roots = roots
+        self.primary = served_names[0] if served_names else model_id
+        self.base_names = frozenset((model_id, *served_names))
+        self.default_source = default_source
+        self._static = None if static_adapter is None else self.place(*static_adapter)
+        self._aliases: dict[str, Named] = {}
+        self._folder: Mapping[str, Named] = {}
+        self._listing: Listing | None = None  # None: it has changed since it was made
+        self._lock = threading.Lock()
+
+    # --- Names that the operator gives --------------------------------------------------------------------------------
+
+    @property
+    def listing(self) -> Listing:
+        """All of them; the same object until they change."""
+        with self._lock:
+            if self._listing is None:
+                self._listing = Listing({**self._folder, **self._aliases})
+            return self._listing
+
+    @property
+    def adapters(self) -> Mapping[str, Named]:
+        return self.listing.places
+
+    def add(self, alias: str, source: str, name: str) -> None:
+        if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
+            raise InputError(f"an adapter's name is 1 to {MAX_NAME_LENGTH} printable characters, not {alias[:64]!r}")
+        if alias in self.base_names or alias == BASE_MODEL:
+            raise InputError(f"{alias!r} is the base model; choose another name")
+        with self._lock:
+            if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
+                raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
+            self._aliases[alias] = self.place(source, name)
+            self._listing = None
+
+    def remove(self, alias: str) -> bool:
+        """Whether there was such a name."""
+        with self._lock:
+            self._listing = None
+            return self._aliases.pop(alias, None) is not None
+
+    def set_folder(self, names: Iterable[str]) -> None:
+        """The adapters of the folder that is watched. One that is called like the base model cannot be meant."""
+        folder = {name: Named(LocalSource.kind, name) for name in names}
+        for name in sorted(folder.keys() & {BASE_MODEL, *self.base_names}):
+            del folder[name]
+            logger.warning("the adapter in %r is not listed: that name is the base model's; rename the folder", name)
+        with self._lock:
+            self._folder = folder
+            self._listing = None
+        listing = self.listing
+        # All of it is made here, on the thread that watches the folder, and not while requests wait.
+        _ = listing.names, listing.named, listing.signatures
+
+    # --- What a request means -----------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Choice:
+        """What is meant by no adapter."""
+        if self._static is None:
+            return Choice()
+        return Choice((AdapterRef(*self._static),), None, self._static.name, (self._static,))
+
+    def by_model(self, model: str, source: str | None, token: str | None) -> Choice:
+        """OpenAI's `model`: a name of the base model, of an adapter, or of an adapter after that of the base model."""
+        name = self.without_base(model)
+        if self._is_base(name, source):
+            return self.base
+        if source is None and self._known(name) is None and not self._may_be_somewhere(name):
+            raise AdapterNotFoundError(
+                f"the model {model[:64]!r} does not exist; /v1/models lists those that have a name, and adapters of "
+                "the hub are named owner/name"
+            )
+        return self.find(name, source, token)
+
+    def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
+        """LoRAX's `adapter_id`."""
+        if adapter_id is None or self._is_base(adapter_id, source):
+            return self.base
+        return self.find(adapter_id, source, token)
+
+    def merged(self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None) -> Choice:
+        parts = [self.find(name, source, token) for name in ids]
+        return Choice(
+            tuple(ref for part in parts for ref in part.refs),
+            merge,
+            ",".join(part.label for part in parts),
+            tuple(named for part in parts for named in part.named),
+            source,
+        )
+
+    def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
+        """An adapter, where nothing else can be meant."""
+        known = self._known(name) if source is None else None
+        if known is None:
+            is_path, name = name.startswith("/"), self._tidy(name, source)
+            find = self._folder.get if is_path else self._known  # a path is not what an alias of its name stands for
+            known = find(name) if source is None else None
+        if known is not None:
+            # A key is allowed a name, wherever the operator has put what it stands for.
+            allowed = Named(self.default_source, name)
+            return Choice((AdapterRef(known.source, known.name, token),), None, name, (allowed,))
+        place = Named((source or self.default_source).lower(), name)
+        return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
+
+    def place(self, source: str, name: str) -> Named:
+        """Find the place of a name, in the one spelling of it."""
+        return Named(source, self._tidy(name, source))
+
+    def _tidy(self, name: str, source: str | None) -> str:
+        is_local = (source or self.default_source).lower() == LocalSource.kind
+        return tidy_name(name, self._roots) if is_local else name
+
+    def _is_base(self, name: str, source: str | None) -> bool:
+        return name in ("", BASE_MODEL) or name in self.base_names or self._tidy(name, source) in self.base_names
+
+    def _known(self, name: str) -> Named | None:
+        found = self._aliases.get(name) or self._folder.get(name)
+        if found is not None:
+            return found
+        alias, at, revision = name.partition("@")
+        found = self._aliases.get(alias) or self._folder.get(alias) if at else None
+        return None if found is None else Named(found.source, f"{found.name}@{revision}")
+
+    def without_base(self, model: str) -> str:
+        """The adapter that is meant; empty for none. A name may itself have a colon: an adapter's own comes first."""
+        if model in ("", BASE_MODEL) or model in self.base_names:
+            return ""
+        if self._known(model) is None:
+            for base in sorted(self.base_names, key=len, reverse=True):
+                if model.startswith(f"{base}:"):
+                    return model[len(base) + 1 :]
+        return model
+
+    def _may_be_somewhere(self, name: str) -> bool:
+        """Whether the default source could have it. Only a hub has a rule that tells without asking."""
+        return self.default_source != "hub" or HUB_NAME.fullmatch(name) is not None

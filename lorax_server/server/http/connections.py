@@ -1,0 +1,106 @@
+"""Open connections: how many there may be, in all and from one address. Idle ones give way to new ones.
+
+A connection is idle while it has no request: none yet, none any more, or one whose headers are still on their way. So
+clients that connect and then dawdle make room for those that ask for something.
+"""
+
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+from typing import Protocol
+
+from lorax_server.server.telemetry.metrics import Metrics
+
+FULL, FULL_ADDRESS, GAVE_WAY = "full", "address", "gave_way"
+NETWORK_BITS = 64  # of IPv6: what one customer of a provider has, who can be at any address of it
+
+
+class Connection(Protocol):
+    def give_way(self) -> None:
+        """Close, since another one needs the place."""
+
+
+@dataclass
+class _Address:
+    """The connections of one address."""
+
+    count: int = 0
+    idle: dict[Connection, None] = field(default_factory=dict)
+
+
+class Connections:
+    """It belongs to one event loop. No limit for an address is 0."""
+
+    def __init__(self, most: int, most_per_address: int, metrics: Metrics) -> None:
+        self._most = most
+        self._most_per_address = most_per_address
+        self._metrics = metrics
+        self._open: dict[Connection, str] = {}  # and which address each is of
+        self._idle: dict[Connection, None] = {}  # those that have been idle for longest come first
+        self._addresses: dict[str, _Address] = {}
+        self.num_lingering = 0  # those that were refused and are about to be closed
+
+    def enter(self, connection: Connection, client: str) -> str | None:
+        """Take a place, or say which limit is in the way."""
+        name = network(client)
+        address = self._addresses.get(name) or _Address()
+        if 0 < self._most_per_address <= address.count and not self._make_room(address.idle):
+            return self._refuse(FULL_ADDRESS)
+        if len(self._open) >= self._most and not self._make_room(self._idle):
+            return self._refuse(FULL)
+        self._addresses[name] = address
+        address.count += 1
+        self._open[connection] = name
+        self.rest(connection)
+        self._metrics.connections(len(self._open))
+        return None
+
+    def leave(self, connection: Connection) -> None:
+        name = self._open.pop(connection, None)
+        if name is None:
+            return
+        address = self._addresses[name]
+        address.count -= 1
+        address.idle.pop(connection, None)
+        self._idle.pop(connection, None)
+        if address.count == 0:
+            del self._addresses[name]
+        self._metrics.connections(len(self._open))
+
+    def rest(self, connection: Connection) -> None:
+        """It has no request now."""
+        name = self._open.get(connection)
+        if name is not None:
+            self._idle[connection] = self._addresses[name].idle[connection] = None
+
+    def wake(self, connection: Connection) -> None:
+        """It has one."""
+        name = self._open.get(connection)
+        if name is not None:
+            self._idle.pop(connection, None)
+            self._addresses[name].idle.pop(connection, None)
+
+    def _make_room(self, idle: dict[Connection, None]) -> bool:
+        connection = next(iter(idle), None)
+        if connection is None:
+            return False
+        self.leave(connection)
+        self._metrics.refuse_connection(GAVE_WAY)
+        connection.give_way()
+        return True
+
+    def _refuse(self, reason: str) -> str:
+        self._metrics.refuse_connection(reason)
+        return reason
+
+
+def network(client: str) -> str:
+    """Name what counts as one address: an address of IPv4, or the network of one of IPv6."""
+    try:
+        address = ip_address(client.partition("%")[0])
+    except ValueError:
+        return client
+    if not isinstance(address, IPv6Address):
+        return client
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return f"{int(address) >> NETWORK_BITS:x}"

@@ -1,0 +1,1 @@
+"""HTTP routes, each with its schemas and parameters."""

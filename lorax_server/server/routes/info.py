@@ -1,0 +1,255 @@
+"""Routes that do not ask the model for text: health, what is served, metrics, and the tokenizer."""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request
+from starlette.responses import Response
+
+from lorax_server import __version__
+from lorax_server.errors import InputError, LoraxError, NotSupportedError
+from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.model_names import Named, unknown_model
+from lorax_server.server.access.nearest import with_nearest
+from lorax_server.server.adapter_pages import FEW, off_loop, select
+from lorax_server.server.http.problems import Problem, json_response
+from lorax_server.server.routes.checks import check_text
+from lorax_server.server.routes.completions import ERRORS as OPENAI_ERRORS
+from lorax_server.server.routes.lorax import ERRORS
+from lorax_server.server.routes.lorax_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Info,
+    SimpleToken,
+    TokenizeRequest,
+)
+from lorax_server.server.routes.openai_schemas import Model, ModelList
+from lorax_server.server.service import Service
+from lorax_server.text.tokenizer import Piece
+from lorax_server.types import Request as EngineRequest
+from lorax_server.types import SamplingParams, StopParams
+
+STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
+JSON = "application/json"
+MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
+WRITTEN = 4  # times as long as making tokens is it to list them
+MANY = 4096  # tokens that are written at once
+PROBE_S = 5.0  # for so long the answer to a probe holds: callers without a key cannot keep the engine at work
+METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
+NO_RESPONSES = "the responses API is not supported; use /v1/chat/completions"
+NOT_YET = {
+    "/embed": "embeddings are",
+    "/v1/embeddings": "embeddings are",
+    "/classify": "classification is",
+    "/classify_batch": "classification is",
+}
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    created = int(time.time())
+    openai: dict[str, Any] = {"responses": OPENAI_ERRORS, "tags": ["OpenAI Compatible"]}
+    _add_health(router, service)
+    _add_metrics(router, service)
+    _add_tokenizer(router, service)
+
+    @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
+    async def info(http: Request) -> Response:
+        """What is served, and the limits in force."""
+        service.identify(http)
+        return json_response(_info(service))
+
+    @router.get("/v1/models/", include_in_schema=False)
+    @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
+    async def models(http: Request) -> Response:
+        """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
+        key = service.identify(http)
+        allowed = await select(service.parts.model_names, key)
+
+        def write() -> Response:
+            return json_response({"object": "list", "data": _models(service, key, created, allowed)})
+
+        return await off_loop(len(allowed) > FEW, write)
+
+    @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
+    async def model(http: Request, model: str) -> Response:
+        """One of them."""
+        key = service.identify(http)
+        found = _find_model(service, key, created, model)
+        if found is not None:
+            return json_response(found)
+        raise await with_nearest(unknown_model(model), model, None, service.parts.model_names, key)
+
+    def refuse(http: Request) -> Response:
+        raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
+
+    for path in NOT_YET:
+        router.post(path, include_in_schema=False)(refuse)
+    for path in ("/v1/responses", "/v1/responses/{rest:path}"):
+        router.api_route(path, methods=METHODS, include_in_schema=False)(_refuse_responses)
+    return router
+
+
+def _refuse_responses() -> Response:
+    """The default of some SDKs, which then tell their users only that nothing was found."""
+    raise HTTPException(HTTPStatus.NOT_FOUND, NO_RESPONSES)
+
+
+def _add_health(router: APIRouter, service: Service) -> None:
+    unhealthy = Problem(503, "healthcheck", "unhealthy")
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
+
+    async def health(http: Request) -> Response:
+        """Whether requests can be answered."""
+        return Response() if service.is_ready else unhealthy.response(http.url.path)
+
+    empty: dict[str, Any] = {"response_class": Response, "responses": answers, "tags": ["LoRAX"]}
+    for path, name in (("/health", "check_health"), ("/ping", "ping"), ("/", "check")):
+        router.get(path, operation_id=name, **empty)(health)
+
+    probe = _Probe(service)
+
+    @router.get("/startup", operation_id="check_startup", **empty)
+    async def startup() -> Response:
+        """Ask the base model for a token, unless one has come in the last seconds."""
+        if not service.is_ready:
+            return unhealthy.response("/")
+        return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
+
+
+class _Probe:
+    """One request at a time, however many ask, and none for a while after one that went well."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._good_until = -math.inf
+        self._running: asyncio.Task[bool] | None = None
+
+    async def run(self) -> bool:
+        if time.monotonic() < self._good_until:
+            return True
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._generate())
+        return await asyncio.shield(self._running)
+
+    async def _generate(self) -> bool:
+        engine = self._service.engine
+        request = EngineRequest(engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
+        tokens = [output async for output in engine.generate(request)]
+        if tokens:
+            self._good_until = time.monotonic() + PROBE_S
+        return bool(tokens)
+
+
+def _add_metrics(router: APIRouter, service: Service) -> None:
+    as_text = {"text/plain": {"schema": {"type": "string"}}}
+
+    answers: dict[int | str, dict[str, Any]] = {200: {"content": as_text}}
+
+    @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
+    async def metrics(http: Request) -> Response:
+        """For Prometheus; as JSON to who accepts that."""
+        parts, engine, status = service.parts, service.engine, None
+        with suppress(LoraxError, TimeoutError):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                status = await engine.status()
+        parts.metrics.engine(status, engine.is_healthy, engine.num_restarts)
+        if JSON in http.headers.get("accept", ""):
+            return json_response(parts.metrics.json())
+        return Response(parts.metrics.prometheus(), headers={"content-type": parts.metrics.content_type})
+
+
+def _add_tokenizer(router: APIRouter, service: Service) -> None:
+    common: dict[str, Any] = {"responses": ERRORS, "tags": ["Tokenization"]}
+
+    @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
+    async def tokenize(http: Request, body: TokenizeRequest) -> Response:
+        """A text's tokens."""
+        key = service.identify(http)
+        if len(body.inputs) > MAX_CHARACTERS:
+            raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
+        check_text(body.inputs)
+        tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
+
+        def write() -> Response:
+            return list_pieces(tokenizer.pieces(body.inputs, with_special))
+
+        with service.parts.rate_limits.enter(key):
+            return await service.parts.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
+
+    @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
+    async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
+        """The text that tokens stand for."""
+        key = service.identify(http)
+        tokenizer, skip_special = service.parts.tokenizers.base, body.skip_special_tokens is not False
+        with service.parts.rate_limits.enter(key):
+            return json_response({"text": await service.parts.tokenizers.decode(tokenizer, body.ids, skip_special)})
+
+
+def list_pieces(pieces: Sequence[Piece]) -> Response:
+    """A list of any length, written some at a time: to write all at once would hold Python's lock for long."""
+    some = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
+    written = [msgspec.json.encode([_describe_piece(*piece) for piece in each])[1:-1] for each in some]
+    return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
+
+
+def _describe_piece(token_id: int, text: str, start: int, stop: int) -> dict[str, Any]:
+    return {"id": token_id, "text": text, "start": start, "stop": stop}
+
+
+def _info(service: Service) -> dict[str, Any]:
+    parts, config, engine = service.parts, service.config, service.engine.info
+    return {
+        "model_id": config.model_id,
+        "model_sha": config.model_revision,
+        "model_dtype": engine["dtype"],
+        "model_device_type": engine["device"],
+        "model_pipeline_tag": None,
+        "max_concurrent_requests": config.max_concurrent_requests,
+        "max_best_of": config.max_best_of,
+        "max_stop_sequences": config.max_stop_sequences,
+        "max_input_length": parts.max_input_length,
+        "max_total_tokens": parts.max_total_tokens,
+        "waiting_served_ratio": 0.0,  # this and the next three: nothing waits for the like here
+        "max_batch_total_tokens": int(engine["num_blocks"] or 0) * int(engine["block_size"] or 0),
+        "max_waiting_tokens": 0,
+        "validation_workers": 0,
+        "eager_prefill": True,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+        "request_logger_url": None,
+    }
+
+
+def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
+    """Those that the caller may use."""
+    names, config = service.parts.model_names, service.config
+    found = []
+    if key.base_model:
+        bases = (names.primary, *(name for name in config.served_names if name != names.primary))
+        found = [_model(service, created, name, config.model_id, None) for name in bases]
+    return found + [_model(service, created, name, place.name, names.primary) for name, place in allowed]
+
+
+def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
+    """One of them, without a look at the others."""
+    names, config = service.parts.model_names, service.config
+    if name in (names.primary, *config.served_names) and key.base_model:
+        return _model(service, created, name, config.model_id, None)
+    place = names.adapters.get(name)
+    if place is None or not key.may_use(names.default_source, name, names.default_source, place.source == HUB):
+        return None
+    return _model(service, created, name, place.name, names.primary)
+
+
+def _model(service: Service, created: int, name: str, root: str, parent: str | None) -> dict[str, Any]:
+    length = service.parts.max_total_tokens
+    whole = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
+    return {"id": name, **whole, "root": root, "parent": parent}

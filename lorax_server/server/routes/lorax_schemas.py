@@ -1,0 +1,242 @@
+"""What LoRAX's own routes take and give. Names, types and what may be left out are the wire's, not ours to choose.
+
+What a field allows is written in the schema for its readers only; `native_parameters` checks it, with LoRAX's words.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lorax_server.server.http.foreign_fields import GENERATE, describe_refused
+from lorax_server.types import MAX_FLOAT
+
+_T = TypeVar("_T")
+Many = Annotated[
+    list[_T], Field(fail_fast=True)
+]  # a million wrong items are one error: naming all of them takes half a minute
+
+Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]
+Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
+Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
+Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
+# Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
+Bias = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
+Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
+TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
+
+
+class Schema(BaseModel):
+    """No number is made of a string, and no string of a number. What is not known is ignored, as LoRAX does."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+def refusing(route: str) -> Callable[[dict[str, Any]], None]:
+    """Make the addition to a schema whose route refuses fields of other dialects: it names them."""
+
+    def add(schema: dict[str, Any]) -> None:
+        schema["description"] = f"{schema.get('description', '')}\n\n{describe_refused(route)}".lstrip()
+
+    return add
+
+
+class OpenSchema(Schema):
+    """The same, but what is not known is kept in `model_extra`, to be looked at."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class MergedAdapters(Schema):
+    ids: Annotated[Many[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
+    weights: Many[float] | None = None
+    """As many as there are ids, each from -1000 to 1000. None at all: 1 for each."""
+    merge_strategy: str | None = Field(
+        default=None, json_schema_extra={"enum": ["linear", "ties", "dare_linear", "dare_ties", "", None]}
+    )
+    density: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The share of numbers that is kept. null or 0: all."""
+    majority_sign_method: str | None = Field(default=None, json_schema_extra={"enum": ["total", "frequency", "", None]})
+
+
+class ResponseFormat(Schema):
+    """Only `text` is possible yet, which asks for nothing."""
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    schema_: Nothing = Field(default=None, alias="schema")
+    json_schema: dict[str, Any] | None = None
+
+
+class GenerateParameters(OpenSchema):
+    """How to answer. What is null is as if it were not there."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(GENERATE))
+
+    adapter_id: str | None = Field(
+        default=None, description="The adapter's name; null, empty or `__base_model__`: none"
+    )
+    adapter_source: str | None = Field(default=None, description="hub, local, s3; null: the server's default")
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = Field(default=None, description="What the adapter's source wants to see of you")
+    best_of: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = Field(
+        default=None, description="Draw so many answers and give the likeliest; 0: one"
+    )
+    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
+    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    top_k: Positive | None = None
+    top_p: Share | None = None
+    typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
+    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
+    logit_bias: Bias | None = Field(default=None, description="What is added to tokens' scores, by their ids")
+    do_sample: bool | None = False
+    max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
+    min_new_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
+    ignore_eos_token: bool | None = False
+    return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
+    stop: Many[Stop] | None = []
+    truncate: Positive | None = Field(
+        default=None, description="Keep only so many of the prompt's tokens, the last ones"
+    )
+    watermark: bool | None = False
+    details: bool | None = False
+    decoder_input_details: bool | None = False
+    return_k_alternatives: Positive | None = None
+    apply_chat_template: bool | None = False
+    seed: Seed | None = None
+    response_format: ResponseFormat | None = None
+
+
+class GenerateRequest(OpenSchema):
+    inputs: str = Field(json_schema_extra={"minLength": 1})
+    parameters: GenerateParameters | None = None
+
+
+class CompatGenerateRequest(GenerateRequest):
+    stream: bool | None = False
+
+
+class TokenizeRequest(Schema):
+    inputs: str
+    add_special_tokens: bool | None = True
+
+
+class DetokenizeRequest(Schema):
+    ids: TokenIds
+    skip_special_tokens: bool | None = True
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+FinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class PrefillToken(Schema):
+    id: int
+    text: str
+    logprob: float | None = None
+
+
+class AlternativeToken(Schema):
+    id: int
+    text: str
+    logprob: float | None = None
+
+
+class Token(Schema):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    skipped: bool
+    alternative_tokens: list[AlternativeToken] | None = None
+
+
+class BestOfSequence(Schema):
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+
+
+class Details(Schema):
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    skipped_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    best_of_sequences: list[BestOfSequence] | None = None
+
+
+class GenerateResponse(Schema):
+    generated_text: str
+    details: Details | None = None
+
+
+class StreamDetails(Schema):
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    seed: int | None
+
+
+Tier = Annotated[
+    Literal["device", "host", "disk", "fetched"],
+    Field(description="Where the adapter was when the request named it; only in the first event"),
+]
+
+
+class StreamResponse(Schema):
+    """An event of a stream."""
+
+    token: Token
+    generated_text: str | None
+    details: StreamDetails | None
+    adapter_tier: Tier | None = None
+
+
+class SimpleToken(Schema):
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class DetokenizeResponse(Schema):
+    text: str
+
+
+class Info(Schema):
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: str
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_length: int
+    max_total_tokens: int
+    waiting_served_ratio: float
+    max_batch_total_tokens: int
+    max_waiting_tokens: int
+    validation_workers: int
+    eager_prefill: bool
+    version: str
+    sha: str | None
+    docker_label: str | None
+    request_logger_url: str | None
+
+
+class ErrorResponse(Schema):
+    error: str
+    error_type: str

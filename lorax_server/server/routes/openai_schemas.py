@@ -1,0 +1,326 @@
+"""What the OpenAI routes take and give: OpenAI's own schema, and what LoRAX and vLLM add to it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from lorax_server.server.http.foreign_fields import CHAT, COMPLETIONS
+from lorax_server.server.routes.lorax_schemas import (
+    Bias,
+    Many,
+    MergedAdapters,
+    OpenSchema,
+    Penalty,
+    Schema,
+    Share,
+    Stop,
+    Tier,
+    TokenIds,
+    refusing,
+)
+
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+OpenAISeed = Annotated[
+    int,  # pydantic writes its own limits as floats, which these are not
+    Field(ge=MIN_SEED, le=MAX_SEED, json_schema_extra={"minimum": MIN_SEED, "maximum": MAX_SEED}),
+]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096
+StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
+Prompts = Field(max_length=MAX_PROMPTS)
+PlainText = Annotated[
+    dict[str, Any], Field(json_schema_extra={"required": ["type"], "properties": {"type": {"const": "text"}}})
+]
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+
+
+class CommonRequest(OpenSchema):
+    """Of both routes."""
+
+    model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
+    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
+    top_p: Share | None = None
+    n: Count | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: Stop | Many[Stop] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Bias | None = None
+    seed: OpenAISeed | None = None
+    user: str | None = None
+
+    # Of LoRAX.
+    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    ignore_eos_token: bool | None = False
+    typical_p: Share | None = None
+    adapter_id: str | None = Field(default=None, description="The adapter, where `model` names the base model or none")
+    merged_adapters: MergedAdapters | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+    # Of vLLM.
+    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
+    min_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
+    ignore_eos: bool | None = False
+    stop_token_ids: StopTokenIds | None = None
+    cache_salt: str | None = None
+
+    # Not yet.
+    response_format: PlainText | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """In an event of its own, after all others."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def says_nothing_of_usage(self) -> bool:
+        """Then the last chunk has it, as in LoRAX."""
+        return self.stream_options is None or self.stream_options.include_usage is None
+
+
+class CompletionRequest(CommonRequest):
+    """One or several prompts to continue."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(COMPLETIONS))
+
+    prompt: str | Annotated[Many[str], Prompts] | TokenIds | Annotated[Many[TokenIds], Prompts] = Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        }
+    )
+    best_of: Count | None = None
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = Field(
+        default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
+    )
+    add_special_tokens: bool | None = True
+
+
+class TextPart(Schema):
+    type: str
+    text: str | None = None
+
+
+class Message(Schema):
+    """`tool_calls` and the like are handed to the chat template as they are."""
+
+    role: str
+    content: str | Annotated[Many[TextPart | dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(CommonRequest):
+    """Messages to answer."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(CHAT))
+
+    messages: Many[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+    max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    guideline: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    add_generation_prompt: bool | None = True
+    tools: Many[dict[str, Any]] | None = Field(default=None, description="Not yet: only with `tool_choice` of `none`")
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description="`none`; others not yet")
+    tool_prompt: str | None = None
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Schema):
+    cached_tokens: int
+
+
+class Usage(Schema):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Schema):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float | None] | None] | None
+
+
+class CompletionChoice(Schema):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionResponse(Schema):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class CompletionChunk(CompletionResponse):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    adapter_tier: Tier | None = None
+
+
+class TopLogprob(Schema):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Schema):
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class AssistantMessage(Schema):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None = None
+
+
+class ChatChoice(Schema):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletionResponse(Schema):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class ChatDelta(Schema):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChunkChoice(Schema):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(Schema):
+    """An event of a stream. The last one is `[DONE]` instead."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    adapter_tier: Tier | None = None
+
+
+class Model(Schema):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Schema):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetails(Schema):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorResponse(Schema):
+    error: ErrorDetails
+
+
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+
+class AdapterRequest(Schema):
+    adapter_id: str = Field(json_schema_extra={"minLength": 1})
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+
+class LoadRequest(AdapterRequest):
+    name: str | None = Field(default=None, description="Requests can name it so; null: by its id only")
+    pin: bool | None = Field(default=None, description="Whether it stays on the device; null: as it is")
+
+
+class Adapter(Schema):
+    id: str
+    object: Literal["adapter"]
+    source: str | None
+    hash: str | None
+    state: str
+    bytes: int | None
+    pinned: bool
+    requests: int
+    uses: int
+    error: str | None = None
+
+
+class AdapterList(Schema):
+    object: Literal["list"]
+    data: list[Adapter]
+    has_more: bool
+    next: str | None = Field(description="`after` of the next page; null: this is the last one")
+
+
+class VllmLoadRequest(Schema):
+    lora_name: str = Field(json_schema_extra={"minLength": 1})
+    lora_path: str = Field(json_schema_extra={"minLength": 1})
+    load_inplace: bool | None = False
+
+
+class VllmUnloadRequest(Schema):
+    lora_name: str = Field(json_schema_extra={"minLength": 1})
+    lora_int_id: int | None = None

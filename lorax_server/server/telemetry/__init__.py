@@ -1,0 +1,1 @@
+"""Telemetry: logs, metrics, traces, and the record of a request that they share."""

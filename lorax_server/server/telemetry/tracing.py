@@ -1,0 +1,178 @@
+"""Traces of requests for OpenTelemetry, made when a request has ended, from what is then known of it.
+
+They are sent as OTLP over HTTP, whose port is 4318 by custom. LoRAX sent OTLP over gRPC to 4317: a collector that takes
+that usually takes the other too. Headers, certificates, sampling and more are set by the `OTEL_*` variables that
+OpenTelemetry defines. Spans wait in a queue of limited length for a thread that sends them, so a collector that is slow
+or away costs spans, and nothing else.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from lorax_server.errors import ConfigError
+from lorax_server.server.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.util.types import AttributeValue
+
+logger = logging.getLogger(__name__)
+
+TRACES_PATH = "/v1/traces"
+GRPC_PORT = 4317
+SEND_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+MAX_CHARACTERS = 256  # of what a caller chose
+NS = 1_000_000_000
+
+
+class Part(NamedTuple):
+    """A stretch of a request's time, in seconds since its start."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Tracer:
+    """Sends a trace of each request that ends, if there is where to send it. `model` is the base model's name."""
+
+    def __init__(self, endpoint: str | None, service: str = "lorax.server", model: str = "") -> None:
+        self._model = model
+        self._exporter = None if endpoint is None else _make_exporter(_traces_url(endpoint))
+        self._provider = None if self._exporter is None else _make_provider(self._exporter, service)
+
+    def end(self, record: RequestRecord) -> None:
+        """A request ended. Whatever is wrong with it, or with tracing, is not the caller's concern."""
+        if self._provider is None:
+            return
+        try:
+            self._trace(self._provider, record)
+        except Exception:
+            logger.warning("a request could not be traced", exc_info=True)
+
+    def close(self) -> None:
+        """Send what is left, as far as it can be sent in a few seconds."""
+        if self._provider is None:
+            return
+        closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
+        if closing.is_alive() and self._exporter is not None:
+            self._exporter.shutdown()  # it drops the rest instead of trying for half a minute: its threads end
+        self._provider = None
+
+    def _trace(self, provider: "TracerProvider", record: RequestRecord) -> None:
+        from opentelemetry import trace  # noqa: PLC0415
+        from opentelemetry.context import Context  # noqa: PLC0415
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
+
+        tracer = provider.get_tracer("lorax_server")
+        carrier = {"traceparent": record.trace_parent} if record.trace_parent else {}
+        whole = tracer.start_span(
+            "lorax.request",
+            context=TraceContextTextMapPropagator().extract(carrier, Context()),
+            kind=trace.SpanKind.SERVER,
+            attributes=attributes(record, self._model),
+            start_time=_ns(record, 0.0),
+        )
+        within = trace.set_span_in_context(whole, Context())
+        for part in parts(record):
+            child = tracer.start_span(part.name, context=within, start_time=_ns(record, part.begin_s))
+            child.end(_ns(record, part.end_s))
+        problem = problem_of(record)
+        if problem:
+            whole.set_status(trace.Status(trace.StatusCode.ERROR, problem))
+        whole.end(_ns(record, record.total_s))
+
+
+def parts(record: RequestRecord) -> list[Part]:
+    """What a request did, one after the other, as far as it came."""
+    queued_s = record.validation_s + record.queue_s
+    found = [Part("validation", 0.0, record.validation_s)]
+    if record.queue_s > 0 or record.inference_s > 0:
+        found.append(Part("queue", record.validation_s, queued_s))
+    if record.inference_s > 0:
+        found.append(Part("inference", queued_s, queued_s + record.inference_s))
+    return found
+
+
+def problem_of(record: RequestRecord) -> str:
+    """The kind of what went wrong; its message may quote the request, and stays here."""
+    if record.is_dropped:
+        return "dropped"
+    return record.error_type or (str(record.status) if record.status >= 400 else "")
+
+
+def attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValue]":
+    """By the conventions for generative AI and for HTTP, where they have a name for it."""
+    known: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "chat" if "chat" in record.route else "text_completion",
+        "gen_ai.provider.name": "lorax",
+        "gen_ai.request.model": _text(record.adapter or model),
+        "gen_ai.request.choice.count": record.num_choices,
+        "gen_ai.request.max_tokens": record.max_new_tokens,
+        "gen_ai.request.stream": record.is_streamed,
+        "gen_ai.response.id": _text(record.request_id),
+        "gen_ai.response.model": _text(model),
+        "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.usage.output_tokens": record.generated_tokens,
+        "http.route": _text(record.route),
+        "http.response.status_code": record.status,
+        "error.type": problem_of(record),
+        "lorax.adapter": _text(record.adapter or ""),
+        "lorax.adapter_hash": record.adapter_hash,
+        "lorax.adapter_source": _text(record.source),
+        "lorax.adapter_wait_s": record.adapter_s,
+        "lorax.key": _text(record.key),
+    }
+    if record.first_token_s is not None:
+        known["gen_ai.response.time_to_first_chunk"] = record.validation_s + record.queue_s + record.first_token_s
+    return {name: value for name, value in known.items() if value not in ("", ())}
+
+
+def _text(text: str) -> str:
+    """One string that is no Unicode would cost everybody's spans of the same batch."""
+    return text[:MAX_CHARACTERS].encode(errors="replace").decode()
+
+
+def _ns(record: RequestRecord, after_s: float) -> int:
+    return int((record.started_at + after_s) * NS)
+
+
+def _traces_url(endpoint: str) -> str:
+    """The address that spans are sent to; a bare host gets the path that OTLP gives traces."""
+    try:
+        parsed = urlsplit(endpoint)
+        port = parsed.port
+    except ValueError as error:
+        raise ConfigError(f"otlp endpoint {endpoint!r}: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise ConfigError(f"otlp endpoint {endpoint!r} must look like http://host:4318 (OTLP over HTTP)")
+    if port == GRPC_PORT:
+        logger.warning("%s is the custom port of OTLP over gRPC; traces are sent over HTTP, often to 4318", endpoint)
+    return endpoint if parsed.path.strip("/") else parsed._replace(path=TRACES_PATH).geturl()
+
+
+def _make_exporter(url: str) -> "SpanExporter":
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("traces need more packages: pip install lorax_server[otel]") from error
+    return OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)
+
+
+def _make_provider(exporter: "SpanExporter", service: str) -> "TracerProvider":
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider

@@ -1,0 +1,215 @@
+"""Adapters in folders that others write to while they are looked at."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.adapters.sources import finder
+from lorax_server.adapters.sources.finder import AdapterFinder, Found
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources
+from lorax_server.errors import AdapterError, SourceError
+from lorax_server.files.adapter_files import TEMPLATES_FOLDER
+from lorax_server.files.names import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE
+from lorax_server.types import AdapterRef
+from tests.adapters.test_checkpoint import entry, file_bytes
+
+TEMPLATE = f"{TEMPLATES_FOLDER}/tools.jinja"
+FILES = [CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, TEMPLATE]
+
+
+def write(folder: Path, text: str) -> Path:
+    """An adapter of which every file has a text in it."""
+    (folder / TEMPLATES_FOLDER).mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "revision": text}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    data = text.encode().ljust(32)
+    (folder / WEIGHTS_FILE).write_bytes(file_bytes({"q": entry([2, 4], 0, 32)}, data))
+    for file in (TEMPLATE_FILE, TEMPLATE):
+        (folder / file).write_text(text)
+    return folder
+
+
+def ignore() -> None:
+    pass
+
+
+class Raced(LocalSource):
+    """Somebody does something before and after the source looks."""
+
+    before: Callable[[], None] = staticmethod(ignore)
+    after_config: Callable[[], None] = staticmethod(ignore)
+    after: Callable[[], None] = staticmethod(ignore)
+
+    def find(self, name: str, token: str | None) -> AdapterFiles:
+        self.before()
+        return super().find(name, token)
+
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+        self.before()
+        folder = super().fetch(files, wanted, token)
+        (self.after_config if list(wanted) == [CONFIG_FILE] else self.after)()
+        return folder
+
+
+class Swap:
+    """A link to what is outside, in the place of what is inside, and back."""
+
+    def __init__(self, path: Path, outside: Path) -> None:
+        self.path, self.outside = path, outside
+        self.aside = path.parent / "aside"
+
+    def put_in(self) -> None:
+        os.rename(self.path, self.aside)
+        self.path.symlink_to(self.outside)
+
+    def put_back(self) -> None:
+        if self.aside.exists():
+            self.path.unlink()
+            os.rename(self.aside, self.path)
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        self.put_in()
+        try:
+            yield
+        finally:
+            self.put_back()
+
+
+def find(source: LocalSource, name: str = "poet") -> Found:
+    sources = AdapterSources({"local": source}, max_bytes=2**30)
+    finder = AdapterFinder(sources, model_type="llama", model_class="LlamaForCausalLM")
+    return finder.find(AdapterRef("local", name))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path / "outside", "secret")
+    write(tmp_path / "root" / "poet", "plain")
+    return tmp_path / "root"
+
+
+def swap_at(root: Path, what: str) -> Swap:
+    path = root / "poet" / what
+    return Swap(path, root.parent / "outside" / what)
+
+
+def read_vouched(found: Found, root: Path) -> dict[str, bytes]:
+    """What the stamps of the answer stand for, if it is inside."""
+    names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
+    assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)
+    return {str(path.relative_to(root / "poet")): path.read_bytes() for path in names}
+
+
+@pytest.mark.parametrize("what", [*FILES, TEMPLATES_FOLDER, ""], ids=lambda what: what or "the folder")
+@pytest.mark.parametrize("times", [1, 100])
+def test_what_takes_the_place_of_a_file_that_was_checked_is_not_vouched_for(root: Path, what: str, times: int) -> None:
+    """Between the source's last look and the stamps of the answer; then it is put back."""
+    swap, source = swap_at(root, what), Raced([root])
+    left = iter(range(times))
+    source.before = swap.put_back
+    source.after = lambda: swap.put_in() if next(left, None) is not None else None
+    if times > finder.ATTEMPTS:
+        with pytest.raises(SourceError, match=r"'poet'.* changed while it was read; try again"):
+            find(source)
+        return
+    found = find(source)
+    assert next(left, None) is None
+    assert found.spec.identity == find(LocalSource([root])).spec.identity
+    assert all(b"secret" not in content for content in read_vouched(found, root).values())
+    assert found.resolved.tokenizer_stamps == tuple(
+        finder.stamp_of(root / "poet" / file) for file in found.resolved.tokenizer_files
+    )
+
+
+def test_a_config_in_the_place_of_the_one_that_was_checked_is_not_even_parsed(root: Path) -> None:
+    swap, source, seen = swap_at(root, ""), Raced([root]), []
+    source.before, source.after_config = swap.put_back, swap.put_in
+    sources = AdapterSources({"local": source}, max_bytes=2**30)
+    with pytest.raises(SourceError, match=f"'poet': {CONFIG_FILE} changed while it was read; try again"):
+        sources.fetch("local", "poet", None, lambda config, _: seen.append(config))
+    assert not seen
+
+
+@pytest.mark.parametrize("reader", ["read_header", "identify", "read_json"])
+def test_who_it_is_comes_from_the_file_that_was_checked(
+    root: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """Its folder is another one only while it is read: all that can be seen before and after is as it was."""
+    swap, read = swap_at(root, ""), getattr(finder, reader)
+
+    def read_outside(*args: Any) -> Any:
+        with swap.during():
+            return read(*args)
+
+    monkeypatch.setattr(finder, reader, read_outside)
+    with pytest.raises(SourceError, match=r"'poet'.* changed while it was read; try again"):
+        find(LocalSource([root]))
+
+
+# --- Roots ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_after_the_one_that_has_it_is_not_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hang."""
+    later = root.parent / "later"
+    write(later / "poet", "later")
+    looked: list[str] = []
+    for name in ("stat", "lstat", "open"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, *args, real=real, **kw: looked.append(str(path)) or real(path, *args, **kw)
+        )
+    found = find(LocalSource([root, later]))
+    assert found.is_unchanged()
+    assert any(path.startswith(str(root)) for path in looked)
+    assert not [path for path in looked if path.startswith(str(later))]
+
+
+def test_a_name_that_moves_to_a_later_root(root: Path) -> None:
+    later, missing = root.parent / "later", root.parent / "missing"
+    write(later / "poet", "later")
+    source = LocalSource([missing, root, later])
+    found = find(source)
+    shutil.rmtree(root / "poet")
+    assert not found.is_unchanged()
+    moved = find(source)
+    assert moved.spec.identity != found.spec.identity
+    write(missing / "poet", "the first of all")
+    assert not moved.is_unchanged()
+
+
+def test_a_name_that_moves_to_a_later_root_while_it_is_found(root: Path) -> None:
+    later = root.parent / "later"
+    write(later / "poet", "later")
+    source = Raced([root, later])
+    source.before = lambda: shutil.rmtree(root / "poet", ignore_errors=True)
+    found = find(source)
+    assert {root / "poet", later / "poet"} <= set(found.files)
+
+
+@pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
+def test_a_root_that_is_switched_is_seen_though_the_files_are_the_same(tmp_path: Path, name: str) -> None:
+    """An absolute name, one that the new root has as a link out of it, and one that it does not have."""
+    first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "root"
+    write(first / "poet", "first")
+    second.mkdir()
+    for each in (first, second):
+        (each / "linked").symlink_to(first / "poet")
+    root.symlink_to(first)
+    source, name = LocalSource([root]), name.format(first=first)
+    found = find(source, name=name)
+    write(first / "another", "which is nothing to those that were there")
+    assert found.is_unchanged()
+    (tmp_path / "new").symlink_to(second)
+    os.replace(tmp_path / "new", root)
+    assert not found.is_unchanged()
+    with pytest.raises(AdapterError, match=r"links out of it are refused" if name == "linked" else "no such folder"):
+        find(source, name=name)

@@ -1,0 +1,207 @@
+"""While a folder's files are overwritten, what was there before is served, for a while, and never a mixture."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.engine.adapters.entry import State
+from lorax_server.engine.adapters.resolver import LOOK_AGAIN_S, RETRY_S, WRITING_S
+from lorax_server.engine.engine import Engine
+from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
+from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.types import AdapterRef, Failure, Merge, Resolved
+from tests.engine.adapters.test_resolver import Bench, files_of, identity_of, result
+
+OLD, NEW = files_of(1), files_of(2)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    made.put("tuned", 1)
+    made.ask("tuned", "local")
+    yield made
+    made.close()
+
+
+def overwrite(bench: Bench, file: str, content: bytes) -> None:
+    """In place, as `cp` does."""
+    with (bench.root / "tuned" / file).open("wb") as opened:
+        opened.write(content)
+
+
+def ask(bench: Bench) -> Resolved:
+    return result(bench.begin("tuned", "local"))[1]
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
+def test_at_every_byte_of_an_overwriting_the_old_or_the_new_is_served(bench: Bench, file: str) -> None:
+    files = {**OLD, file: files_of(2, lora_alpha=77)[file]}
+    old, new = identity_of(bench.tmp_path, OLD), identity_of(bench.tmp_path, files)
+    content = files[file]
+    for size in range(0, len(content), 7):
+        overwrite(bench, file, content[:size])
+        bench.clock.now += RETRY_S / 100
+        found = ask(bench)
+        assert found.identity == old
+        assert found.stale is not None
+        assert (found.stale.kind, found.stale.status) == ("AdapterError", 424)
+        assert "'tuned'" in found.stale.message
+    overwrite(bench, file, content)
+    bench.clock.now += RETRY_S
+    assert ask(bench)._replace(folder=None, tier="") == Resolved(new)
+
+
+def test_the_log_says_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            ask(bench)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("adapter 'tuned': ")
+    assert line.endswith("; until then, what it was before is served")
+
+
+def test_after_a_while_the_error_is_told(bench: Bench) -> None:
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    first = ask(bench)
+    bench.clock.now += WRITING_S - RETRY_S / 2
+    assert ask(bench).identity == first.identity
+    bench.clock.now += RETRY_S / 2
+    for _ in range(3):
+        error = bench.error("tuned", "local")
+        assert type(error) is AdapterError
+        assert first.stale is not None
+        assert str(error) == first.stale.message
+        bench.clock.now += RETRY_S
+    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)  # the time begins anew
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE, None])
+def test_what_was_taken_away_is_not_served(bench: Bench, file: str | None) -> None:
+    if file is None:
+        shutil.rmtree(bench.root / "tuned")
+        assert isinstance(bench.error("tuned", "local"), AdapterNotFoundError)
+    else:
+        (bench.root / "tuned" / file).unlink()
+        assert f"has no {file}" in str(bench.error("tuned", "local"))
+
+
+def test_what_leads_elsewhere_is_not_served(bench: Bench) -> None:
+    shutil.move(bench.root / "tuned", bench.tmp_path / "elsewhere")
+    (bench.root / "tuned").symlink_to(bench.tmp_path / "elsewhere")
+    assert "links out of it are refused" in str(bench.error("tuned", "local"))
+
+
+def test_what_was_never_whole_is_an_error(bench: Bench) -> None:
+    bench.put("other", 1)
+    (bench.root / "other" / WEIGHTS_FILE).write_bytes(b"half")
+    assert type(bench.error("other", "local")) is AdapterError
+
+
+def test_who_loads_by_hand_is_told_of_the_error(bench: Bench) -> None:
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    ask(bench)
+    bench.resolver.forget("local", "tuned")
+    assert type(bench.error("tuned", "local")) is AdapterError
+
+
+def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, monkeypatch: Any) -> None:
+    """They may be whole, so that what was there before is served only if they have been broken."""
+    fetch = LocalSource.fetch
+
+    def changed(*_: Any) -> Path:
+        raise SourceError("it changed")
+
+    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    monkeypatch.setattr(LocalSource, "fetch", changed)
+    error = bench.error("tuned", "local")
+    assert isinstance(error, SourceError)
+    assert error.retry_after_s == LOOK_AGAIN_S
+    monkeypatch.setattr(LocalSource, "fetch", fetch)
+    bench.clock.now += LOOK_AGAIN_S
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    old = ask(bench).identity
+    monkeypatch.setattr(LocalSource, "fetch", changed)
+    for _ in range(10):
+        bench.clock.now += RETRY_S
+        assert ask(bench).identity == old
+
+
+def test_files_that_change_under_a_look_and_are_shorter_are_being_written(bench: Bench, monkeypatch: Any) -> None:
+    old = ask(bench).identity
+    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE][:-1])
+
+    def changed(*_: Any) -> Path:
+        raise SourceError("it changed")
+
+    monkeypatch.setattr(LocalSource, "fetch", changed)
+    for _ in range(10):
+        found = ask(bench)
+        assert (found.identity, found.stale and found.stale.kind) == (old, "SourceError")
+        bench.clock.now += RETRY_S
+    bench.clock.now += WRITING_S
+    assert isinstance(bench.error("tuned", "local"), SourceError)
+
+
+def test_a_look_that_a_change_disturbs_is_repeated(bench: Bench, monkeypatch: Any) -> None:
+    fetch, disturbed = LocalSource.fetch, iter([True, True])
+
+    def sometimes(*arguments: Any) -> Path:
+        if next(disturbed, False):
+            raise SourceError("it changed")
+        return fetch(*arguments)
+
+    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    monkeypatch.setattr(LocalSource, "fetch", sometimes)
+    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
+
+
+def test_a_new_file_in_one_step_is_served_at_once(bench: Bench) -> None:
+    half, whole = bench.tmp_path / "half", bench.tmp_path / "whole"
+    half.write_bytes(NEW[WEIGHTS_FILE][:40])
+    whole.write_bytes(NEW[WEIGHTS_FILE])
+    os.replace(whole, bench.root / "tuned" / WEIGHTS_FILE)
+    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
+    os.replace(half, bench.root / "tuned" / WEIGHTS_FILE)
+    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)
+
+
+def test_a_merge_says_that_a_part_is_not_the_newest(bench: Bench) -> None:
+    overwrite(bench, WEIGHTS_FILE, b"half")
+    refs = [AdapterRef("local", "tuned"), AdapterRef("fake", "whole")]
+    bench.put("whole", 3)
+    _, resolved = result(bench.resolver.resolve(refs, Merge((1.0, 1.0))))
+    assert resolved.stale is not None
+
+
+# --- The engine, which knows what is in memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [*State, None])
+def test_what_was_there_before_is_served_only_from_memory(state: State | None) -> None:
+    """Else it would have to be read from files that are others by now."""
+    stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
+    found: Future[Any] = Future()
+    found.set_result((SimpleNamespace(identity="old", merge=None, parts=()), stale))
+    executor = SimpleNamespace(capabilities=None, on_news=lambda *_: None)
+    table = SimpleNamespace(find_problem=lambda *_: None, state=lambda *_: state)
+    resolver = SimpleNamespace(resolve=lambda *_: found)
+    engine = Engine(executor, None, None, table, resolver)  # type: ignore[arg-type]
+    answer = engine.resolve([AdapterRef("local", "tuned")])
+    if state in (State.DEVICE, State.LOADING, State.HOST):
+        assert answer.result().stale == stale.stale
+    else:
+        with pytest.raises(AdapterError, match="half of it is missing"):
+            answer.result()

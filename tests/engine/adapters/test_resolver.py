@@ -1,0 +1,1364 @@
+"""Who a name means: never an old one, never somebody else's, and nobody waits for what does not concern them."""
+
+import gc
+import itertools
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lorax_server.adapters.checkpoint import read_header
+from lorax_server.adapters.config import parse_config
+from lorax_server.adapters.identity import identify
+from lorax_server.adapters.sources import finder
+from lorax_server.adapters.sources import source as source_module
+from lorax_server.adapters.sources.hub import HubSource
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Source, read_json
+from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, StoredPart
+from lorax_server.engine.adapters import resolver as resolver_module
+from lorax_server.engine.adapters.resolver import AdapterResolver
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    EngineError,
+    InputError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
+from lorax_server.files.adapter_files import REQUIRED_FILES, TEMPLATES_FOLDER
+from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
+from lorax_server.files.plain_file import Stamp, stamp_of
+from lorax_server.types import AdapterRef, Merge, Resolved
+from tests.adapters.sources.hub_server import HubServer, Repo
+from tests.adapters.sources.server import Fault, Reply, running
+from tests.adapters.test_checkpoint import entry, file_bytes
+
+RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+NUM_ELEMENTS = 12
+SECRET = "hf_do_not_show_this"
+HUB_NAME = "owner/adapter"
+PATIENCE_S = 20  # only ever spent by a test that fails
+
+
+# --- What the tests are made of ---------------------------------------------------------------------------------------
+
+
+def files_of(number: int, **changes: Any) -> dict[str, bytes]:
+    """An adapter unlike that of any other number, of the same size."""
+    header = {"q": entry([2, 4], 0, 32), "v": entry([4], 32, 48)}
+    data = random.Random(number).randbytes(48)
+    return {CONFIG_FILE: json.dumps(RAW | changes).encode(), WEIGHTS_FILE: file_bytes(header, data)}
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return folder
+
+
+def replace(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Each file in one step."""
+    for file, content in files.items():
+        new = folder / f"{file}.{threading.get_ident()}"
+        new.write_bytes(content)
+        os.replace(new, folder / file)
+
+
+def identity_of(tmp_path: Path, files: Mapping[str, bytes]) -> str:
+    folder = write(tmp_path / "expected", files)
+    path = folder / WEIGHTS_FILE
+    return identify(parse_config(json.loads(files[CONFIG_FILE]), "any"), path, read_header(path, "any"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ignore(*arguments: object) -> None:
+    pass
+
+
+class FakeSource:
+    """Folders, as LocalSource, of any kind; `before` may wait or fail."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind = kind
+        self.root = root
+        self.asked: list[str] = []
+        self.bases_asked: list[str] = []
+        self.base_types: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}  # of files that are said to be there
+        self.before: Callable[[str], None] = ignore
+        self.after_fetch: Callable[[Sequence[str]], None] = ignore
+
+    def authorize(self, name: str, token: str | None) -> None:
+        pass
+
+    def find(self, name: str, token: str | None) -> AdapterFiles:
+        self.asked.append(name)
+        self.before(name)
+        if not (self.root / name).is_dir():
+            raise AdapterNotFoundError(f"adapter {name!r}: there is none")
+        sizes = self.sizes or {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
+        return AdapterFiles(self.kind, name, "1", sizes)
+
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+        self.after_fetch(wanted)
+        return self.root / files.name
+
+    def base_model_type(self, name: str, token: str | None) -> str | None:
+        self.bases_asked.append(name)
+        return self.base_types.get(name)
+
+
+class RateLimits:
+    """Holds whoever comes, until it is opened."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self, name: str = "") -> None:
+        self.arrived.release()
+        assert self.opened.wait(PATIENCE_S)
+
+    def wait_for(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert self.arrived.acquire(timeout=PATIENCE_S)
+
+
+class Bench:
+    """A resolver, its sources and its clock."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.root = tmp_path / "root"
+        self.root.mkdir()
+        self.clock = Clock()
+        self.fake = FakeSource("fake", self.root)
+        self.other = FakeSource("other", self.root)
+        self.made: list[AdapterResolver] = []
+        self.gates: list[RateLimits] = []
+        self.resolver = self.make()
+
+    def make(self, *more: Source, **options: Any) -> AdapterResolver:
+        kinds: list[Source] = [LocalSource([self.root]), self.fake, self.other, *more]
+        sources = AdapterSources({source.kind: source for source in kinds}, max_bytes=2**30, clock=self.clock)
+        options = {"model_type": "llama", "model_class": "LlamaForCausalLM", "clock": self.clock} | options
+        self.made.append(AdapterResolver(sources, **options))
+        return self.made[-1]
+
+    def gate(self) -> RateLimits:
+        self.gates.append(RateLimits())
+        return self.gates[-1]
+
+    def put(self, name: str, number: int, **changes: Any) -> str:
+        """A new adapter; who it is."""
+        files = files_of(number, **changes)
+        write(self.root / name, files)
+        return identity_of(self.tmp_path, files)
+
+    def begin(self, name: str, source: str = "fake", token: str | None = None) -> "Future[Any]":
+        return self.resolver.resolve([AdapterRef(source, name, token)])
+
+    def ask(self, name: str, source: str = "fake", token: str | None = None) -> str:
+        return result(self.begin(name, source, token))[0].identity
+
+    def error(self, name: str, source: str = "fake", token: str | None = None) -> BaseException:
+        return error_of(self.begin(name, source, token))
+
+    def close(self) -> None:
+        for gate in self.gates:
+            gate.opened.set()
+        for made in self.made:
+            made.close()
+
+
+def result(future: "Future[Any]") -> tuple[AdapterSpec, Resolved]:
+    found: tuple[AdapterSpec, Resolved] = future.result(PATIENCE_S)
+    return found
+
+
+def error_of(future: "Future[Any]") -> BaseException:
+    error = future.exception(PATIENCE_S)
+    assert error is not None
+    return error
+
+
+def fail_with(error: BaseException) -> Callable[[str], None]:
+    def fail(name: str) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The weights that are read."""
+    read: list[Path] = []
+
+    def counted(config: Any, path: Path, *rest: Any) -> str:
+        read.append(path)
+        return identify(config, path, *rest)
+
+    monkeypatch.setattr(finder, "identify", counted)
+    return read
+
+
+# --- One adapter ------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_this_machine(bench: Bench) -> None:
+    identity = bench.put("team/tuned", 1)
+    folder = write(bench.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
+    spec, resolved = result(bench.begin("team/tuned", "local"))
+    config = parse_config(RAW, "team/tuned")
+    part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity, is_settled=False)
+    assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
+    stamps = (stamp_of(folder / "tokenizer.json"),)
+    assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
+
+
+def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) -> None:
+    pattern = {"target_modules": r".*\.(q|v)_proj", "rank_pattern": {"1.*": 2}, "modules_to_save": ["head"]}
+    bench.put("tuned", 1, **pattern)
+    spec, _ = result(bench.begin("tuned", "local"))
+    modules = [f"model.layers.{index}.self_attn.{name}_proj" for index in range(3) for name in "qkv"]
+
+    def answers(spec: AdapterSpec) -> list[Any]:
+        config = spec.parts[0].config
+        return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
+
+    expected = answers(spec)
+    spec.parts[0].config._patterns._left_s = 0.0  # who takes it over has time of its own
+    copied = pickle.loads(pickle.dumps(spec))
+    assert copied == spec
+    assert answers(copied) == expected
+    assert answers(pickle.loads(pickle.dumps(copied))) == expected
+
+
+@pytest.mark.parametrize("source", ["local", "fake"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"auto_mapping": {"base_model_class": "GPT2LMHeadModel"}}, "trained on a GPT2LMHeadModel"),
+        ({"base_model_name_or_path": "owner/gpt2"}, "of type 'gpt2'"),
+    ],
+)
+def test_what_the_base_model_cannot_serve_is_refused(
+    bench: Bench, source: str, changes: dict[str, Any], reason: str
+) -> None:
+    bench.fake.base_types["owner/gpt2"] = "gpt2"
+    write(bench.root / "tuned", files_of(1, **changes))
+    with pytest.raises(AdapterError, match=reason) as caught:
+        bench.ask("tuned", source)
+    assert caught.value.retry_after_s == 1
+
+
+def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
+    """Also for folders, which are looked at for each request: their base model may lie with a hub that hangs."""
+    bench.fake.base_types["owner/llama"] = "llama"
+    for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
+        bench.put(name, 1, base_model_name_or_path=base)
+    for _ in range(5):
+        for name in ("known", "unknown", "odd"):
+            bench.ask(name, "local")
+    assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 1}
+    bench.clock.now += finder.UNKNOWN_BASE_S
+    for name in ("known", "unknown"):
+        bench.ask(name, "local")
+    assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 2}
+
+
+# --- Files that change ------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, files: Mapping[str, bytes]) -> None:
+    """In place, as if nothing had happened: same inode, same size, same time."""
+    path = folder / WEIGHTS_FILE
+    times = os.stat(path)
+    path.write_bytes(files[WEIGHTS_FILE])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def swap_link(folder: Path, files: Mapping[str, bytes]) -> None:
+    """As a deployment does that keeps its versions side by side."""
+    new = write(folder.with_name(f"version {random.getrandbits(64)}"), files)
+    link = folder.with_name("new link")
+    link.symlink_to(new.name)
+    if not folder.is_symlink():
+        folder.rename(folder.with_name("first version"))
+    os.replace(link, folder)
+
+
+@pytest.mark.parametrize("change", [replace, rewrite, swap_link])
+def test_a_new_version_in_the_same_place_is_somebody_else(bench: Bench, change: Any) -> None:
+    first = bench.put("tuned", 1)
+    assert bench.ask("tuned", "local") == first
+    files = files_of(2)
+    change(bench.root / "tuned", files)
+    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, files) != first
+
+
+def test_a_new_config_alone_is_somebody_else(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    assert bench.ask("tuned", "local") == first
+    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
+    assert bench.ask("tuned", "local") != first
+
+
+@pytest.mark.parametrize("ways", [[replace], [rewrite], [replace, rewrite]])
+def test_a_thousand_changes_and_questions_never_give_an_old_identity(bench: Bench, ways: list[Any]) -> None:
+    """Changes come faster than the file system's clock ticks, so stamps repeat."""
+    chance = random.Random(7)
+    versions = [files_of(number, lora_alpha=number % 3 + 1) for number in range(6)]
+    identities = [identity_of(bench.tmp_path, files) for files in versions]
+    folder, now = write(bench.root / "tuned", versions[0]), 0
+    for _ in range(1000):
+        if chance.random() < 0.5:
+            now = chance.randrange(len(versions))
+            replace(folder, {CONFIG_FILE: versions[now][CONFIG_FILE]})
+            chance.choice(ways)(folder, versions[now])
+        else:
+            assert bench.ask("tuned", "local") == identities[now]
+
+
+def test_who_asks_after_a_change_gets_it_whoever_asked_before(bench: Bench) -> None:
+    versions = [files_of(number) for number in range(300)]
+    number_of = {identity_of(bench.tmp_path, files): number for number, files in enumerate(versions)}
+    folder = write(bench.root / "tuned", versions[0])
+    done, wrong, asked = 0, [], []
+
+    def keep_asking() -> None:
+        while done < len(versions) - 1:
+            least = done
+            try:
+                found = number_of[result(bench.begin("tuned", "local"))[0].identity]
+            except SourceError:
+                # Changed too often while it was read: an error, but never an old one. It is not asked again for 1 s.
+                bench.resolver.forget("local", "tuned")
+                continue
+            asked.append(found)
+            if found < least:
+                wrong.append((found, least))
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, len(versions)):
+        replace(folder, {WEIGHTS_FILE: versions[number][WEIGHTS_FILE]})
+        done = number
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert asked
+    assert not wrong
+    assert number_of[bench.ask("tuned", "local")] == len(versions) - 1
+
+
+def test_who_asks_while_a_folder_is_looked_at_gets_a_look_of_their_own(bench: Bench, monkeypatch: Any) -> None:
+    bench.put("tuned", 1)
+    swap_link(bench.root / "tuned", files_of(1))
+    gate, second = bench.gate(), files_of(2)
+
+    def slow(*args: Any) -> str:
+        identity = identify(*args)
+        if not gate.opened.is_set():
+            gate()
+        return identity
+
+    monkeypatch.setattr(finder, "identify", slow)
+    first = bench.begin("tuned", "local")
+    gate.wait_for()
+    swap_link(bench.root / "tuned", second)  # which the first has no means to see
+    later = [bench.begin("tuned", "local") for _ in range(3)]
+    assert not any(future.done() for future in later)
+    gate.opened.set()
+    assert {result(future)[0].identity for future in later} == {identity_of(bench.tmp_path, second)}
+    assert result(first)[0].identity == identity_of(bench.tmp_path, files_of(1))
+
+
+@pytest.mark.parametrize("source", ["local", "fake"])
+def test_weights_are_read_once_as_long_as_they_stay_the_same(
+    bench: Bench, source: str, count_reads: list[Path]
+) -> None:
+    first = bench.put("tuned", 1)
+    now_ns = stamp_of(bench.root / "tuned" / WEIGHTS_FILE)[-1] + SETTLED_NS + 1
+    bench.resolver = bench.make(time_ns=lambda: now_ns, revalidate_s=0)
+    for token in (None, None, "other"):
+        assert bench.ask("tuned", source, token) == first
+    assert len(count_reads) == 1
+    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_dropout": 0.5}).encode()})
+    assert bench.ask("tuned", source) == first
+    assert len(count_reads) == 1, "what only mattered for training is no reason to read"
+    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
+    second = bench.ask("tuned", source)
+    assert second != first
+    os.utime(bench.root / "tuned" / WEIGHTS_FILE)
+    assert bench.ask("tuned", source) == second
+    assert len(count_reads) == 3
+
+
+@pytest.mark.parametrize("age_ns", [-(10**12), 0, SETTLED_NS])
+def test_a_file_that_may_change_unseen_is_read_again(bench: Bench, count_reads: list[Path], age_ns: int) -> None:
+    bench.put("tuned", 1)
+    now_ns = stamp_of(bench.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
+    bench.resolver = bench.make(time_ns=lambda: now_ns)
+    assert bench.ask("tuned", "local") == bench.ask("tuned", "local")
+    assert len(count_reads) == 2
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 100])
+def test_a_file_that_changes_while_it_is_read(bench: Bench, monkeypatch: Any, times: int) -> None:
+    bench.put("tuned", 0)
+    numbers = iter(range(1, times + 1))
+
+    def disturbed(config: Any, path: Path, *rest: Any) -> str:
+        identity = identify(config, path, *rest)
+        for number in itertools.islice(numbers, 1):
+            replace(path.parent, files_of(number))
+        return identity
+
+    monkeypatch.setattr(finder, "identify", disturbed)
+    if times < finder.ATTEMPTS:
+        spec, _ = result(bench.begin("tuned", "local"))
+        assert spec.identity == identity_of(bench.tmp_path, files_of(times))
+        assert spec.parts[0].stamp == stamp_of(bench.root / "tuned" / WEIGHTS_FILE)
+    else:
+        with pytest.raises(SourceError, match=r"'tuned'.* changed while it was read; try again"):
+            bench.ask("tuned", "local")
+
+
+def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench, monkeypatch: Any) -> None:
+    first = bench.put("tuned", 1)
+    broken = iter([True])
+
+    def cut(path: Path, *rest: Any) -> Any:
+        if next(broken, False):
+            replace(path.parent, {WEIGHTS_FILE: files_of(1)[WEIGHTS_FILE]})
+            raise AdapterError("half of it is missing")
+        return read_header(path, *rest)
+
+    monkeypatch.setattr(finder, "read_header", cut)
+    assert bench.ask("tuned", "local") == first
+
+
+def test_config_and_weights_are_of_one_moment(bench: Bench) -> None:
+    """Both are replaced after the source has looked a last time, the config first."""
+    bench.put("tuned", 1)
+    second = files_of(2, lora_alpha=99)
+
+    def change(wanted: Sequence[str]) -> None:
+        if WEIGHTS_FILE in wanted:
+            bench.fake.after_fetch = ignore
+            replace(bench.root / "tuned", second)
+
+    bench.fake.after_fetch = change
+    assert bench.ask("tuned") == identity_of(bench.tmp_path, second)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
+def test_a_file_that_goes_away_while_it_is_fetched(bench: Bench, file: str) -> None:
+    bench.put("tuned", 1)
+    write(bench.root / "tuned", {"tokenizer.json": b"{}"})
+
+    def remove(wanted: Sequence[str]) -> None:
+        if len(wanted) > 1:
+            (bench.root / "tuned" / file).unlink(missing_ok=True)
+
+    bench.fake.after_fetch = remove
+    if file == "tokenizer.json":
+        assert result(bench.begin("tuned"))[1].tokenizer_files == ()
+    else:
+        assert isinstance(bench.error("tuned"), AdapterError)
+
+
+# --- Several adapters -------------------------------------------------------------------------------------------------
+
+
+def test_merged_adapters_are_one_adapter(bench: Bench) -> None:
+    identities = [bench.put(name, number) for number, name in enumerate("ab")]
+    merge = Merge((0.5, 2.0), "ties", 0.5)
+    spec, resolved = result(bench.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
+    parts = [result(bench.begin(name))[0].parts[0] for name in "ab"]
+    assert spec == AdapterSpec(merge.identity(identities), "a,b", tuple(parts), 2 * NUM_ELEMENTS, merge)
+    assert resolved == Resolved(spec.identity)
+
+
+def test_one_adapter_may_be_merged_and_may_be_merged_with_itself(bench: Bench) -> None:
+    identity = bench.put("a", 1)
+    for count in (1, 2):
+        merge = Merge((0.5,) * count)
+        spec, _ = result(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge))
+        assert (spec.identity, len(spec.parts)) == (merge.identity([identity] * count), count)
+    assert bench.fake.asked == ["a"]
+
+
+@pytest.mark.parametrize(("count", "weights"), [(0, None), (2, None), (1, 2), (3, 2), (0, 1)])
+def test_each_merged_adapter_needs_a_weight(bench: Bench, count: int, weights: int | None) -> None:
+    merge = None if weights is None else Merge((1.0,) * weights)
+    assert isinstance(error_of(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge)), InputError)
+    assert not bench.fake.asked
+
+
+def test_merges_wait_for_their_parts_in_no_thread(bench: Bench) -> None:
+    """With one thread, and more merges than that, all of which wait for parts of others."""
+    bench.resolver = bench.make(num_threads=1)
+    names = [str(number) for number in range(6)]
+    for number, name in enumerate(names):
+        bench.put(name, number)
+    gate = bench.fake.before = bench.gate()
+    pairs = list(itertools.permutations(names, 2))
+    merges = [bench.resolver.resolve([AdapterRef("fake", name) for name in pair], Merge((1, 1))) for pair in pairs]
+    gate.opened.set()
+    assert len({result(future)[0].identity for future in merges}) == len(pairs)
+    assert sorted(bench.fake.asked) == names
+
+
+def test_a_merge_fails_with_its_first_part_that_fails(bench: Bench) -> None:
+    bench.put("slow", 1)
+    gate = bench.fake.before = bench.gate()
+    future = bench.resolver.resolve([AdapterRef("fake", "slow"), AdapterRef("other", "missing")], Merge((1, 1)))
+    assert isinstance(error_of(future), AdapterNotFoundError)
+    gate.opened.set()
+    assert result(bench.begin("slow"))
+
+
+# --- Those who wait ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["fake", "local"])
+def test_all_who_ask_for_the_same_share_one_fetch(bench: Bench, source: str, monkeypatch: Any) -> None:
+    identity = bench.put("tuned", 1)
+    gate, looks = bench.gate(), []
+
+    def slow(path: Path, name: str, *rest: Any) -> Any:
+        looks.append(name)
+        gate()
+        return read_header(path, name, *rest)
+
+    monkeypatch.setattr(finder, "read_header", slow)
+    futures = [bench.begin("tuned", source) for _ in range(100)]
+    gate.wait_for()
+    futures += [bench.begin("tuned", source) for _ in range(100)]
+    assert bench.resolver.num_fetching == 1
+    gate.opened.set()
+    assert {result(future)[0].identity for future in futures} == {identity}
+    # Who came after a folder was looked at shares a second look.
+    assert len(looks) <= (1 if source == "fake" else 2)
+    assert bench.resolver.num_fetching == 0
+
+
+def test_callers_with_other_tokens_share_nothing(bench: Bench) -> None:
+    bench.put("tuned", 1)
+    gate = bench.fake.before = bench.gate()
+    futures = [bench.begin("tuned", token=token) for token in (None, "", "a", "b", "a")]
+    gate.wait_for(3)
+    assert bench.resolver.num_fetching == 3
+    gate.opened.set()
+    assert len({result(future)[0].identity for future in futures}) == 1
+    assert len(bench.fake.asked) == 3
+
+
+def test_a_source_that_hangs_holds_up_no_other(bench: Bench) -> None:
+    bench.resolver = bench.make(num_threads=2)
+    identity, held = bench.put("tuned", 1), []
+    for number in range(50):
+        bench.put(f"slow{number}", number)
+    for source in (bench.fake, bench.other):
+        source.before = bench.gate()
+        held += [bench.begin(f"slow{number}", source.kind) for number in range(50) for _ in range(3)]
+        source.before.wait_for(2)
+    assert bench.resolver.num_fetching == 100
+    for _ in range(5):
+        assert bench.ask("tuned", "local") == identity
+    assert isinstance(bench.error("tuned", "nowhere"), AdapterError)
+    assert not any(future.done() for future in held)
+
+
+def test_what_is_known_is_answered_while_its_source_hangs(bench: Bench) -> None:
+    bench.resolver = bench.make(num_threads=1)
+    identity = bench.put("tuned", 1)
+    assert bench.ask("tuned") == identity
+    gate = bench.fake.before = bench.gate()
+    held = bench.begin("slow")
+    gate.wait_for()
+    known = bench.begin("tuned")
+    assert result(known)[0].identity == identity
+    assert not held.done()
+
+
+def test_one_who_no_longer_waits_does_not_disturb_the_others(bench: Bench, caplog: Any) -> None:
+    identity = bench.put("tuned", 1)
+    gate = bench.fake.before = bench.gate()
+    futures = [bench.begin("tuned") for _ in range(3)]
+    merge = bench.resolver.resolve([AdapterRef("fake", "tuned")] * 2, Merge((1, 1)))
+    gate.wait_for()
+    assert futures[0].cancel()
+    assert merge.cancel()
+    gate.opened.set()
+    assert [result(future)[0].identity for future in futures[1:]] == [identity] * 2
+    with pytest.raises(CancelledError):
+        futures[0].result(PATIENCE_S)
+    assert bench.ask("tuned") == identity
+    assert not caplog.records
+
+
+def test_who_is_told_may_ask_again_at_once(bench: Bench) -> None:
+    """On the thread of the resolver, which holds nothing then."""
+    identities = [bench.put(name, number) for number, name in enumerate("ab")]
+    bench.resolver = bench.make(num_threads=1)
+    second: Future[Any] = Future()
+    first = bench.begin("a")
+    first.add_done_callback(lambda _: second.set_result(bench.begin("b")))
+    assert result(first)[0].identity == identities[0]
+    assert result(second.result(PATIENCE_S))[0].identity == identities[1]
+
+
+def test_too_many_fetches_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
+    bench.put("0", 1)
+    gate = bench.fake.before = bench.gate()
+    held = [bench.begin(str(number)) for number in range(3)]
+    error = bench.error("4")
+    assert isinstance(error, OverloadedError)
+    assert error.retry_after_s == 1
+    joined = bench.begin("0")
+    gate.opened.set()
+    assert result(joined) == result(held[0])
+
+
+# --- Time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_asked_again_after_a_while(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    assert [bench.ask("tuned", token=SECRET) for _ in range(3)] == [first] * 3
+    assert len(bench.fake.asked) == 1
+    bench.clock.now += 59.9
+    assert bench.ask("tuned", token=SECRET) == first
+    assert len(bench.fake.asked) == 1
+    bench.clock.now += 0.1
+    assert bench.ask("tuned", token=SECRET) == first
+    assert len(bench.fake.asked) == 2
+    bench.clock.now += 59.9
+    assert bench.ask("tuned", token=SECRET) == first
+    assert len(bench.fake.asked) == 2
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
+@pytest.mark.parametrize("change", ["gone", "other"])
+def test_what_is_no_longer_there_is_not_served(bench: Bench, file: str, change: str) -> None:
+    bench.put("tuned", 1)
+    path = write(bench.root / "tuned", {"tokenizer.json": b"{}"}) / file
+    bench.ask("tuned")
+    if change == "gone":
+        path.unlink()
+        bench.fake.before = lambda _: write(path.parent, files_of(1) | {"tokenizer.json": b"{}"}) and None
+    else:
+        replace(path.parent, {file: (files_of(2, r=2) | {"tokenizer.json": b"[]"})[file]})
+    bench.ask("tuned")
+    assert len(bench.fake.asked) == 2
+
+
+def test_failures_of_a_source_are_remembered_longer_each_time(bench: Bench) -> None:
+    identity = bench.put("tuned", 1)
+    bench.fake.before = fail_with(SourceError("it is down"))
+    for count, delay_s in enumerate((1, 2, 4, 8, 16, 30, 30), start=1):
+        errors = [bench.error("tuned")]
+        bench.clock.now += delay_s - 0.25
+        errors.append(bench.error("tuned"))
+        assert len(bench.fake.asked) == count
+        assert [type(error) for error in errors] == [SourceError] * 2
+        assert [error.retry_after_s for error in errors] == [delay_s, 0.25]
+        assert len({id(error) for error in errors}) == 2, "raising an error changes it"
+        bench.clock.now += 0.25
+    bench.fake.before = ignore
+    assert bench.ask("tuned") == identity
+    bench.fake.before = fail_with(SourceError("it is down"))
+    bench.resolver.forget("fake", "tuned")
+    assert bench.error("tuned").retry_after_s == 1
+
+
+def test_success_ends_the_count_of_failures(bench: Bench) -> None:
+    bench.put("tuned", 1)
+    bench.fake.before = fail_with(SourceError("it is down"))
+    assert [bench.error("tuned").retry_after_s, bench.clock.now] == [1, 1000]
+    bench.clock.now += 1
+    assert bench.error("tuned").retry_after_s == 2
+    bench.clock.now += 2
+    bench.fake.before = ignore
+    bench.ask("tuned")
+    shutil.rmtree(bench.root / "tuned")
+    bench.fake.before = fail_with(SourceError("it is down"))
+    assert bench.error("tuned").retry_after_s == 1
+
+
+@pytest.mark.parametrize("error", [AdapterError, AdapterNotFoundError, AdapterAccessError, LoraxError])
+def test_failures_of_an_adapter_are_remembered_for_a_second(bench: Bench, error: type[LoraxError]) -> None:
+    identity = bench.put("tuned", 1)
+    bench.fake.before = fail_with(error("it is no good"))
+    for count in (1, 2, 3):
+        assert bench.error("tuned").retry_after_s == 1
+        bench.clock.now += 0.75
+        again = bench.error("tuned")
+        assert (type(again), str(again), again.retry_after_s) == (error, "it is no good", 0.25)
+        assert len(bench.fake.asked) == count
+        bench.clock.now += 0.25
+    bench.fake.before = ignore
+    assert bench.ask("tuned") == identity
+
+
+def test_failures_are_of_one_caller(bench: Bench) -> None:
+    identity = bench.put("tuned", 1)
+    bench.fake.before = fail_with(AdapterAccessError("not for you"))
+    assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
+    bench.fake.before = ignore
+    assert bench.ask("tuned", token="b") == identity
+    assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
+
+
+def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
+    identity, bug = bench.put("tuned", 1), ZeroDivisionError("ours")
+    bench.resolver = bench.make(num_threads=1)
+    for error in (bug, SystemExit(1)):
+        bench.fake.before = fail_with(error)
+        assert bench.error("tuned", token=SECRET) is error
+    bench.fake.before = ignore
+    assert bench.ask("tuned", token=SECRET) == identity
+    bench.fake.before = fail_with(bug)
+    bench.clock.now += 60
+    assert bench.error("tuned", token=SECRET) is bug
+    assert bench.resolver.num_fetching == 0
+    assert isinstance(error_of(bench.resolver.resolve([None])), AttributeError)  # type: ignore[list-item]
+
+
+# --- A source that is down --------------------------------------------------------------------------------------------
+
+
+TOO_OLD_S = 60 * (1 + resolver_module.MAX_STALE)  # to be served without its source being asked
+
+
+def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    first = bench.put("tuned", 1)
+    known = result(bench.begin("tuned"))
+    bench.clock.now += TOO_OLD_S
+    bench.fake.before = fail_with(SourceError("adapter 'tuned': it is down"))
+    with caplog.at_level(logging.DEBUG):
+        assert result(bench.begin("tuned")) == known
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "'tuned': it is down" in caplog.text
+    # It is left alone for a second, then two.
+    for wait_s, asked in ((0.9, 2), (0.1, 3), (1.9, 3), (0.1, 4)):
+        bench.clock.now += wait_s
+        assert bench.ask("tuned") == first
+        assert len(bench.fake.asked) == asked
+    # For nobody else.
+    assert isinstance(bench.error("tuned", token="other"), SourceError)
+    second = bench.put("tuned", 2)
+    assert isinstance(bench.error("tuned"), SourceError), "its files are others now"
+    bench.fake.before = ignore
+    bench.clock.now += 30
+    assert bench.ask("tuned") == second
+
+
+def test_a_token_is_worth_nothing_once_its_minute_is_over_and_its_source_is_down(bench: Bench) -> None:
+    """It may have been revoked, which only the source knows."""
+    identity = bench.put("tuned", 1)
+    assert bench.ask("tuned", token=SECRET) == identity
+    bench.fake.before = fail_with(SourceError("it is down"))
+    bench.clock.now += 59
+    assert bench.ask("tuned", token=SECRET) == identity
+    for wait_s in (1, 0.5, 3600, 86400):
+        bench.clock.now += wait_s
+        error = bench.error("tuned", token=SECRET)
+        assert isinstance(error, SourceError)
+        assert error.retry_after_s
+    bench.fake.before = ignore
+    bench.clock.now += 30
+    assert bench.ask("tuned", token=SECRET) == identity
+
+
+@pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError, AdapterError])
+def test_what_a_source_refuses_is_not_served_when_it_is_down_later(bench: Bench, error: type[LoraxError]) -> None:
+    bench.put("tuned", 1)
+    bench.ask("tuned", token=SECRET)
+    for failure in (error("no more"), SourceError("it is down"), SourceError("it is down")):
+        bench.clock.now += 60
+        bench.fake.before = fail_with(failure)
+        assert type(bench.error("tuned", token=SECRET)) is type(failure)
+
+
+def test_what_is_refused_after_a_source_was_down_is_refused(bench: Bench) -> None:
+    identity = bench.put("tuned", 1)
+    bench.ask("tuned")
+    bench.clock.now += TOO_OLD_S
+    bench.fake.before = fail_with(SourceError("it is down"))
+    assert bench.ask("tuned") == identity
+    bench.clock.now += 1
+    bench.fake.before = fail_with(AdapterAccessError("no more"))
+    assert isinstance(bench.error("tuned"), AdapterAccessError)
+
+
+def test_folders_of_this_machine_are_never_down(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that is still there beside the new one must not be served because the folder changed just then."""
+    bench.put("tuned", 1)
+    bench.ask("tuned", "local")
+    monkeypatch.setattr(LocalSource, "fetch", lambda *_: fail_with(SourceError("it changed"))(""))
+    for _ in range(2):
+        assert isinstance(bench.error("tuned", "local"), SourceError)
+
+
+# --- Forgetting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_name_is_asked_for_again(bench: Bench) -> None:
+    for name in ("tuned", "other"):
+        bench.put(name, 1)
+        for token in (None, "a", "b"):
+            bench.ask(name, token=token)
+    bench.fake.asked.clear()
+    bench.resolver.forget("fake", "tuned")
+    bench.resolver.forget("local", "other")
+    bench.resolver.forget("fake", "unheard of")
+    for name in ("tuned", "other"):
+        for token in (None, "a", "b"):
+            bench.ask(name, token=token)
+    assert bench.fake.asked == ["tuned"] * 3
+
+
+def test_a_forgotten_failure_is_tried_again(bench: Bench) -> None:
+    bench.error("tuned")
+    identity = bench.put("tuned", 1)
+    assert isinstance(bench.error("tuned"), AdapterNotFoundError)
+    bench.resolver.forget("fake", "tuned")
+    assert bench.ask("tuned") == identity
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> None:
+    bench.put("tuned", 1)
+    gate = bench.gate()
+
+    def before(name: str) -> None:
+        gate()
+        if fails:
+            raise AdapterError("it is no good")
+
+    bench.fake.before = before
+    old = bench.begin("tuned", token=SECRET)
+    gate.wait_for()
+    bench.resolver.forget("fake", "tuned")
+    bench.fake.before = ignore
+    second = bench.put("tuned", 2)
+    assert bench.ask("tuned", token=SECRET) == second, "it does not wait for the old one either"
+    bench.clock.now += 30
+    gate.opened.set()
+    assert (old.exception(PATIENCE_S) is not None) == fails
+    assert bench.ask("tuned", token=SECRET) == second
+    assert len(bench.fake.asked) == 2
+    bench.clock.now += 30
+    assert bench.ask("tuned", token=SECRET) == second
+    assert len(bench.fake.asked) == 3, "it did not make what is known look younger"
+    assert bench.resolver.num_fetching == 0
+
+
+def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, limit in (
+        *((resolver_module, name) for name in ("MAX_POINTERS", "MAX_FAILURES")),
+        *((finder, name) for name in ("MAX_IDENTITIES", "MAX_BASE_TYPES")),
+    ):
+        monkeypatch.setattr(module, limit, 3)
+    bench.resolver = bench.make(time_ns=lambda: 2**63)
+    for number in range(6):
+        bench.put(f"good{number}", number, base_model_name_or_path=f"base{number}")
+        bench.ask("good0")
+        bench.ask(f"good{number}")
+        bench.error(f"bad{number}")
+    remembered = {**vars(bench.resolver), **vars(bench.resolver._finder)}
+    sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, finder.Recent)}
+    assert sizes == {"_pointers": 3, "_failures": 3, "_identities": 3, "_base_types": 3}
+    assert bench.fake.asked.count("good0") == 1
+    bench.fake.asked.clear()
+    for name in ("good0", "good5", "good1"):
+        bench.ask(name)
+    assert bench.fake.asked == ["good1"], "those that are asked for stay"
+
+
+# --- Looks at files ---------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Counts what is done to files, and on which threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stats: list[Path] = []
+        self.reads: list[Path] = []
+        self.threads: set[int] = set()
+        monkeypatch.setattr(finder, "stamp_of", self._stamp)
+        monkeypatch.setattr(source_module, "read_json", self._read)
+        monkeypatch.setattr(finder, "read_json", self._read)
+
+    def _stamp(self, path: Path) -> Stamp:
+        self.stats.append(path)
+        self.threads.add(threading.get_ident())
+        return stamp_of(path)
+
+    def _read(self, path: Path, *rest: Any) -> dict[str, Any]:
+        self.reads.append(path)
+        return read_json(path, *rest)
+
+    def clear(self) -> None:
+        self.stats.clear()
+        self.reads.clear()
+
+
+def settled(bench: Bench) -> AdapterResolver:
+    """A resolver to which all that is there now is old."""
+    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    return bench.make(time_ns=lambda: now_ns)
+
+
+@pytest.mark.parametrize("source", ["local", "fake"])
+def test_what_is_known_takes_one_look_at_each_file_and_none_by_the_caller(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    identity = bench.put("tuned", 1)
+    folder = write(bench.root / "tuned", {"tokenizer.json": b"{}"})
+    bench.resolver = settled(bench)
+    assert bench.ask("tuned", source) == identity
+    looks, real = Looks(monkeypatch), LocalSource.find
+    found: list[str] = []
+    monkeypatch.setattr(LocalSource, "find", lambda *args: found.append(args[1]) or real(*args))
+    bench.fake.asked.clear()
+    for _ in range(3):
+        looks.clear()
+        assert bench.ask("tuned", source) == identity
+        folders = {folder, folder / TEMPLATES_FOLDER} if source == "local" else set()
+        assert sorted(looks.stats) == sorted({folder / file for file in (*REQUIRED_FILES, "tokenizer.json")} | folders)
+        assert not looks.reads
+    assert not found
+    assert not bench.fake.asked
+    assert threading.get_ident() not in looks.threads, "a file system that hangs would stop whoever asks"
+
+
+def put_earlier(bench: Bench) -> None:
+    write(bench.tmp_path / "earlier" / "tuned", files_of(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        (lambda bench: replace(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: rewrite(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: swap_link(bench.root / "tuned", files_of(2)), True),
+        (lambda bench: replace(bench.root / "tuned", {CONFIG_FILE: files_of(1, lora_alpha=9)[CONFIG_FILE]}), True),
+        (put_earlier, True),
+        (lambda bench: write(bench.root / "tuned", {"tokenizer.json": b"{}"}), False),
+        (lambda bench: write(bench.root / "tuned" / TEMPLATES_FOLDER, {"tools.jinja": b"{}"}), False),
+        (lambda bench: write(bench.root / "tuned", {"README.md": b""}), False),
+    ],
+    ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "template", "readme"],
+)
+def test_a_change_is_seen_by_the_next_request_though_all_was_known(
+    bench: Bench, change: Callable[[Bench], None], is_another: bool
+) -> None:
+    first = bench.put("tuned", 1)
+    (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
+    sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
+    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    bench.resolver = AdapterResolver(
+        AdapterSources(sources, max_bytes=2**30),
+        model_type="llama",
+        model_class="LlamaForCausalLM",
+        time_ns=lambda: now_ns,
+    )
+    bench.made.append(bench.resolver)
+    known = result(bench.begin("tuned", "local"))
+    assert result(bench.begin("tuned", "local")) == known
+    change(bench)
+    spec, resolved = result(bench.begin("tuned", "local"))
+    assert (spec.identity != first) == is_another
+    listed = ("tokenizer.json", f"{TEMPLATES_FOLDER}/tools.jinja")
+    assert resolved.tokenizer_files == tuple(file for file in listed if (bench.root / "tuned" / file).exists())
+
+
+def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = bench.put("tuned", 1)
+    bench.ask("tuned", "fake")
+    bench.resolver = settled(bench)
+    bench.ask("tuned", "fake")
+    gate = bench.gate()
+
+    def hang(found: finder.Found) -> bool:
+        gate()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finder.Found, "is_unchanged", hang)
+        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns though nothing can be known
+        gate.wait_for(resolver_module.NUM_LOOKERS)
+        assert bench.ask("tuned", "other") == identity
+        assert not any(future.done() for future in held)
+        gate.opened.set()
+        assert {result(future)[0].identity for future in held} == {identity}
+
+
+def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("tuned", 1)
+    bench.ask("tuned")
+    gate = bench.gate()
+    monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
+    monkeypatch.setattr(finder.Found, "is_unchanged", lambda _: gate() or True)
+    held = [bench.begin("tuned") for _ in range(3)]
+    assert isinstance(bench.error("tuned"), OverloadedError)
+    gate.opened.set()
+    for future in held:
+        result(future)
+
+
+def test_only_who_waited_for_a_fetch_is_told_of_it(bench: Bench) -> None:
+    bench.put("tuned", 1)
+    write(bench.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
+    assert result(bench.begin("tuned"))[1].tier == "", "it was here already"
+    bench.fake.sizes = {file: len(content) for file, content in files_of(1).items()}
+
+    def bring(wanted: Sequence[str]) -> None:
+        if WEIGHTS_FILE in wanted:
+            write(bench.root / "empty", files_of(1))
+
+    bench.fake.after_fetch = bring
+    assert result(bench.begin("empty"))[1].tier == "fetched"
+    assert result(bench.begin("empty"))[1].tier == ""
+    (bench.root / "empty" / WEIGHTS_FILE).unlink()
+    merge = bench.resolver.resolve([AdapterRef("fake", name) for name in ("tuned", "empty")], Merge((1, 1)))
+    assert result(merge)[1].tier == "fetched"
+
+
+# --- Old answers, while a source is asked -----------------------------------------------------------------------------
+
+
+def settle(bench: Bench) -> None:
+    """Until no source is being asked: a second question of the same would join the first."""
+    while bench.resolver.num_fetching:
+        time.sleep(0.001)
+
+
+def test_what_is_known_is_served_while_its_source_is_asked_beside(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    assert bench.ask("tuned") == first
+    bench.clock.now += 60
+    gate = bench.fake.before = bench.gate()
+    assert [bench.ask("tuned") for _ in range(5)] == [first] * 5, "it waits for the source"
+    gate.wait_for()
+    assert len(bench.fake.asked) == 2, "once is enough"
+    gate.opened.set()
+    settle(bench)
+    bench.clock.now += 59
+    assert bench.ask("tuned") == first
+    assert len(bench.fake.asked) == 2
+
+
+@pytest.mark.parametrize(("token", "age_s"), [(SECRET, 60), (None, TOO_OLD_S)], ids=["a token", "too old"])
+def test_who_must_not_be_served_what_is_old_waits(bench: Bench, token: str | None, age_s: float) -> None:
+    bench.put("tuned", 1)
+    bench.ask("tuned", token=token)
+    bench.clock.now += age_s
+    gate = bench.fake.before = bench.gate()
+    held = bench.begin("tuned", token=token)
+    gate.wait_for()
+    assert not held.done()
+    gate.opened.set()
+    result(held)
+
+
+@pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError])
+def test_what_a_source_refuses_is_served_only_until_it_has_said_so(bench: Bench, error: type[LoraxError]) -> None:
+    first = bench.put("tuned", 1)
+    bench.ask("tuned")
+    bench.clock.now += 60
+    bench.fake.before = fail_with(error("no more"))
+    assert bench.ask("tuned") == first
+    settle(bench)
+    assert isinstance(bench.error("tuned"), error)
+
+
+def test_a_source_that_is_down_is_not_asked_for_every_request(bench: Bench) -> None:
+    first = bench.put("tuned", 1)
+    bench.ask("tuned")
+    bench.clock.now += 60
+    bench.fake.before = fail_with(SourceError("it is down"))
+    for _ in range(5):
+        assert bench.ask("tuned") == first
+        settle(bench)
+    assert len(bench.fake.asked) == 2
+
+
+def test_a_new_version_of_a_hub_is_found_beside_and_served_from_then_on(bench: Bench, hub: HubServer) -> None:
+    first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
+    assert result(bench.begin(HUB_NAME, "hub"))[1].tier == "fetched"
+    hub.repos[HUB_NAME] = Repo(files_of(2))
+    bench.clock.now += 60
+    assert bench.ask(HUB_NAME, "hub") == first
+    settle(bench)
+    spec, resolved = result(bench.begin(HUB_NAME, "hub"))
+    assert spec.identity == second
+    assert resolved.tier == "", "it was fetched for nobody"
+
+
+# --- Hostile callers --------------------------------------------------------------------------------------------------
+
+NAMES = [
+    *(
+        "",
+        ".",
+        "..",
+        "../outside",
+        "/etc",
+        "a\0b",
+        "a\nb",
+        "\ud800",
+        "~root",
+        "x" * 513,
+        "x" * 10**6,
+        "a/../../outside",
+    ),
+    *("https://evil/x", "%2e%2e/outside", "outside", "\u202egnp", "owner/name@" + "r" * 400, "{name}", "%s%n"),
+]
+
+
+@pytest.mark.parametrize("source", ["local", "hub", "nowhere", "", "\ud800", "x" * 10**6])
+def test_hostile_names(bench: Bench, source: str, tmp_path: Path) -> None:
+    write(tmp_path / "outside", files_of(1))
+    identity = bench.put("tuned", 1)
+    bench.resolver = bench.make(HubSource(tmp_path / "cache", "http://127.0.0.1:9", offline=True))
+    for name, token in itertools.product(NAMES, [None, "a\r\nb: c", "\ud800", "x" * 10**5]):
+        assert isinstance(bench.error(name, source, token), AdapterError)
+    assert bench.ask("tuned", "local") == identity
+    kept = [key for key in bench.resolver._failures if len(key[0]) + len(key[1]) > 1000]
+    assert not kept, "what is no name is not worth remembering"
+
+
+def reachable(start: object) -> Iterator[object]:
+    """All that is kept alive by an object, but for modules and classes."""
+    seen, waiting = {id(start)}, [start]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for child in gc.get_referents(found):
+            if id(child) not in seen and not isinstance(child, type | type(gc)) and child is not globals():
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def test_a_token_is_neither_kept_nor_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "".join(["hf_", "kept", "nowhere"])  # not a constant of this function
+    bench.put("tuned", 1, base_model_name_or_path="owner/base")
+
+    def fail(name: str) -> None:
+        if name != "tuned":
+            try:
+                raise ValueError(f"Bearer {secret}")
+            except ValueError as error:
+                raise SourceError("it is down") from error
+
+    bench.fake.before = fail
+    with caplog.at_level(logging.DEBUG):
+        for name in ("tuned", "tuned", "down", "down"):
+            bench.begin(name, token=secret).exception(PATIENCE_S)
+    bench.fake.before = ignore
+    for threads in bench.resolver._threads.values():
+        threads.submit(lambda: None)  # what a thread did last, it holds until it does something else
+    bench.resolver.close()
+    bench.resolver = bench.make()
+    for name in ("tuned", "tuned", "down"):
+        bench.begin(name, token=secret).exception(PATIENCE_S)
+    held = [text for text in reachable(vars(bench.resolver)) if isinstance(text, str) and secret in text]
+    assert not held
+    assert secret not in caplog.text
+
+
+def test_many_threads_at_once(bench: Bench) -> None:
+    """Whatever they do, each gets the right answer, and nothing is left behind."""
+    names = [f"adapter{number}" for number in range(8)]
+    expected = {name: bench.put(name, number) for number, name in enumerate(names)}
+    bench.resolver = bench.make(num_threads=3)
+    wrong: list[Any] = []
+
+    def hammer(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(150):
+            chosen = chance.choices(names, k=chance.choice([1, 1, 2, 3]))
+            refs = [AdapterRef(chance.choice(["fake", "local"]), name, chance.choice([None, "a"])) for name in chosen]
+            merge = Merge((1.0,) * len(chosen)) if len(chosen) > 1 else None
+            future = bench.resolver.resolve(refs, merge)
+            action = chance.random()
+            if action < 0.1:
+                bench.resolver.forget(refs[0].source, refs[0].name)
+            if action > 0.9:
+                future.cancel()
+                continue
+            identities = [expected[name] for name in chosen]
+            found = result(future)[0].identity
+            if found != (merge.identity(identities) if merge else identities[0]):
+                wrong.append((chosen, found))
+
+    threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    for name in names:
+        bench.ask(name, "local")
+    assert bench.resolver.num_fetching == 0
+    assert not bench.resolver._flights
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_all_that_waits(bench: Bench, monkeypatch: Any) -> None:
+    bench.resolver = bench.make(num_threads=1)
+    gate = bench.fake.before = bench.gate()
+    for name in ("a", "b", "known"):
+        bench.put(name, 1)
+    bench.ask("known", "other")
+    monkeypatch.setattr(finder, "read_header", lambda _, name, *_rest: gate(name))
+    futures = [bench.begin(name, source) for name in "ab" for source in ("fake", "local")]
+    gate.wait_for(2)
+    futures.append(bench.begin("a", "local"))  # has a look of its own, after the first
+    futures.append(bench.resolver.resolve([AdapterRef("fake", "a"), AdapterRef("other", "known")], Merge((1, 1))))
+    assert not any(thread.daemon is False for thread in threading.enumerate() if "adapters of" in thread.name)
+    bench.resolver.close()
+    assert all(isinstance(error_of(future), EngineError) for future in futures)
+    assert isinstance(bench.error("known", "other"), EngineError)
+    assert bench.resolver.num_fetching == 0
+    gate.opened.set()
+    bench.resolver.close()
+
+
+def test_closing_ends_the_threads(bench: Bench) -> None:
+    bench.resolver = bench.make(num_threads=4)
+    before = set(threading.enumerate())
+    for number in range(8):
+        bench.put(str(number), number)
+        bench.ask(str(number))
+    started = set(threading.enumerate()) - before
+    assert len(started) == 4
+    bench.resolver.close()
+    for thread in started:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+# --- A real hub -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def near_hub() -> Iterator[None]:
+    """The hub is on this machine; reading the system's certificates takes longer than a test does."""
+    context = httpx2.create_ssl_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setenv("no_proxy", "127.0.0.1")
+        patch.setattr(httpx2, "create_ssl_context", lambda: context)
+        yield
+
+
+@pytest.fixture
+def hub(bench: Bench) -> Iterator[HubServer]:
+    with running(HubServer()) as server:
+        server.repos[HUB_NAME] = Repo(files_of(1) | {"tokenizer.json": b"{}", "README.md": b"a"})
+        bench.resolver = bench.make(HubSource(bench.tmp_path / "cache", server.url, timeout_s=PATIENCE_S))
+        yield server
+
+
+def test_a_hub_is_asked_again_after_a_while(bench: Bench, hub: HubServer) -> None:
+    first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
+    spec, resolved = result(bench.begin(HUB_NAME, "hub", SECRET))
+    assert spec.identity == first
+    assert resolved.folder is not None
+    assert (Path(resolved.folder) / "tokenizer.json").read_bytes() == b"{}"
+    num_requests = len(hub.seen)
+    hub.repos[HUB_NAME] = Repo(files_of(2))
+    assert bench.ask(HUB_NAME, "hub", SECRET) == first
+    assert len(hub.seen) == num_requests
+    bench.clock.now += 60
+    assert bench.ask(HUB_NAME, "hub", SECRET) == second
+    assert stamp_of(spec.parts[0].folder / WEIGHTS_FILE) == spec.parts[0].stamp, "who uses the first may go on"
+
+
+def test_a_cache_that_was_emptied_is_filled_again(bench: Bench, hub: HubServer) -> None:
+    first = bench.ask(HUB_NAME, "hub")
+    shutil.rmtree(bench.tmp_path / "cache")
+    spec, _ = result(bench.begin(HUB_NAME, "hub"))
+    assert spec.identity == first
+    assert spec.parts[0].stamp == stamp_of(spec.parts[0].folder / WEIGHTS_FILE)
+
+
+def test_a_hub_that_is_down(bench: Bench, hub: HubServer) -> None:
+    hub.repos["owner/late"] = Repo(files_of(2))
+    first = bench.ask(HUB_NAME, "hub")
+    bench.clock.now += 60
+    for fault in ("info", CONFIG_FILE):
+        hub.faults[fault] = Fault(reply=Reply(503))
+    assert bench.ask(HUB_NAME, "hub") == first
+    assert isinstance(bench.error("owner/late", "hub"), SourceError)
+    hub.close()
+    bench.clock.now += 30
+    assert bench.ask(HUB_NAME, "hub") == first
+    shutil.rmtree(bench.tmp_path / "cache")
+    bench.clock.now += 30
+    assert isinstance(bench.error(HUB_NAME, "hub"), SourceError)
+
+
+def test_access_that_is_taken_away(bench: Bench, hub: HubServer) -> None:
+    hub.repos[HUB_NAME].token = SECRET
+    first = bench.ask(HUB_NAME, "hub", SECRET)
+    for token in (None, "another"):
+        assert isinstance(bench.error(HUB_NAME, "hub", token), AdapterAccessError)
+    hub.repos[HUB_NAME].token = "a new one"
+    assert bench.ask(HUB_NAME, "hub", SECRET) == first, "for as long as an answer holds"
+    bench.clock.now += 60
+    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), AdapterAccessError)
+    hub.faults["info"] = hub.faults[CONFIG_FILE] = Fault(reply=Reply(500))
+    bench.clock.now += 60
+    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), SourceError)
+
+
+def test_an_adapter_that_was_deleted(bench: Bench, hub: HubServer) -> None:
+    bench.ask(HUB_NAME, "hub", SECRET)
+    del hub.repos[HUB_NAME]
+    bench.clock.now += 60
+    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), AdapterNotFoundError)

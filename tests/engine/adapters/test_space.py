@@ -1,0 +1,502 @@
+"""Examples first; then a machine that plays random loads, moves and steps on buffers, at every timing that is legal."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lorax_server.engine.adapters.space import AdapterSpace, Move
+
+
+def filled(num_units: int, *sizes: int) -> AdapterSpace:
+    """Loaded adapters "a", "b", ... one after the other from unit 0."""
+    space = AdapterSpace(num_units)
+    for key, units in zip("abcdefgh", sizes, strict=False):
+        load(space, key, units)
+    return space
+
+
+def load(space: AdapterSpace, key: str, units: int) -> int | None:
+    start = space.allocate(key, units)
+    if start is not None:
+        space.loaded(key)
+    return start
+
+
+def run_step(space: AdapterSpace) -> list[Move]:
+    step, moves = space.submit()
+    space.completed(step)
+    return moves
+
+
+def test_extents_follow_one_another() -> None:
+    space = AdapterSpace(10)
+    assert [space.allocate(key, 3) for key in "abc"] == [0, 3, 6]
+    assert space.num_free_units == space.largest_hole == 1
+    assert space.allocate("d", 2) is None
+    assert space.allocate("d", 1) == 9
+    assert space.num_free_units == space.largest_hole == 0
+
+
+def test_space_that_no_step_reads_is_a_hole_at_once() -> None:
+    space = filled(10, 5, 5)
+    run_step(space)
+    space.free("a")
+    assert space.allocate("c", 5) == 0
+
+
+def test_space_that_a_step_reads_is_a_hole_when_it_ends() -> None:
+    space = filled(10, 5, 5)
+    first, _ = space.submit()
+    second, _ = space.submit()
+    space.free("a")
+    assert space.num_free_units == 5
+    assert space.largest_hole == 0
+    space.completed(first)
+    assert space.allocate("c", 5) is None
+    space.completed(second)
+    assert space.allocate("c", 5) == 0
+
+
+def test_a_step_submitted_later_does_not_hold_freed_space() -> None:
+    space = filled(10, 5, 5)
+    before, _ = space.submit()
+    space.free("a")
+    space.submit()
+    space.completed(before)
+    assert space.allocate("c", 5) == 0
+
+
+def test_holes_that_touch_become_one() -> None:
+    space = filled(12, 3, 3, 3, 3)
+    for key in "acb":
+        space.free(key)
+    assert space.largest_hole == 9
+    space.free("d")
+    assert space.allocate("e", 12) == 0
+
+
+def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
+    space = filled(20, 6, 1, 3, 1, 4, 5)
+    for key in "ace":
+        space.free(key)
+    assert space.allocate("g", 3) == 7
+    assert space.allocate("h", 3) == 11
+    assert space.allocate("i", 3) == 0
+
+
+def test_compaction_joins_holes() -> None:
+    space = filled(10, 2, 3, 2, 3)
+    space.free("a")
+    space.free("c")
+    assert space.allocate("e", 4) is None
+    space.compact(4)
+    assert space.start("b") == 0
+    assert run_step(space) == [Move("b", 2, 0, 3)]
+    assert space.allocate("e", 4) == 3
+    assert space.start("d") == 7
+
+
+def test_the_cheapest_neighbours_are_moved() -> None:
+    space = filled(30, 2, 9, 2, 4, 2, 3, 2, 6)
+    for key in "aceg":
+        space.free(key)
+    space.compact(4)
+    assert run_step(space) == [Move("f", 19, 17, 3)]
+    assert space.largest_hole == 4
+
+
+def test_several_extents_slide_in_order_of_address() -> None:
+    space = filled(12, 2, 3, 2, 3, 2)
+    for key in "ace":
+        space.free(key)
+    space.compact(6)
+    assert run_step(space) == [Move("b", 2, 0, 3), Move("d", 7, 3, 3)]
+    assert space.allocate("f", 6) == 6
+
+
+def test_vacated_space_is_a_hole_when_the_step_that_carries_the_move_ends() -> None:
+    space = filled(10, 2, 3, 2, 3)
+    in_flight, _ = space.submit()
+    space.free("a")
+    space.free("c")
+    space.compact(4)
+    space.completed(in_flight)
+    assert space.largest_hole == 0
+    assert space.needs_step
+    carrier, moves = space.submit()
+    assert moves
+    assert space.largest_hole == 0
+    space.completed(carrier)
+    assert space.largest_hole == 4
+
+
+def test_a_move_goes_over_space_that_steps_in_flight_still_read() -> None:
+    space = filled(10, 4, 2, 4)
+    space.submit()
+    space.free("a")
+    space.free("c")
+    space.compact(8)
+    assert space.submit() == (2, [Move("b", 4, 0, 2)])
+
+
+def test_compaction_does_nothing_where_waiting_is_enough_or_nothing_helps() -> None:
+    space = filled(10, 4, 2, 4)
+    space.submit()
+    space.free("a")
+    space.compact(4)
+    assert not space.needs_step
+    space.compact(5)
+    assert not space.needs_step
+
+
+def test_a_second_compaction_finds_the_work_of_the_first() -> None:
+    space = filled(10, 2, 3, 2, 3)
+    space.free("a")
+    space.free("c")
+    space.compact(4)
+    space.compact(4)
+    assert space.submit() == (1, [Move("b", 2, 0, 3)])
+    space.compact(4)
+    assert not space.needs_step
+
+
+def test_an_adapter_that_is_being_loaded_stays_where_it_is() -> None:
+    space = filled(10, 2, 2, 2)
+    assert space.allocate("loading", 2) == 6
+    for key in "ac":
+        space.free(key)
+    space.compact(4)
+    assert run_step(space) == [Move("b", 2, 0, 2)]
+    assert space.start("loading") == 6
+    space.compact(6)
+    assert not space.needs_step
+    space.loaded("loading")
+    space.compact(6)
+    assert run_step(space) == [Move("loading", 6, 2, 2)]
+    assert space.allocate("d", 6) == 4
+
+
+def test_the_move_of_an_adapter_that_is_freed_is_dropped_but_its_step_is_awaited() -> None:
+    space = filled(10, 2, 3, 2, 3)
+    space.free("a")
+    space.free("c")
+    space.compact(4)
+    space.free("b")
+    assert space.needs_step
+    assert space.largest_hole == 0
+    assert run_step(space) == []
+    assert space.largest_hole == 7
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("allocate", "b", 0)],
+        [("allocate", "b", -1)],
+        [("allocate", "b", 11)],
+        [("allocate", "a", 1)],
+        [("compact", 0)],
+        [("compact", 11)],
+        [("loaded", "a")],
+        [("allocate", "b", 1), ("free", "b")],
+        [("completed", 1)],
+        [("submit",), ("submit",), ("completed", 2)],
+        [("submit",), ("completed", 1), ("completed", 1)],
+    ],
+)
+def test_a_mistake_of_ours_is_an_assertion(calls: list[tuple[str, ...]]) -> None:
+    space = filled(10, 5)
+    *legal, (method, *arguments) = calls
+    for name, *rest in legal:
+        getattr(space, name)(*rest)
+    with pytest.raises(AssertionError):
+        getattr(space, method)(*arguments)
+
+
+def test_a_space_may_have_no_units_but_not_fewer() -> None:
+    space = AdapterSpace(0)
+    assert space.num_free_units == space.largest_hole == 0
+    assert space.submit() == (1, [])
+    space.completed(1)
+    assert not space.needs_step
+    with pytest.raises(AssertionError):
+        AdapterSpace(-1)
+
+
+@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded, AdapterSpace.start])
+def test_an_unknown_adapter_is_a_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
+    with pytest.raises(KeyError):
+        method(filled(10, 5), "b")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_refused_below_95_percent(seed: int) -> None:
+    """Sizes up to 5% of the space, adapters leaving at random: refused only where all that is free is too little."""
+    rng = random.Random(seed)
+    space = AdapterSpace(10_000)
+    resident: list[str] = []
+    for number in range(1000):
+        key, units = str(number), rng.randint(1, 500)
+        while load(space, key, units) is None:
+            space.compact(units)
+            run_step(space)
+            if space.largest_hole < units:
+                assert space.num_free_units < 500
+                space.free(resident.pop(rng.randrange(len(resident))))
+        resident.append(key)
+    for key in resident:
+        space.free(key)
+    assert space.largest_hole == 10_000
+
+
+CHOICES = st.integers(0, 59)  # what is chosen is the remainder
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is loaded for a key once; a key that comes back brings another content."""
+
+    key: Hashable
+    load: int
+    start: int
+    units: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.units)
+
+    @property
+    def written(self) -> list[int]:
+        return list(range(self.load * 100, self.load * 100 + self.units))
+
+
+@dataclass
+class Worker:
+    """Plays what the engine orders on a buffer, and checks that a step finds what it was submitted with.
+
+    A load is written between `allocate` and `loaded`. A step runs between `submit` and `completed`, after the one
+    before it: first its moves, and then it reads, for as long as it may.
+    """
+
+    loads_early: bool
+    steps_early: bool
+    buffer: list[int]
+    loads: dict[Hashable, Content] = field(default_factory=dict)
+    waiting: deque[tuple[list[Move], list[Content]]] = field(default_factory=deque)
+    reading: list[Content] = field(default_factory=list)
+
+    def allocate(self, content: Content) -> None:
+        self.loads[content.key] = content
+        if self.loads_early:
+            self.write(content.key)
+
+    def write(self, key: Hashable) -> None:
+        content = self.loads.pop(key)
+        self.buffer[content.place] = content.written
+
+    def loaded(self, key: Hashable) -> None:
+        if key in self.loads:
+            self.write(key)
+
+    def submit(self, moves: list[Move], reads: list[Content]) -> None:
+        self.waiting.append((moves, reads))
+        if self.steps_early:
+            self.run_next()
+
+    def run_next(self) -> None:
+        self.finish_reading()
+        moves, self.reading = self.waiting.popleft()
+        for move in moves:
+            units = self.buffer[move.source : move.source + move.units]
+            self.buffer[move.target : move.target + move.units] = units
+        self.read()
+
+    def read(self) -> None:
+        for content in self.reading:
+            assert self.buffer[content.place] == content.written
+
+    def finish_reading(self) -> None:
+        self.read()
+        self.reading = []
+
+    def completed(self, num_in_flight: int) -> None:
+        """Of the steps in flight the first ends: it must have run, the others may have."""
+        if len(self.waiting) == num_in_flight:
+            self.run_next()
+        if len(self.waiting) == num_in_flight - 1:
+            self.finish_reading()
+
+
+class Machine(RuleBasedStateMachine):
+    """Random orders of the engine, played by workers at the extremes of timing and by one at random moments."""
+
+    NUM_UNITS = 32
+    DEPTH = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = AdapterSpace(self.NUM_UNITS)
+        self.workers = [
+            Worker(loads_early, steps_early, [0] * self.NUM_UNITS)
+            for loads_early in (False, True)
+            for steps_early in (False, True)
+        ]
+        self.wanderer = Worker(False, False, [0] * self.NUM_UNITS)
+        self.workers.append(self.wanderer)
+        self.contents: dict[Hashable, Content] = {}  # as the steps and moves find them, in order
+        self.loading: list[Hashable] = []
+        self.in_flight: deque[int] = deque()
+        self.num_loads = 0
+
+    @property
+    def loaded(self) -> list[Hashable]:
+        return [key for key in self.contents if key not in self.loading]
+
+    @initialize(choices=st.lists(CHOICES, min_size=8, max_size=16))
+    def fill(self, choices: list[int]) -> None:
+        """Adapters have been loaded, and every second one is gone."""
+        for which in choices:
+            self.allocate(which)
+        while self.loading:
+            self.finish_load(0)
+        for which in range(len(self.loaded) // 2):
+            self.free(which)
+
+    @rule(which=CHOICES)
+    def allocate(self, which: int) -> None:
+        key = next(key for key in range(self.NUM_UNITS + 1) if key not in self.contents)
+        largest = self.space.largest_hole
+        assert largest == self.NUM_UNITS or self.space.allocate(key, largest + 1) is None
+        if largest == 0:
+            return
+        units = min(1 + which % 6, largest)
+        start = self.space.allocate(key, units)
+        assert start is not None
+        self.num_loads += 1
+        self.contents[key] = Content(key, self.num_loads, start, units)
+        self.loading.append(key)
+        for worker in self.workers:
+            worker.allocate(self.contents[key])
+
+    @rule(which=CHOICES)
+    def finish_load(self, which: int) -> None:
+        if self.loading:
+            key = self.loading.pop(which % len(self.loading))
+            self.space.loaded(key)
+            for worker in self.workers:
+                worker.loaded(key)
+
+    @rule(which=CHOICES)
+    def free(self, which: int) -> None:
+        if self.loaded:
+            key = self.loaded[which % len(self.loaded)]
+            del self.contents[key]
+            self.space.free(key)
+
+    @rule(which=CHOICES)
+    def compact(self, which: int) -> None:
+        """What is free in all is one hole when steps have ended, unless a load is in the way; then nothing is moved."""
+        num_free = self.space.num_free_units
+        num_scattered = num_free - self.space.largest_hole
+        if num_scattered == 0:
+            return
+        units = num_free - which % num_scattered
+        had_moves = self.space.needs_step
+        self.space.compact(units)
+        is_certain = not self.loading or (self.space.needs_step and not had_moves)
+        if is_certain and which % 5 == 0:
+            self.end_all_steps()
+            assert self.space.largest_hole >= units
+
+    @rule(which=CHOICES)
+    def step(self, which: int) -> None:
+        if which % 2 and len(self.in_flight) < self.DEPTH:
+            self.submit()
+        elif self.in_flight:
+            self.complete()
+
+    @rule(which=CHOICES)
+    def time_passes(self, which: int) -> None:
+        keys = list(self.wanderer.loads)
+        if which % 2 and keys:
+            self.wanderer.write(keys[which % len(keys)])
+        elif self.wanderer.waiting:
+            self.wanderer.run_next()
+
+    def submit(self) -> None:
+        step, moves = self.space.submit()
+        self.in_flight.append(step)
+        for move in moves:
+            self.follow(move)
+        reads = [self.contents[key] for key in self.loaded]
+        for worker in self.workers:
+            worker.submit(moves, reads)
+
+    def follow(self, move: Move) -> None:
+        """A move goes down from where its adapter is, and touches no other."""
+        content = self.contents.pop(move.key)
+        assert (content.start, content.units) == (move.source, move.units)
+        assert 0 <= move.target < move.source
+        for other in self.contents.values():
+            assert other.start >= move.target + move.units or other.start + other.units <= move.target
+        self.contents[move.key] = replace(content, start=move.target)
+
+    def complete(self) -> None:
+        for worker in self.workers:
+            worker.completed(len(self.in_flight))
+        self.space.completed(self.in_flight.popleft())
+
+    def end_all_steps(self) -> None:
+        if self.space.needs_step:
+            self.submit()
+        while self.in_flight:
+            self.complete()
+
+    @invariant()
+    def extents_are_apart(self) -> None:
+        extents = sorted((self.space.start(key), content.units) for key, content in self.contents.items())
+        bounds = [(0, 0), *extents, (self.NUM_UNITS, 0)]
+        assert all(below + units <= above for (below, units), (above, _) in pairwise(bounds))
+        assert self.space.num_free_units == self.NUM_UNITS - sum(units for _, units in extents)
+        assert self.space.largest_hole <= self.space.num_free_units
+
+    @invariant()
+    def running_steps_read_what_they_were_given(self) -> None:
+        for worker in self.workers:
+            worker.read()
+
+    def teardown(self) -> None:
+        """Nothing leaks: when all is freed and all has ended, the space is one hole."""
+        while self.loading:
+            self.finish_load(0)
+        while self.contents:
+            self.free(0)
+        self.end_all_steps()
+        assert self.space.largest_hole == self.NUM_UNITS
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=50)
+
+RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, Machine.step, Machine.time_passes]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_plays(seed: int) -> None:
+    """The rules of the machine again, in mixes of all kinds and many times faster than hypothesis draws them."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        machine = Machine()
+        machine.fill(rng.choices(range(60), k=12))
+        for play in rng.choices(RULES, weights=[0.02 + rng.random() for _ in RULES], k=100):
+            play(machine, rng.randrange(60))
+            machine.extents_are_apart()
+            machine.running_steps_read_what_they_were_given()
+        machine.teardown()

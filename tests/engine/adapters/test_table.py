@@ -1,0 +1,1274 @@
+"""Adapters one thing at a time; then the real engine on workers that notice wrong use, in any order and at length."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lorax_server.adapters.config import AdapterConfig
+from lorax_server.adapters.spec import AdapterSpec, StoredPart
+from lorax_server.engine.adapters import device_tier, host_tier
+from lorax_server.engine.adapters import table as table_module
+from lorax_server.engine.adapters.device_tier import FRESH_S
+from lorax_server.engine.adapters.entry import State
+from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
+from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
+from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
+from lorax_server.types import AdapterRef, Merge
+from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
+
+
+class Desk:
+    """A table whose steps end at once, and whose workers do all they are told within the step, unless held back."""
+
+    def __init__(self, units: int = 10, host: int = 100, **options: Any) -> None:
+        self.now = 0.0
+        self.table = AdapterTable(
+            make_capabilities(units), host_bytes=host * UNIT_BYTES, clock=lambda: self.now, **options
+        )
+        self.num_steps = 0
+        self.preparing: list[AdapterSpec] = []
+        self.loading: list[int] = []
+        self.ops: list[AdapterOp] = []
+
+    def know(self, **sizes: int) -> None:
+        for identity, units in sizes.items():
+            self.table.register(make_spec(identity, units), prefetch=False)
+
+    def step(self, prepare: bool = True, load: bool = True) -> list[AdapterOp]:
+        self.table.advance()
+        on_host = self.on_host
+        ops = list(self.table.submit())
+        assert all(op.identity in on_host for op in ops if isinstance(op, Load)), "loaded from nowhere"
+        self.ops += ops
+        self.num_steps += 1
+        self.preparing += [op.spec for op in ops if isinstance(op, Prepare)]
+        self.loading += [op.index for op in ops if isinstance(op, Load)]
+        self.table.completed(self.num_steps, self.loading if load else ())
+        if load:
+            self.loading = []
+        while prepare and self.preparing:
+            self.answer(self.preparing[0].identity)
+        return ops
+
+    def answer(self, identity: str, error: LoraxError | None = None) -> None:
+        spec = next(spec for spec in self.preparing if spec.identity == identity)
+        self.preparing.remove(spec)
+        units = 0 if error else spec.num_elements
+        self.table.prepared(Prepared(identity, units, units * UNIT_BYTES, VOCAB, error))
+
+    def steps(self, count: int = 6) -> list[str]:
+        """Who has arrived."""
+        for _ in range(count):
+            self.step()
+        self.table.advance()
+        return self.table.take_arrived()
+
+    def want(self, *identities: str) -> None:
+        for identity in identities:
+            self.table.add_request(identity)
+            if self.table.index_of(identity, has_begun=False) is None:
+                self.table.bring(identity)
+
+    def begin(self, *identities: str) -> None:
+        for identity in identities:
+            assert self.table.index_of(identity, has_begun=False) is not None
+            self.table.begin(identity)
+            self.table.hold(identity)
+
+    def end(self, *identities: str) -> None:
+        for identity in identities:
+            self.table.release(identity)
+            self.table.end_request(identity, has_begun=True)
+
+    def use(self, *identities: str) -> None:
+        """One request for each, one after the other."""
+        for identity in identities:
+            self.want(identity)
+            self.steps()
+            self.begin(identity)
+            self.end(identity)
+
+    def state(self, *identities: str) -> list[State | None]:
+        return [self.table.state(identity) for identity in identities]
+
+    @property
+    def on_device(self) -> set[str]:
+        return {identity for identity in self.table._known if self.table.state(identity) is State.DEVICE}
+
+    @property
+    def on_host(self) -> set[str]:
+        return set(self.table._host._entries)
+
+
+# --- One thing at a time ----------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_moves_up_from_disk_to_the_device() -> None:
+    desk = Desk()
+    assert desk.state("a") == [None]
+    desk.know(a=3)
+    assert desk.state("a") == [State.DISK]
+    desk.want("a")
+    assert [type(op) for op in desk.step(prepare=False)] == [Prepare]
+    assert desk.state("a") == [State.PREPARING]
+    assert desk.table.num_preparing == 1
+    desk.answer("a")
+    assert desk.state("a") == [State.HOST]
+    assert desk.step(load=False) == [Load("a", 1, 0)]
+    assert desk.state("a") == [State.LOADING]
+    assert desk.table.is_loading
+    assert desk.table.index_of("a", has_begun=False) is None
+    desk.step()
+    assert desk.state("a") == [State.DEVICE]
+    assert desk.table.index_of("a", has_begun=False) == 1
+    assert desk.table.vocab_size("a") == VOCAB
+    assert desk.table.take_arrived() == ["a"]
+    assert (desk.table.num_on_host, desk.table.num_on_device, desk.table.host_bytes_used) == (1, 1, 3 * UNIT_BYTES)
+
+
+def test_the_base_model_is_always_there() -> None:
+    table = Desk(units=0).table
+    table.add_request("")
+    assert table.index_of("", has_begun=False) == 0
+    assert table.vocab_size("") == VOCAB
+    table.begin("")
+    table.hold("")
+    table.release("")
+    table.end_request("", has_begun=True)
+    assert table.submit() == ()
+    table.completed(1, [])
+    assert not table.needs_step
+
+
+def test_without_device_memory_there_are_no_adapters() -> None:
+    with pytest.raises(AdapterError, match="without adapters"):
+        Desk(units=0).know(a=1)
+
+
+def test_who_is_not_known_is_refused() -> None:
+    table = Desk().table
+    for call in (table.add_request, lambda identity: table.ask_for(identity, pin=True)):
+        with pytest.raises(AdapterError, match="name it again"):
+            call("nobody")
+    table.dismiss("nobody")
+
+
+def test_the_longest_unused_leaves_the_device() -> None:
+    desk = Desk(units=10)
+    desk.know(a=4, b=4, c=4)
+    desk.use("a", "b", "a")
+    desk.use("c")
+    assert desk.on_device == {"a", "c"}
+    assert desk.on_host == {"a", "b", "c"}
+    desk.use("b")
+    assert desk.on_device == {"b", "c"}
+    assert desk.table.counters.evicted_from_device == 2
+
+
+def test_an_index_is_given_again() -> None:
+    desk = Desk(units=10)
+    desk.know(a=4, b=4, c=4)
+    desk.use("a", "b", "c")
+    assert [op.index for op in desk.ops if isinstance(op, Load)] == [1, 2, 1]
+    assert [op for op in desk.ops if isinstance(op, Unload)] == [Unload(1)]
+
+
+def test_the_longest_unused_leaves_host_memory() -> None:
+    desk = Desk(units=100, host=10)
+    desk.know(a=4, b=4, c=4)
+    desk.use("a", "b", "a", "c")
+    assert desk.on_host == {"a", "c"}
+    assert desk.on_device == {"a", "b", "c"}
+    assert desk.table.host_bytes_used == 8 * UNIT_BYTES
+    assert [op for op in desk.ops if isinstance(op, Drop)] == [Drop("b")]
+
+
+def test_what_was_dropped_while_on_the_device_is_prepared_again_when_it_is_needed() -> None:
+    desk = Desk(units=8, host=4)
+    desk.know(a=4, b=4, c=4)
+    desk.use("a", "b", "c", "a")
+    assert Counter(op.spec.identity for op in desk.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
+
+
+def test_an_adapter_larger_than_host_memory_is_refused_before_it_is_read() -> None:
+    desk = Desk(units=30, host=10)
+    with pytest.raises(AdapterError, match="'big': may take 44 bytes"):
+        desk.know(big=11)
+    assert desk.table.state("big") is None
+    desk.know(a=10)
+    desk.use("a")
+    assert desk.on_device == {"a"}
+
+
+def test_one_that_failed_because_it_lies_elsewhere_now_is_prepared_again() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.add_request("a")
+    desk.table.bring("a")
+    desk.step(prepare=False)
+    part = StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
+    desk.table.register(replace(make_spec("a", 4), parts=(part,)))
+    desk.answer("a", AdapterError("changed while it was read"))
+    assert desk.table.take_failed() == []
+    assert desk.steps() == ["a"]
+
+
+def test_what_takes_more_than_was_known_pushes_others_out() -> None:
+    desk = Desk(host=10)
+    desk.know(a=5, b=5)
+    desk.use("a")
+    desk.want("b")
+    desk.step(prepare=False)
+    desk.table.prepared(Prepared("b", 6, 6 * UNIT_BYTES, VOCAB))
+    assert desk.on_host == {"b"}
+    assert desk.table.host_bytes_used == 6 * UNIT_BYTES
+
+
+def test_a_pinned_adapter_never_leaves_the_device() -> None:
+    desk = Desk(units=10)
+    desk.know(pinned=4, a=4, b=4, c=6)
+    desk.table.ask_for("pinned", pin=True)
+    assert desk.steps() == ["pinned"]
+    desk.now = 100.0
+    desk.use("a", "b", "a", "c")
+    assert desk.on_device == {"pinned", "c"}
+
+
+def test_asking_for_what_is_there_arrives_at_once() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.ask_for("a", pin=False)
+    assert desk.steps() == ["a"]
+    desk.table.ask_for("a", pin=True)
+    assert desk.table.has_news
+    assert desk.table.take_arrived() == ["a"]
+    assert not desk.table.has_news
+
+
+def test_what_nobody_asked_to_keep_can_leave_after_it_was_asked_for() -> None:
+    desk = Desk(units=6)
+    desk.know(a=4, b=4)
+    desk.table.ask_for("a", pin=False)
+    desk.steps()
+    desk.use("b")
+    assert desk.on_device == {"b"}
+
+
+def test_who_never_fits_beside_the_pinned_ones_is_told() -> None:
+    desk = Desk(units=10)
+    desk.know(pinned=6, a=5, b=4)
+    desk.table.ask_for("pinned", pin=True)
+    desk.steps()
+    desk.want("a", "b")
+    assert desk.steps() == ["b"]
+    [(identity, error)] = desk.table.take_failed()
+    assert identity == "a"
+    assert "takes 20 bytes of device memory; adapters have 40 in all, of which 24 are pinned" in str(error)
+    assert desk.state("a") == [State.FAILED]
+    assert desk.on_host == {"pinned", "b"}
+    desk.table.end_request("a", has_begun=False)
+    desk.table.dismiss("pinned")
+    desk.now = 60.0
+    desk.use("a")
+    assert "a" in desk.on_device
+
+
+def test_who_is_larger_than_the_device_never_fits() -> None:
+    desk = Desk(units=10)
+    desk.know(big=11)
+    desk.table.ask_for("big", pin=True)
+    assert desk.steps() == []
+    [(identity, error)] = desk.table.take_failed()
+    assert identity == "big"
+    assert isinstance(error, AdapterError)
+    assert desk.table.host_bytes_used == 0
+
+
+def test_an_adapter_that_failed_is_refused_for_a_while() -> None:
+    desk = Desk(retry_s=10.0)
+    desk.know(a=4)
+    desk.want("a")
+    desk.step(prepare=False)
+    desk.answer("a", SourceError("gone"))
+    assert desk.table.take_failed()[0][0] == "a"
+    assert desk.state("a") == [State.FAILED]
+    assert desk.table.host_bytes_used == 0
+    desk.table.end_request("a", has_begun=False)
+    desk.now = 4.0
+    with pytest.raises(SourceError, match="gone") as refused:
+        desk.table.add_request("a")
+    assert refused.value.retry_after_s == 6.0
+    with pytest.raises(SourceError, match="gone"):
+        desk.table.ask_for("a", pin=False)
+    desk.now = 10.0
+    desk.use("a")
+    assert desk.on_device == {"a"}
+
+
+def test_a_pin_that_failed_pins_nothing_later() -> None:
+    desk = Desk(units=6, retry_s=10.0)
+    desk.know(a=4, b=4)
+    desk.table.ask_for("a", pin=True)
+    desk.step(prepare=False)
+    desk.answer("a", AdapterError("damaged"))
+    desk.now = 10.0
+    desk.use("a", "b")
+    assert desk.on_device == {"b"}
+
+
+def test_who_is_named_is_prepared_before_it_is_asked_for() -> None:
+    desk = Desk()
+    desk.table.register(make_spec("a", 4))
+    assert desk.table.has_news
+    desk.step()
+    assert desk.state("a") == [State.HOST]
+    desk.table.register(make_spec("a", 4))
+    assert desk.steps() == []
+    assert desk.state("a") == [State.HOST]
+    assert len(desk.ops) == 1
+
+
+def test_who_waits_is_prepared_before_who_is_only_named() -> None:
+    desk = Desk()
+    desk.table.register(make_spec("named", 4))
+    desk.know(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
+    desk.want(*(f"w{i}" for i in range(MAX_PREPARING)))
+    ops = desk.step()
+    assert [op.spec.identity for op in ops if isinstance(op, Prepare)] == [f"w{i}" for i in range(MAX_PREPARING)]
+    desk.step()
+    assert desk.state("named") == [State.HOST]
+
+
+def test_nothing_is_dropped_in_vain_for_who_is_only_named() -> None:
+    desk = Desk(units=100, host=10)
+    desk.know(idle=5, busy=5)
+    desk.use("idle")
+    desk.want("busy")
+    desk.steps()
+    desk.begin("busy")
+    desk.table.register(make_spec("named", 6))
+    desk.now = 100.0
+    desk.steps()
+    assert desk.on_host == {"idle", "busy"}
+    desk.end("busy")
+    desk.steps()
+    assert desk.on_host == {"named"}
+
+
+def test_a_few_are_prepared_at_once() -> None:
+    desk = Desk()
+    desk.know(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
+    desk.want(*(f"a{i}" for i in range(MAX_PREPARING + 2)))
+    desk.step(prepare=False)
+    desk.step(prepare=False)
+    assert desk.table.num_preparing == len(desk.preparing) == MAX_PREPARING
+    desk.answer("a2")
+    desk.step(prepare=False)
+    assert [spec.identity for spec in desk.preparing] == ["a0", "a1", "a3", "a4"]
+
+
+def test_who_came_first_is_served_first() -> None:
+    desk = Desk(units=4, host=100)
+    desk.know(a=4, b=4, c=1)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.want("b", "c")
+    assert desk.steps() == []  # `c` would fit into what is free when `b` does not; the room is for `b`
+    desk.end("a")
+    assert desk.steps() == ["b"]
+    desk.begin("b")
+    desk.end("b")
+    assert desk.steps() == ["c"]
+
+
+def test_one_that_is_dismissed_leaves_at_once() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.ask_for("a", pin=True)
+    desk.steps()
+    desk.table.dismiss("a")
+    assert desk.table.needs_step
+    assert desk.step() == [Unload(1), Drop("a")]
+    assert desk.state("a") == [State.DISK]
+    assert desk.table.host_bytes_used == 0
+
+
+def test_one_that_is_dismissed_under_traffic_leaves_after_it() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.want("a", "a")
+    desk.steps()
+    desk.begin("a")
+    desk.table.dismiss("a")
+    desk.steps()
+    assert desk.on_device == {"a"}
+    desk.begin("a")
+    desk.end("a")
+    assert desk.on_device == {"a"}
+    desk.end("a")
+    assert desk.state("a") == [State.DISK]
+
+
+def test_a_request_after_the_dismissal_keeps_it() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.table.dismiss("a")
+    desk.want("a")
+    desk.begin("a")
+    desk.end("a", "a")
+    assert desk.on_device == {"a"}
+
+
+def test_one_that_was_dismissed_and_is_named_again_is_kept() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.dismiss("a")
+    desk.table.register(make_spec("a", 4))
+    desk.steps()
+    assert desk.on_host == {"a"}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_that_is_dismissed_on_its_way_leaves_when_it_is_there(steps: int) -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.table.ask_for("a", pin=True)
+    for _ in range(steps):  # it is being prepared, or loaded
+        desk.step(prepare=steps == 2, load=False)
+    desk.table.dismiss("a")
+    desk.step()
+    assert desk.steps() == []
+    assert desk.state("a") == [State.DISK]
+    assert not desk.table.needs_step
+    assert desk.table.host_bytes_used == 0
+
+
+def test_a_request_that_goes_while_its_adapter_is_loaded_does_not_hinder_the_next() -> None:
+    desk = Desk()
+    desk.know(a=4)
+    desk.want("a")
+    desk.step()
+    desk.step(load=False)
+    assert desk.state("a") == [State.LOADING]
+    desk.table.end_request("a", has_begun=False)
+    desk.want("a")
+    desk.step(load=False)
+    assert desk.steps() == ["a"]
+    assert Counter(type(op) for op in desk.ops) == {Prepare: 1, Load: 1}
+
+
+def test_a_fresh_one_is_not_evicted_before_it_ran() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.want("a", "b")
+    assert desk.steps() == ["a"]
+    desk.now = FRESH_S - 0.1
+    assert desk.steps() == []
+    assert desk.on_device == {"a"}
+    desk.begin("a")
+    desk.end("a")
+    assert desk.steps() == ["b"]
+
+
+def test_a_fresh_one_that_does_not_run_leaves_in_the_end_for_who_has_waited() -> None:
+    """Else who never gets a turn, being of a low priority, would keep out the adapters of all others."""
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.now = 50.0
+    desk.want("a")
+    assert desk.steps() == ["a"]
+    desk.now += FRESH_S - 0.5
+    desk.want("b")
+    desk.now += 0.5  # `a` is not fresh any more, but somebody waits for it, and `b` has not waited for long
+    assert desk.steps() == []
+    desk.now += 0.5
+    assert desk.steps() == ["b"]
+    assert desk.on_device == {"b"}
+    desk.table.bring("a")
+    desk.now += FRESH_S - 0.1  # the same for `b` now, and for `a` again once it is loaded
+    assert desk.steps() == []
+    desk.now += 0.1
+    assert desk.steps() == ["a"]
+    desk.now += FRESH_S - 0.1
+    desk.table.bring("b")
+    assert desk.steps() == []
+
+
+def test_a_fresh_one_that_nobody_can_run_with_any_more_leaves_at_once() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.table.release("a")  # it gave way to another
+    desk.want("b")
+    desk.now = 1.0
+    assert desk.steps() == ["b"]
+    desk.table.bring("a")
+    desk.begin("b")
+    desk.end("b")
+    assert desk.steps() == ["a"]  # for who has begun with it, so it is fresh
+    desk.want("a", "b")
+    desk.now = 2.0
+    assert desk.steps() == []
+    assert desk.table.index_of("a", has_begun=False) is None  # it drains, so that the second one waits for it
+    desk.table.bring("a")
+    assert desk.steps() == []  # who has begun goes on
+    desk.table.end_request("a", has_begun=True)  # but is aborted before
+    assert desk.steps() == ["b"]
+
+
+def test_one_whose_requests_have_gone_is_not_fresh() -> None:
+    desk = Desk(units=4)
+    desk.know(a=4, b=4)
+    desk.want("a", "b")
+    desk.steps()
+    desk.table.end_request("a", has_begun=False)
+    assert desk.steps() == ["b"]
+
+
+def test_one_that_others_wait_for_leaves_only_for_who_has_waited() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.use("a")
+    desk.want("a", "b")  # the first is ready and waits for its turn
+    desk.now = 0.5
+    assert desk.steps() == []
+    assert desk.table.deadline_s == 0.5
+    desk.now = 1.0
+    assert desk.steps() == ["b"]
+    assert desk.table.deadline_s is None
+
+
+def test_patience_that_has_ended_since_it_was_looked_at_last_is_a_reason_to_look() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.use("a")
+    desk.want("a", "b")
+    desk.now = 0.9
+    assert desk.steps() == []
+    desk.now = 1.5
+    assert not desk.table.has_news
+    assert desk.table.deadline_s == 0.0
+    assert desk.steps() == ["b"]
+    assert desk.table.deadline_s is None
+
+
+def test_where_all_run_one_lets_nobody_in_until_it_is_free() -> None:
+    desk = Desk(units=8, patience_s=1.0)
+    desk.know(a=4, b=4, c=4)
+    desk.want("a", "b", "c")
+    desk.steps()
+    desk.begin("b", "a")  # so `b` was used less lately
+    desk.now = 0.9
+    desk.steps()
+    assert desk.table.index_of("b", has_begun=False) is not None
+    desk.now = 1.0
+    desk.steps()
+    assert desk.table.index_of("a", has_begun=False) is not None
+    assert desk.table.index_of("b", has_begun=False) is None
+    assert desk.table.index_of("b", has_begun=True) is not None  # who has begun goes on
+    desk.want("b")
+    desk.now = 50.0
+    assert desk.steps() == []
+    desk.end("b")
+    assert desk.steps() == ["c"]
+    assert desk.on_device == {"a", "c"}
+    desk.begin("c")
+    desk.now = 51.0
+    assert desk.steps() == []
+    desk.end("a")
+    assert desk.steps() == ["b"]
+
+
+def test_who_drains_in_vain_lets_others_in_again() -> None:
+    desk = Desk(units=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.want("a", "b")
+    desk.steps()
+    desk.begin("a")
+    desk.now = 1.0
+    desk.steps()
+    desk.want("a")
+    desk.table.end_request("b", has_begun=False)
+    assert desk.steps() == ["a"]
+    desk.begin("a")
+
+
+def test_a_pin_ends_the_draining_and_another_one_drains() -> None:
+    desk = Desk(units=8, patience_s=1.0)
+    desk.know(a=4, b=4, c=4)
+    desk.want("a", "b", "c")
+    desk.steps()
+    desk.begin("a", "b")
+    desk.now = 1.0
+    desk.steps()
+    assert desk.table.index_of("a", has_begun=False) is None
+    desk.want("a")
+    desk.table.ask_for("a", pin=True)
+    assert desk.steps() == ["a"]
+    assert desk.table.index_of("b", has_begun=False) is None
+    desk.end("b")
+    assert desk.steps() == ["c"]
+
+
+def test_what_has_no_copy_stays_for_who_has_begun_with_it() -> None:
+    desk = Desk(units=8, host=4, patience_s=1.0)
+    desk.know(a=4, b=4, c=4)
+    desk.use("a", "b")  # so `a` has no copy any more
+    desk.want("a")
+    desk.begin("a")
+    desk.table.release("a")  # it gave way to another
+    desk.want("b", "c")
+    desk.begin("b")
+    desk.now = 9.0
+    assert desk.steps() == []
+    assert desk.table.index_of("a", has_begun=True) is not None
+    desk.table.end_request("a", has_begun=True)
+    assert desk.steps() == ["c"]
+
+
+def test_one_without_a_copy_that_drained_and_left_is_prepared_again() -> None:
+    desk = Desk(units=4, host=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.use("a")
+    desk.table.register(make_spec("b", 4))
+    desk.steps()
+    assert desk.on_host == {"b"}
+    desk.want("a")
+    desk.begin("a")
+    desk.want("b")
+    desk.now = 1.0
+    desk.steps()
+    desk.want("a")
+    desk.end("a")
+    assert desk.steps() == ["b"]
+    desk.begin("b")
+    desk.end("b")
+    desk.now = 2.0
+    assert desk.steps() == ["a"]
+
+
+def test_the_copy_of_one_that_has_begun_stays_unless_another_has_waited() -> None:
+    desk = Desk(units=8, host=4, patience_s=1.0)
+    desk.know(a=4, b=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.want("b")
+    desk.now = 0.9
+    assert desk.steps() == []
+    assert desk.on_host == {"a"}
+    desk.now = 1.0
+    assert desk.steps() == ["b"]
+    assert desk.on_device == {"a", "b"}
+
+
+def test_what_one_who_has_waited_can_have_of_host_memory_is_kept_for_it() -> None:
+    """Two that take turns on the device are never both there; without this, a third would wait for ever."""
+    desk = Desk(units=4, host=6, patience_s=1.0)
+    desk.know(a=3, b=3, c=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.want("b")
+    desk.steps()
+    desk.want("c")
+    desk.now = 5.0
+    desk.steps()
+    assert desk.on_host == {"b"}
+    desk.want("a")
+    desk.end("a")
+    assert desk.steps() == ["b"]
+    desk.begin("b")
+    desk.steps()
+    assert desk.on_host == {"c"}
+
+
+def test_a_copy_that_somebody_has_begun_with_and_that_is_nowhere_else_is_kept() -> None:
+    desk = Desk(units=4, host=8, patience_s=1.0)
+    desk.know(a=4, b=4, c=4)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.table.release("a")  # it gave way to another
+    desk.want("b")
+    desk.now = 1.0
+    assert desk.steps()[-1] == "b"
+    desk.begin("b")
+    desk.want("c")
+    desk.now = 50.0
+    desk.steps()
+    assert "a" in desk.on_host
+
+
+def test_the_same_content_in_another_place_is_read_there() -> None:
+    desk = Desk(units=100, host=4)
+    spec = make_spec("a", 4)
+    moved = replace(spec, parts=(StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    desk.table.register(spec)
+    desk.steps()
+    desk.table.register(moved)  # though it is in host memory
+    assert len(desk.ops) == 1
+    desk.know(b=4)
+    desk.use("b")
+    assert desk.on_host == {"b"}
+    desk.use("a")
+    assert [op.spec for op in desk.ops if isinstance(op, Prepare)][-1] is moved
+
+
+def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
+    desk = Desk()
+    spec = make_spec("a", 4)
+    moved = replace(spec, parts=(StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    desk.table.register(spec)
+    desk.step(prepare=False)
+    desk.answer("a", AdapterError("gone"))
+    desk.table.register(spec)
+    assert desk.state("a") == [State.FAILED]
+    desk.table.register(moved)
+    assert desk.state("a") == [State.DISK]
+    desk.use("a")
+    assert desk.on_device == {"a"}
+
+
+def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "MAX_KNOWN", 3)
+    desk = Desk()
+    desk.know(a=1, b=1, c=1)
+    desk.use("a")
+    desk.want("b")
+    desk.table.register(make_spec("c", 1))
+    desk.know(d=1, e=1, f=1, g=1)
+    assert desk.state("a", "b", "c", "d") == [State.DEVICE, State.DISK, None, None]
+    desk.steps()
+    assert desk.state("b") == [State.DEVICE]
+    with pytest.raises(AdapterError, match="name it again"):
+        desk.table.add_request("c")
+
+
+def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "MAX_MERGES", 2)
+    desk = Desk()
+    merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
+    desk.know(x=1, y=1, z=1)
+    desk.table.register(merges[0])
+    desk.use("m0")
+    for spec in merges:
+        desk.table.register(spec)
+    states = desk.state(*(spec.identity for spec in merges))
+    assert (states[0], states[-1]) == (State.DEVICE, State.DISK)
+    assert len(states) - states.count(None) <= 3
+    assert desk.state("x", "y", "z") == [State.DISK] * 3
+    assert [desk.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
+
+
+def test_only_those_are_described_that_are_asked_for() -> None:
+    desk = Desk()
+    desk.know(a=1, b=1, c=1)
+    assert [each.identity for each in desk.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
+    with pytest.raises(InputError, match="at most 2000 adapters are described at once, not 2001"):
+        desk.table.list_adapters(["a"] * 2001)
+
+
+def test_news_are_told_until_they_are_taken() -> None:
+    desk = Desk(units=4)
+    desk.know(a=4, b=4)
+    assert not desk.table.has_news
+    desk.want("a")
+    assert desk.table.has_news
+    desk.table.advance()
+    assert not desk.table.has_news
+    desk.steps()
+    desk.begin("a")
+    desk.want("b")
+    desk.steps()
+    desk.table.advance()
+    assert not desk.table.has_news  # it cannot be loaded now
+    desk.end("a")
+    assert desk.table.has_news
+    assert desk.steps() == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["to load", "to load where nothing leaves", "to prepare", "to be named"])
+def test_many_that_wait_take_time_by_their_number(kind: str) -> None:
+    """Lines of the table that one `advance` runs: ten times as many adapters, about ten times as many lines."""
+
+    def count(number: int) -> int:
+        desk = Desk(units=number, host=number if kind in ("to prepare", "to be named") else 3 * number)
+        for i in range(number):
+            desk.know(**{f"old{i}": 1, f"new{i}": 1})
+        olds, news = [f"old{i}" for i in range(number)], [f"new{i}" for i in range(number)]
+        desk.want(*olds)
+        while len(desk.on_device) < number:
+            desk.steps(number // MAX_PREPARING + 2)
+        for old in olds:
+            desk.begin(old)
+            if kind != "to load where nothing leaves":
+                desk.end(old)
+        if kind.startswith("to load"):
+            for i in range(number):
+                desk.table.register(make_spec(f"new{i}", 1))
+            while len(desk.on_host) < 2 * number:
+                desk.step()
+        if kind == "to be named":
+            for new in news:
+                desk.table.register(make_spec(new, 1))
+        else:
+            desk.want(*news)
+        desk.now = 100.0
+        return count_lines(desk.table.advance)
+
+    few, many = count(500), count(5000)
+    assert many < 15 * few, (few, many)
+    assert many < 200 * 5000
+
+
+def count_lines(call: Callable[[], object]) -> int:
+    num_lines = 0
+    files = {module.__file__ for module in (table_module, device_tier, host_tier)}
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal num_lines
+        num_lines += 1
+        return trace if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+# --- With the engine --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_with_nothing_else_to_do_serves_a_cold_adapter(depth: int) -> None:
+    world = World(10, 10, depth=depth)
+    for name in "abcd":
+        world.put(name, 1, 4)
+        asked = world.ask(name, [1, 2, 3])
+        world.finish(100)
+        assert asked.failure is None
+    world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_steps_are_submitted_while_an_adapter_is_loaded_and_nothing_runs(depth: int) -> None:
+    world = World(10, 10, depth=depth, most_turns=0)
+    world.put("a", 1, 4)
+    load = world.workers._load
+
+    def load_slowly(identity: str, index: int, first_unit: int) -> None:
+        load(identity, index, first_unit)
+        world.workers._loads[index].turns_left = 50
+
+    world.workers._load = load_slowly  # type: ignore[method-assign]
+    asked = world.ask("a", [1, 2, 3], num_tokens=3)
+    world.finish(100)
+    assert world.num_turns > 50
+    assert asked.failure is None
+    steps = world.engine.status().steps
+    assert steps <= 2 + 3 + depth, "one to prepare it, one to load it, and its own"
+    world.check_nothing_is_left()
+
+
+def test_a_name_is_answered_without_a_step_and_its_request_is_taken_at_once() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    answer = world.engine.resolve([AdapterRef("local", "a")])
+    assert answer.done()
+    assert world.engine.status().steps == 0
+    world.ask("a", [1, 2, 3])
+    world._add_resolved()  # before any step
+    assert world.engine.has_work
+    world.finish(100)
+    world.check_nothing_is_left()
+
+
+def test_an_adapter_begins_to_move_up_when_it_is_named() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    world.engine.resolve([AdapterRef("local", "a")])
+    world.settle()
+    assert world.table.state("a@1") is State.HOST
+
+
+@pytest.mark.parametrize("method", ["load", "unload", "list_adapters"])
+def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: str) -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
+    found = getattr(world.engine, method)([identity] if method == "list_adapters" else identity)
+    assert world.table.state(identity) is State.DISK
+    if method == "list_adapters":
+        assert [state.identity for state in found] == [identity]
+    if method == "load":
+        world.settle()
+        assert found.done()
+        assert found.exception() is None
+
+
+def test_what_never_fits_is_said_when_it_is_named() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 11)
+    error = world.engine.resolve([AdapterRef("local", "a")]).exception()
+    assert isinstance(error, AdapterError)
+    assert "adapter_host_bytes" in str(error)
+    assert world.engine.list_adapters(["a@1"]) == []
+
+
+def tier_of(world: World, *names: str) -> str:
+    refs = [AdapterRef("local", name) for name in names]
+    return world.engine.resolve(refs, Merge((1.0,) * len(names)) if len(names) > 1 else None).result().tier
+
+
+def test_the_answer_says_where_the_weights_are() -> None:
+    world = World(10, 10, most_turns=0)
+    for name in "ab":
+        world.put(name, 1, 4)
+    assert tier_of(world, "a") == "disk"
+    world.settle()
+    assert tier_of(world, "a") == "host"
+    world.engine.load("a@1")
+    world.settle()
+    assert tier_of(world, "a") == "device"
+    assert tier_of(world, "b") == "disk"
+    world.names.is_new = True
+    assert tier_of(world, "a") == "fetched"
+    world.names.is_new = False
+    world.workers.failing["b@1"] = 1
+    world.settle()
+    assert world.table.state("b@1") is State.FAILED
+    assert tier_of(world, "b") == "disk"
+
+
+def test_a_merged_adapter_is_where_it_is_itself_or_else_where_the_worst_of_its_parts_is() -> None:
+    world = World(30, 30, most_turns=0)
+    for name in "abc":
+        world.put(name, 1, 4)
+    for name in "ab":
+        world.engine.resolve([AdapterRef("local", name)])
+    world.engine.load("a@1")
+    world.settle()
+    assert tier_of(world, "a", "a") == "device"
+    assert tier_of(world, "a", "b") == "host"
+    assert tier_of(world, "b", "c", "a") == "disk"
+    world.settle()
+    assert tier_of(world, "b", "c", "a") == "host", "it is there itself by now, though one of its parts is not"
+
+
+def test_room_that_has_to_be_brought_together_is_used_though_nothing_else_happens() -> None:
+    for depth in (1, 2):
+        world = World(10, 30, depth=depth, most_turns=0)
+        for name, units in (("a", 2), ("b", 3), ("c", 2), ("d", 3), ("e", 4)):
+            world.put(name, 1, units)
+        for name in "abcd":
+            world.ask(name, [1])
+            world.finish(100)
+        pins = [world.engine.load(f"{name}@1", pin=True) for name in "bd"]
+        world.settle()
+        world.ask("e", [1])
+        world.finish(100)
+        assert all(pin.result(0) is None for pin in pins)
+        assert world.table.counters.moves == 1
+
+
+def test_a_load_that_is_called_off_says_so() -> None:
+    world = World(10, 10)
+    world.put("a", 1, 4)
+    world.ask("a", [1])
+    world.finish(100)
+    world.engine.unload("a@1")
+    world.settle()
+    loading = world.engine.load("a@1")
+    world.turn()
+    world.engine.unload("a@1")
+    with pytest.raises(AdapterError, match="was unloaded"):
+        loading.result(0)
+    world.check_nothing_is_left()
+
+
+def test_loads_are_answered() -> None:
+    world = World(10, 20)
+    world.put("a", 1, 4)
+    world.put("big", 1, 11)
+    refused = world.engine.load("a@1")
+    with pytest.raises(AdapterError, match="name it again"):
+        refused.result(0)
+    for name in ("a", "big"):
+        world.engine.resolve([AdapterRef("local", name)])
+    world.settle()
+    well, badly = world.engine.load("a@1", pin=True), world.engine.load("big@1")
+    world.settle()
+    assert well.result(0) is None
+    with pytest.raises(AdapterError, match="takes 44 bytes"):
+        badly.result(0)
+    assert world.engine.status().adapters_on_device == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("host_units", [3, 6, 30])
+@pytest.mark.parametrize("cold", ["c", "cde"])
+def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
+    """No starvation: each of them is served within a bounded number of steps, again and again."""
+    for seed in range(4):
+        rows = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
+        world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * rows, max_rows=rows)
+        for name in "ab" + cold:
+            world.put(name, 1, 3)
+        rng = random.Random(seed)
+        waiting: dict[int, tuple[Any, int]] = {}
+        served: Counter[str] = Counter()
+        for turn in range(400):
+            for name in "ab":
+                if sum(asked.identity == f"{name}@1" for asked in world.open.values()) < 4:
+                    world.ask(name, [rng.randrange(VOCAB) for _ in range(5)], rng.randint(2, 9))
+            for place, name in enumerate(cold):
+                if place not in waiting:
+                    waiting[place] = world.ask(name, [1, 2, 3], 3), turn
+                elif waiting[place][0].is_done:
+                    assert waiting.pop(place)[0].failure is None
+                    served[name] += 1
+                else:
+                    assert turn - waiting[place][1] < 60 + 40 * len(cold), f"{name} is not served"
+            world.turn()
+        assert min(served[name] for name in cold) >= 3
+        assert sum(asked.is_done for asked in world.asked.values()) > 40
+        world.finish(500)
+        world.check_nothing_is_left()
+
+
+# --- Many at once -----------------------------------------------------------------------------------------------------
+
+
+def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
+    """Whether a request could fail for this reason."""
+    if "is damaged" in failure:
+        return spec.identity in world.workers.failing
+    if "bytes of host memory" in failure:
+        return spec.num_elements * UNIT_BYTES > world.host_bytes
+    assert "bytes of device memory" in failure, failure
+    return was_pinned or spec.num_elements > world.workers.capabilities.num_adapter_units
+
+
+def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
+    """Names whose content is replaced at random, and requests for them, in a place that holds a few."""
+    rng = random.Random(seed)
+    num_units = rng.choice([6, 10, 16])
+    world = World(
+        num_units,
+        host_units=rng.choice([5, 10, 24]),
+        depth=rng.choice([1, 2]),
+        seed=seed,
+        patience_s=rng.choice([0.0, 0.5, 2.0]),
+        most_turns=rng.choice([0, 1, 3]),
+        num_blocks=rng.choice([10, 14]),
+        max_step_tokens=rng.choice([5, 12]),
+        limits={"max_chunk": rng.choice([None, 3])},
+    )
+    names = "abcdefgh"[: rng.choice([3, 5, 8])]
+    versions = dict.fromkeys(names, 0)
+    beginnings = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 4, 8, 12]))] for _ in range(3)]
+
+    def reload(name: str) -> None:
+        versions[name] += 1
+        units = num_units + 1 if rng.random() < 0.02 else rng.randint(1, num_units // 2 + 1)
+        spec = world.put(name, versions[name], units)
+        if rng.random() < 0.03:
+            world.workers.failing[spec.identity] = 1
+
+    for name in names:
+        reload(name)
+    for _ in range(num_actions):
+        if rng.random() < 0.3:
+            reload(rng.choice(names))
+        else:
+            prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
+            name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
+            options = {"priority": rng.choice([0, 0, 0, 1]), "tenant": rng.choice("ab")}
+            world.ask(name, prompt, rng.randint(1, 12), **options)
+        if rng.random() < 0.05 and world.open:
+            world.abort(rng.choice(list(world.open.values())))
+        for _ in range(rng.choice([0, 0, 1, 2, 4]) if len(world.open) < 12 else 6):
+            world.turn()
+    world.finish(300 + 200 * len(world.open))
+    done: Counter[str] = Counter()
+    for asked in world.asked.values():
+        if asked.failure is not None:
+            assert asked.spec is not None
+            assert is_excused(world, asked.spec, asked.failure, was_pinned=False)
+            done["failed"] += 1
+        done["finished"] += not asked.is_aborted and asked.failure is None
+    world.check_nothing_is_left()
+    scheduled, moved = world.scheduler.counters, world.table.counters
+    done["preemptions"] = scheduled.preemptions
+    done["chunks"] = scheduled.chunks
+    done["prefix_tokens"] = scheduled.prefix_tokens
+    done["evicted_from_device"] = moved.evicted_from_device
+    done["evicted_from_host"] = moved.evicted_from_host
+    done["moves"] = moved.moves
+    done["steps"] = scheduled.steps
+    return world, done
+
+
+def test_ten_thousand_reloads_and_requests_serve_no_stale_token() -> None:
+    done: Counter[str] = Counter()
+    for seed in range(50):
+        done += play(seed, 200)[1]
+    assert done["finished"] > 5000
+    for what in ("preemptions", "chunks", "prefix_tokens", "evicted_from_device", "evicted_from_host", "moves"):
+        assert done[what] > 100, done
+    assert done["failed"] > 0
+
+
+# --- Anything, in any order -------------------------------------------------------------------------------------------
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        num_units=st.integers(3, 10),
+        host_units=st.integers(2, 12),
+        depth=st.integers(1, 2),
+        seed=st.integers(0, 1000),
+        patience=st.sampled_from([0.0, 0.4, 2.0]),
+        blocks=st.integers(6, 12),
+        most_turns=st.integers(0, 3),
+        sizes=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    )
+    def begin(
+        self,
+        num_units: int,
+        host_units: int,
+        depth: int,
+        seed: int,
+        patience: float,
+        blocks: int,
+        most_turns: int,
+        sizes: list[int],
+    ) -> None:
+        self.world = World(
+            num_units,
+            host_units,
+            depth=depth,
+            seed=seed,
+            patience_s=patience,
+            most_turns=most_turns,
+            num_blocks=blocks,
+            max_length=24,
+        )
+        self.was_pinned = False
+        self.loads: list[Future[None]] = []
+        self.versions: Counter[str] = Counter()
+        for name, units in zip("abcd", sizes, strict=True):
+            self.replace(name, units, fails=False)
+
+    @rule(name=st.sampled_from("abcd"), units=st.sampled_from([1, 1, 2, 2, 3, 4, 5, 11]), fails=st.booleans())
+    def replace(self, name: str, units: int, fails: bool) -> None:
+        self.versions[name] += 1
+        spec = self.world.put(name, self.versions[name], units)
+        if fails and units % 2:
+            self.world.workers.failing[spec.identity] = 1
+
+    @rule(
+        name=st.sampled_from(["a", "a", "b", "c", "d", None]),
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=10),
+        num_tokens=st.integers(1, 9),
+        priority=st.integers(0, 1),
+        tenant=st.sampled_from("ab"),
+    )
+    def ask(self, name: str | None, prompt: list[int], num_tokens: int, priority: int, tenant: str) -> None:
+        self.world.ask(name, prompt, num_tokens, priority=priority, tenant=tenant)
+
+    @rule(count=st.integers(1, 6))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.world.turn()
+
+    @rule(passes_s=st.sampled_from([0.5, 3.0, 10.0]))
+    def time_passes(self, passes_s: float) -> None:
+        self.world.turn(passes_s)
+
+    @rule(which=st.integers(0, 59))
+    def abort(self, which: int) -> None:
+        if self.world.open:
+            self.world.abort(list(self.world.open.values())[which % len(self.world.open)])
+
+    @rule(which=st.integers(0, 59), pin=st.booleans())
+    def load(self, which: int, pin: bool) -> None:
+        identity = self.pick(which)
+        if identity:
+            self.loads.append(self.world.engine.load(identity, pin))
+            self.was_pinned = self.was_pinned or pin
+
+    @rule(which=st.integers(0, 59))
+    def unload(self, which: int) -> None:
+        identity = self.pick(which)
+        if identity:
+            self.world.engine.unload(identity)
+
+    def pick(self, which: int) -> str | None:
+        identities = sorted({asked.identity for asked in self.world.asked.values()} - {""})
+        return identities[which % len(identities)] if identities else None
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.check_tokens_so_far()
+        for sequence in world.scheduler._running:
+            if sequence.request.adapter:
+                resident = world.workers.residents[sequence.adapter_index]
+                assert resident.identity == sequence.request.adapter
+        held = [block for sequence in world.scheduler._running for block in sequence.blocks]
+        assert world.pool.num_free == world.pool.num_blocks - len(set(held))
+        device = world.table._device
+        space, on_device = device._space, device._entries.values()
+        assert space.num_free_units == space.num_units - sum(each.units for each in on_device)
+        known = world.table._known.values()
+        assert world.table.host_bytes_used == sum(each.num_bytes for each in known)
+        for entry in known:
+            of = [each for each in world.scheduler._by_id.values() if each.request.adapter == entry.identity]
+            assert entry.num_requests == len(of)
+            assert entry.num_begun == sum(each.has_begun for each in of)
+            assert entry.num_running == sum(each.row is not None for each in of)
+        assert device._num_pinned_units == sum(each.units for each in on_device if each.is_pinned)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.finish(100 + 100 * len(world.open))  # every request that is left
+        for asked in world.asked.values():
+            if asked.failure is not None:
+                assert asked.spec is not None
+                assert is_excused(world, asked.spec, asked.failure, self.was_pinned)
+        world.settle()
+        assert all(load.done() for load in self.loads)
+        world.check_nothing_is_left()
+        assert world.table._device._num_pinned_units == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None, database=None
+)

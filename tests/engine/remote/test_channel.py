@@ -1,0 +1,308 @@
+"""What is sent between processes arrives as it was."""
+
+import asyncio
+import dataclasses
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorax_server.engine.remote import messages
+from lorax_server.engine.remote.channel import ClientChannel, EngineChannel
+from lorax_server.errors import EngineError, InputError
+from lorax_server.types import (
+    MAX_MERGE_WEIGHT,
+    MAX_SEED,
+    AdapterRef,
+    AdapterState,
+    Alternatives,
+    EngineStatus,
+    Failure,
+    FinishReason,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+    SamplingParams,
+    Started,
+    StopParams,
+)
+
+ids = st.integers(0, 2**64 - 1)
+token_ids = st.integers(0, 2**32)
+floats = st.floats()  # NaN and infinity too
+texts = st.text()  # without lone surrogates
+shares = st.floats(0, 1, exclude_min=True)
+sampling = st.builds(
+    SamplingParams,
+    do_sample=st.booleans(),
+    temperature=st.floats(0, 1e30) | st.integers(0, 100),
+    top_k=token_ids,
+    top_p=shares,
+    min_p=shares,
+    typical_p=shares,
+    repetition_penalty=st.floats(1e-3, 1e3),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(token_ids, st.floats(-1e6, 1e6), max_size=5),
+    watermark=st.booleans(),
+    seed=st.integers(0, MAX_SEED) | st.just(MAX_SEED),
+    num_alternatives=token_ids,
+    raw_logprobs=st.booleans(),
+)
+stop = st.builds(
+    StopParams,
+    max_new_tokens=st.integers(100, 2**40),
+    min_new_tokens=st.integers(0, 100),
+    eos_token_ids=st.frozensets(token_ids, max_size=5),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.frozensets(token_ids, max_size=5),
+    stop_strings=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    include_stop=st.booleans(),
+)
+requests = st.builds(
+    Request,
+    request_id=ids,
+    prompt_ids=st.lists(token_ids, max_size=20),
+    sampling=sampling,
+    stop=stop,
+    adapter=texts,
+    tenant=texts,
+    priority=st.integers(-(2**63), 2**63 - 1),
+    first_id=st.none() | ids,
+    salt=texts,
+    prompt_logprobs=st.booleans(),
+)
+failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
+alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
+outputs = st.builds(
+    Output,
+    ids,
+    st.integers(-1, 2**32),
+    floats,
+    st.none() | st.sampled_from(FinishReason),
+    st.none() | alternatives,
+    st.none() | st.lists(floats, max_size=3),
+    st.none() | failures,
+    st.none() | st.builds(Started, floats, floats, ids),
+    st.none() | st.lists(alternatives, max_size=3),
+)
+refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
+merges = st.builds(
+    Merge,
+    st.lists(st.floats(-MAX_MERGE_WEIGHT, MAX_MERGE_WEIGHT), min_size=1, max_size=3).map(tuple),
+    st.sampled_from(["linear", "ties", "dare_linear", "dare_ties"]),
+    shares,
+    st.sampled_from(["total", "frequency"]),
+    ids,
+)
+stamps = st.lists(st.lists(ids, max_size=4).map(tuple), max_size=3).map(tuple)
+resolved = st.builds(
+    Resolved,
+    texts,
+    st.none() | texts,
+    st.lists(texts, max_size=3).map(tuple),
+    texts,
+    tokenizer_stamps=stamps,
+    stale=st.none() | failures,
+)
+states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
+NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
+statuses = st.builds(EngineStatus, **{field.name: NUMBERS[field.type] for field in dataclasses.fields(EngineStatus)})
+
+TO_ENGINE = {
+    messages.Add: st.builds(messages.Add, requests),
+    messages.Abort: st.builds(messages.Abort, st.lists(ids, max_size=5).map(tuple)),
+    messages.Resolve: st.builds(messages.Resolve, ids, refs, st.none() | merges),
+    messages.LoadAdapter: st.builds(messages.LoadAdapter, ids, texts, st.none() | st.booleans()),
+    messages.ForgetAdapter: st.builds(messages.ForgetAdapter, ids, texts, texts),
+    messages.ListAdapters: st.builds(messages.ListAdapters, ids, st.lists(texts, max_size=3).map(tuple)),
+    messages.UnloadAdapter: st.builds(messages.UnloadAdapter, ids, texts),
+    messages.GetStatus: st.builds(messages.GetStatus, ids),
+    messages.Stop: st.builds(messages.Stop),
+}
+FROM_ENGINE = {
+    messages.Ready: st.builds(messages.Ready, st.dictionaries(texts, scalars, max_size=5)),
+    messages.Outputs: st.builds(messages.Outputs, st.lists(outputs, max_size=5)),
+    messages.ResolveReply: st.builds(messages.ResolveReply, ids, resolved),
+    messages.StatusReply: st.builds(messages.StatusReply, ids, statuses),
+    messages.AdaptersReply: st.builds(messages.AdaptersReply, ids, st.lists(states, max_size=3)),
+    messages.Done: st.builds(messages.Done, ids),
+    messages.Refused: st.builds(messages.Refused, ids, failures),
+    messages.Failed: st.builds(messages.Failed, texts),
+}
+
+
+def test_every_message_is_tried_below() -> None:
+    assert set(TO_ENGINE) == set(messages.ToEngine.__args__)
+    assert set(FROM_ENGINE) == set(messages.FromEngine.__args__)
+
+
+def comparable(value: object) -> object:
+    """Equal if the types and all that is inside are, with NaN equal to itself."""
+    kind = type(value).__name__
+    if isinstance(value, msgspec.Struct):
+        return kind, {name: comparable(getattr(value, name)) for name in value.__struct_fields__}
+    if dataclasses.is_dataclass(value):
+        return kind, {field.name: comparable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return kind, {key: comparable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return kind, [comparable(each) for each in value]
+    if isinstance(value, float):
+        # A float that was given as an int is a float from then on.
+        return "int or float", "NaN" if math.isnan(value) else value
+    return "int or float" if kind == "int" else kind, value
+
+
+def assert_survives(message: messages.Message, decode: Callable[[bytes], messages.Message]) -> None:
+    assert comparable(decode(messages.encode(message))) == comparable(message)
+
+
+@given(st.one_of(*TO_ENGINE.values()))
+@settings(max_examples=100, deadline=None)
+def test_messages_to_the_engine_survive(message: messages.ToEngine) -> None:
+    assert_survives(message, messages.decode_to_engine)
+
+
+@given(st.one_of(*FROM_ENGINE.values()))
+@settings(max_examples=100, deadline=None)
+def test_messages_from_the_engine_survive(message: messages.FromEngine) -> None:
+    assert_survives(message, messages.decode_from_engine)
+
+
+@given(st.binary(max_size=50), st.one_of(*TO_ENGINE.values()), st.data())
+@settings(max_examples=100, deadline=None)
+def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
+    noise: bytes, message: messages.ToEngine, data: st.DataObject
+) -> None:
+    whole = messages.encode(message)
+    place = data.draw(st.integers(0, len(whole)))
+    for damaged in (noise, whole[:place], whole[:place] + noise + whole[place + len(noise) :]):
+        for decode in (messages.decode_to_engine, messages.decode_from_engine):
+            try:
+                assert isinstance(decode(damaged), messages.Message)
+            except messages.ChannelError as error:
+                answer = messages.answer_to_unreadable(damaged, error)
+                assert answer is None or isinstance(answer, messages.Message)
+        assert isinstance(messages.decode_question(damaged), messages.Resolve | messages.ForgetAdapter | None)
+
+
+@given(st.one_of(*TO_ENGINE.values()))
+@settings(max_examples=100, deadline=None)
+def test_questions_are_those_about_names(message: messages.ToEngine) -> None:
+    is_question = isinstance(message, messages.Resolve | messages.ForgetAdapter)
+    assert messages.decode_question(messages.encode(message)) == (message if is_question else None)
+
+
+def request_with(**fields: Any) -> Request:
+    return Request(**{"request_id": 1, "prompt_ids": [1], "sampling": SamplingParams(), "stop": StopParams(), **fields})
+
+
+def test_a_prompt_of_a_million_tokens_survives() -> None:
+    prompt_ids = list(range(100_000, 1_100_000))
+    message = messages.decode_to_engine(messages.encode(messages.Add(request_with(prompt_ids=prompt_ids))))
+    assert isinstance(message, messages.Add)
+    assert message.request.prompt_ids == prompt_ids
+
+
+def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
+    sampling = SamplingParams(logit_bias=MappingProxyType({5: 1.0}))
+    message = messages.decode_to_engine(
+        messages.encode(messages.Add(request_with(prompt_ids=range(3), sampling=sampling)))
+    )
+    assert message == messages.Add(request_with(prompt_ids=[0, 1, 2], sampling=SamplingParams(logit_bias={5: 1.0})))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"salt": "\ud800"}, {"priority": 2**64}, {"adapter": object()}], ids=["surrogate", "large", "object"]
+)
+def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(messages.ChannelError, match="a message Add cannot be sent: "):
+        messages.encode(messages.Add(request_with(**fields)))
+
+
+def test_a_message_for_the_other_side_is_not_understood() -> None:
+    with pytest.raises(messages.ChannelError, match="Done"):
+        messages.decode_to_engine(messages.encode(messages.Done(1)))
+
+
+def test_what_a_user_may_not_ask_for_is_not_read_either() -> None:
+    whole = msgspec.msgpack.decode(messages.encode(messages.Add(request_with())))
+    whole["request"]["sampling"]["temperature"] = -1.0
+    with pytest.raises(messages.ChannelError, match="`temperature` must be non-negative") as caught:
+        messages.decode_to_engine(msgspec.msgpack.encode(whole))
+    assert isinstance(caught.value.__cause__, InputError)
+
+
+def test_who_sent_what_cannot_be_read_is_answered_if_it_can_be_made_out() -> None:
+    error = messages.ChannelError("unreadable")
+    failure = Failure.of(EngineError("unreadable"))
+    call = msgspec.msgpack.encode({"type": "Unknown", "call_id": 5})
+    assert messages.answer_to_unreadable(call, error) == messages.Refused(5, failure)
+    answer = messages.answer_to_unreadable(
+        messages.encode(messages.Add(request_with(request_id=6, priority=True))), error
+    )
+    assert isinstance(answer, messages.Outputs)
+    assert [(output.request_id, output.failure) for output in answer.outputs] == [(6, failure)]
+    assert messages.answer_to_unreadable(b"\xc1", error) is None
+
+
+def test_the_folder_of_the_sockets_is_ours_alone_and_is_removed() -> None:
+    async def look() -> None:
+        channel = ClientChannel()
+        folder = Path(channel.open())
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.stat().st_uid == os.getuid()
+        assert [path.name for path in folder.iterdir()] == ["from_engine"]
+        channel.close()
+        assert not folder.exists()
+
+    asyncio.run(look())
+
+
+def test_a_folder_whose_name_is_too_long_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+
+    async def open_it() -> None:
+        channel = ClientChannel()
+        try:
+            channel.open()
+        finally:
+            channel.close()
+
+    with pytest.raises(messages.ChannelError, match=r"cannot listen at .*TMPDIR"):
+        asyncio.run(open_it())
+    assert list(folder.iterdir()) == []
+
+
+def test_messages_come_in_order_both_ways_however_many_there_are() -> None:
+    async def talk() -> None:
+        client = ClientChannel()
+        engine = EngineChannel(client.open())
+        engine.open()
+        for number in range(5000):
+            client.send(messages.GetStatus(number))
+            engine.send(messages.Done(number))
+        assert [await client.receive() for _ in range(5000)] == [messages.Done(number) for number in range(5000)]
+        taken: list[bytes] = []
+        while len(taken) < 5000:
+            engine.wake.wait()
+            engine.wake.clear()
+            taken += engine.take()
+        assert taken == [messages.encode(messages.GetStatus(number)) for number in range(5000)]
+        engine.close()
+        client.close()
+
+    asyncio.run(talk())

@@ -1,0 +1,333 @@
+"""The loop of the engine process, served by a thread so that it can be looked at."""
+
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from lorax_server.engine.remote import messages, process
+from lorax_server.engine.remote.channel import EngineChannel
+from lorax_server.engine.remote.process import serve
+from lorax_server.errors import EngineError
+from lorax_server.types import AdapterRef, Output, Resolved
+from tests.engine.fake_engine import FakeEngine, ask_for
+
+
+class Peer:
+    """The other end, which can also send what is not a message; `process.serve` runs in a thread."""
+
+    def __init__(self, folder: str) -> None:
+        self._context = zmq.Context()
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._from_engine.bind(f"ipc://{folder}/from_engine")
+        self._from_engine.rcvtimeo = 60_000
+        self._channel = EngineChannel(folder)
+        self._channel.open()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.connect(f"ipc://{folder}/to_engine")
+        self.engine = FakeEngine(self._channel)
+        self.ended_with: queue.Queue[BaseException | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._serve)
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self.receive() == messages.Ready({"name": "fake"})
+
+    def until_arrived(self, num_messages: int) -> None:
+        while self._channel._inbox.qsize() < num_messages:
+            self._channel.wake.wait()
+            self._channel.wake.clear()
+
+    def _serve(self) -> None:
+        try:
+            serve(self.engine, self._channel, {"name": "fake"})
+        except BaseException as error:
+            self.ended_with.put(error)
+        else:
+            self.ended_with.put(None)
+        self._channel.close()
+
+    def until_closed(self) -> None:
+        self._thread.join(60)
+
+    def send(self, message: messages.ToEngine) -> None:
+        self.send_bytes(messages.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._to_engine.send(data)
+
+    def receive(self) -> messages.FromEngine:
+        return messages.decode_from_engine(self._from_engine.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def waiting_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    """Its engine has not started. What is not woken for does not happen."""
+    monkeypatch.setattr(process, "IDLE_S", 1000.0)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(folder)
+        yield peer
+        peer.close()
+
+
+@pytest.fixture
+def peer(waiting_peer: Peer) -> Peer:
+    waiting_peer.start()
+    return waiting_peer
+
+
+def stop(peer: Peer) -> None:
+    peer.send(messages.Stop())
+    assert peer.ended_with.get(timeout=60) is None
+    assert peer.engine.is_closed
+
+
+def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    for request_id, how in ((1, ""), (2, "refused"), (3, "")):
+        peer.send(messages.Add(ask_for(request_id, (7, 8), how)))
+    peer.until_arrived(3)
+    peer.start()
+    received = [peer.receive(), peer.receive()]
+    assert all(isinstance(message, messages.Outputs) for message in received)
+    tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in messages]
+    assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
+    stop(peer)
+
+
+def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, given_back = waiting_peer, queue.Queue[None]()
+    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    monkeypatch.setattr(process, "give_back_memory", lambda: given_back.put(None))
+    peer.start()
+    given_back.get(timeout=60)
+    peer.send(messages.Add(ask_for(1, (7,))))
+    assert isinstance(peer.receive(), messages.Outputs)
+    given_back.get(timeout=60)
+    stop(peer)
+    assert given_back.empty()
+
+
+def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "call_id": 5}))
+        reply = peer.receive()
+    assert isinstance(reply, messages.Refused)
+    assert (reply.call_id, reply.failure.kind) == (5, "EngineError")
+    assert "'Unknown'" in reply.failure.message
+    stop(peer)
+
+
+def test_an_unreadable_request_is_answered(peer: Peer) -> None:
+    whole = msgspec.msgpack.decode(messages.encode(messages.Add(ask_for(4))))
+    whole["request"]["stop"]["max_new_tokens"] = "many"
+    peer.send_bytes(msgspec.msgpack.encode(whole))
+    message = peer.receive()
+    assert isinstance(message, messages.Outputs)
+    ((request_id, failure),) = [(output.request_id, output.failure) for output in message.outputs]
+    assert request_id == 4
+    assert failure is not None
+    assert "max_new_tokens" in failure.message
+    stop(peer)
+
+
+def test_a_message_that_nobody_can_be_answered_for_ends_the_engine_with_a_reason(peer: Peer) -> None:
+    peer.send_bytes(b"\xc1")
+    message = peer.receive()
+    assert isinstance(message, messages.Failed)
+    assert "a message of 1 bytes cannot be read" in message.message
+    peer.send(messages.Stop())  # it was heard
+    assert isinstance(peer.ended_with.get(timeout=60), messages.ChannelError)
+    assert peer.engine.is_closed
+
+
+def test_a_failing_engine_stays_until_it_was_heard(peer: Peer) -> None:
+    peer.send(messages.Add(ask_for(1, how="raise")))
+    received = [peer.receive(), peer.receive()]
+    assert received[1] == messages.Failed("RuntimeError: boom \\udcff")
+    assert peer.ended_with.empty()
+    assert not peer.engine.is_closed
+    peer.send(messages.GetStatus(3))
+    peer.send(messages.Stop())
+    assert isinstance(peer.ended_with.get(timeout=60), RuntimeError)
+    assert peer._channel._was_heard
+
+
+def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
+    error = EngineError("rank 1 ended")
+    peer._channel.report(error)
+    peer._channel.report(EngineError("and rank 2"))
+    assert peer.receive() == messages.Failed("rank 1 ended")
+    peer.send(messages.Stop())
+    ended_with = peer.ended_with.get(timeout=60)
+    assert isinstance(ended_with, SystemExit)
+    assert ended_with.code == 1
+    assert peer.engine.is_closed
+
+
+def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could stop it, and nobody would be answered."""
+    monkeypatch.setattr(messages, "decode_question", lambda _: 1 / 0)
+    peer.send(messages.GetStatus(1))
+    assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
+    ended_with = peer.ended_with.get(timeout=60)
+    assert isinstance(ended_with, SystemExit)
+    assert ended_with.code == 1
+    assert peer.engine.is_closed
+
+
+def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
+    peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
+    steps = iter([[Output(1, 5, 0.0), Output(2, 5, object()), Output(3, 6, 0.0)]])  # type: ignore[arg-type]
+    peer.engine.wake.set()
+    message = peer.receive()
+    assert isinstance(message, messages.Outputs)
+    assert [(output.request_id, output.token_id) for output in message.outputs] == [(1, 5), (2, -1), (3, 6)]
+    assert message.outputs[1].failure is not None
+    assert "it holds object" in message.outputs[1].failure.message
+    assert 2 in peer.engine._aborted
+    stop(peer)
+
+
+def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = waiting_peer
+    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    steps = iter([[], [], [Output(1, 5, 0.0)]])
+    peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
+    peer.start()
+    assert peer.receive() == messages.Outputs([Output(1, 5, 0.0)])
+    stop(peer)
+
+
+class WatchedEvent(threading.Event):
+    """Tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_waited_for.set()
+        return super().wait(timeout)
+
+
+def test_what_another_thread_found_out_is_answered_at_once(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    peer.engine.wake = WatchedEvent()
+    peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
+    future: Future[Resolved] = Future()
+    peer.send(messages.Resolve(1, ()))
+    peer.until_arrived(1)
+    peer.start()
+    assert peer.engine.wake.is_waited_for.wait(60)
+    future.set_result(Resolved("found"))
+    assert peer.receive() == messages.ResolveReply(1, Resolved("found"))
+    stop(peer)
+
+
+def in_a_step(peer: Peer) -> threading.Event:
+    """Have the engine be in the middle of a step, until the event that comes back is set."""
+    is_stepping, may_go_on, real_step = threading.Event(), threading.Event(), peer.engine.step
+
+    def step() -> list[Output]:
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        return real_step()
+
+    peer.engine.step = step  # type: ignore[method-assign]
+    peer.engine.wake.set()
+    assert is_stepping.wait(60)
+    return may_go_on
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (messages.Resolve(1, (AdapterRef("local", "poet"),)), messages.ResolveReply),
+        (messages.Resolve(1, (AdapterRef("thread", "poet"),)), messages.ResolveReply),
+        (messages.Resolve(1, (AdapterRef("missing", "poet"),)), messages.Refused),
+        (messages.Resolve(1, (AdapterRef("refused", "poet"),)), messages.Refused),
+        (messages.Resolve(1, (AdapterRef("odd", "poet"),)), messages.Refused),
+        (messages.ForgetAdapter(1, "local", "poet"), messages.Done),
+        (messages.ForgetAdapter(1, "nowhere", "poet"), messages.Refused),
+    ],
+    ids=["known", "found", "missing", "refused", "cannot be sent", "forgotten", "not forgotten"],
+)
+def test_questions_about_names_are_answered_in_the_middle_of_a_step(
+    peer: Peer, message: messages.ToEngine, kind: type[messages.Reply], caplog: pytest.LogCaptureFixture
+) -> None:
+    may_go_on = in_a_step(peer)
+    with caplog.at_level(logging.CRITICAL):
+        peer.send(message)
+        reply = peer.receive()
+    assert type(reply) is kind
+    assert isinstance(reply, messages.Reply)
+    assert reply.call_id == 1
+    may_go_on.set()
+    stop(peer)
+
+
+def test_all_else_waits_for_its_turn(peer: Peer) -> None:
+    may_go_on = in_a_step(peer)
+    peer.send(messages.GetStatus(1))
+    peer.send(messages.Resolve(2, (AdapterRef("local", "poet"),)))
+    assert isinstance(peer.receive(), messages.ResolveReply)
+    may_go_on.set()
+    assert isinstance(peer.receive(), messages.StatusReply)
+    stop(peer)
+
+
+def test_an_answer_that_comes_when_nobody_is_there_any_more_harms_nothing(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+    future: Future[Resolved] = Future()
+    peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
+    peer.send(messages.Resolve(1, ()))
+    peer.until_arrived(1)
+    peer.start()
+    stop(peer)
+    peer.until_closed()
+    future.set_result(Resolved("too late"))
+
+
+def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None:
+    peer = waiting_peer
+
+    def step() -> list[Output]:
+        peer.engine.wake.set()  # as another thread may, when the step has looked already
+        return next(steps, [])
+
+    steps = iter([[], [Output(1, 5, 0.0)]])
+    peer.engine.step = step  # type: ignore[method-assign]
+    peer.start()
+    assert peer.receive() == messages.Outputs([Output(1, 5, 0.0)])
+    stop(peer)
+
+
+def test_without_anything_to_do_it_does_nothing(peer: Peer) -> None:
+    steps: list[int] = []
+    peer.send(messages.GetStatus(1))
+    peer.receive()
+    peer.engine.step = lambda: steps.append(1) or []  # type: ignore[method-assign, func-returns-value]
+    for call_id in range(2, 12):
+        peer.send(messages.GetStatus(call_id))
+        peer.receive()
+    assert len(steps) <= 3 * 10  # a message may be seen, then its wake, then its reply
+    stop(peer)
+
+
+def test_the_folder_is_left_to_who_made_it(peer: Peer) -> None:
+    folder = Path(peer._channel._address)
+    stop(peer)
+    assert folder.exists()

@@ -1,0 +1,143 @@
+"""Tokens that come one by one give the text that all of them give at once."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lorax_server.generation.answer import Answer
+from lorax_server.text.detokenizer import make_detokenizer
+from lorax_server.types import FinishReason, StopParams
+from tests.text.tokenizers import BYTE_KINDS, EOS, OTHER_KINDS, Kind, byte_level, random_texts, shown, streamed
+
+TOKENIZERS = {name: lambda make=make: make().tokenizer for name, make in BYTE_KINDS.items()} | OTHER_KINDS
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    return list(getattr(encoded, "ids", encoded))
+
+
+def feed(answer: Answer, ids: Sequence[int]) -> tuple[str, int]:
+    """All that was shown, and how many tokens it took."""
+    parts = []
+    for token_id in ids:
+        parts.append(answer.take(token_id))
+        if answer.finish_reason is not None:
+            break
+    assert answer.text == "".join(parts)
+    return answer.text, len(parts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_is_that_of_all_tokens(name: str) -> None:
+    """It forgets tokens, which those that are streamed to nowhere do not."""
+    tokenizer, chance = TOKENIZERS[name](), random.Random(1)
+    detokenizer = make_detokenizer(tokenizer)
+    for text in random_texts(100, seed=2, longest=40):
+        ids = encode(tokenizer, text)
+        if not ids:
+            continue
+        prompt = chance.randrange(len(ids))
+        answer = Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids) - prompt))
+        found, count = feed(answer, ids[prompt:])
+        assert found == streamed(detokenizer, ids, range(prompt, len(ids) + 1))
+        assert (count, answer.finish_reason) == (len(ids) - prompt, FinishReason.LENGTH)
+        assert answer.token_ids == ids[prompt:]
+
+
+@pytest.mark.parametrize("name", BYTE_KINDS)
+def test_the_text_is_that_of_the_bytes(name: str) -> None:
+    kind, chance = BYTE_KINDS[name](), random.Random(3)
+    detokenizer = make_detokenizer(kind.tokenizer)
+    for text in random_texts(100, seed=4, longest=60):
+        ids = encode(kind.tokenizer, text)
+        prompt, end = sorted((chance.randrange(len(ids)), chance.randrange(1, len(ids) + 1)))
+        if prompt == end:
+            continue
+        found, _ = feed(Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=end - prompt)), ids[prompt:end])
+        assert shown(kind.joined(ids[:prompt])) + found == kind.joined(ids[:end]).decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_answer_takes_no_more_room(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    detokenizer = make_detokenizer(tokenizer)
+    ids = [token_id for text in random_texts(200, seed=6) for token_id in encode(tokenizer, text)][:3000]
+    assert len(ids) > 1500
+    prompt = 500
+    answer = Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids)))
+    most, parts = 0, []
+    for token_id in ids[prompt:]:
+        parts.append(answer.take(token_id))
+        most = max(most, len(answer._ids))
+        assert answer._shift + len(answer._ids) == prompt + len(answer.token_ids)
+    assert most < 60
+    assert "".join(parts) == streamed(detokenizer, ids, range(prompt, len(ids) + 1)).removesuffix(
+        detokenizer.pending(answer._ids, answer._prefix - answer._shift, answer._read - answer._shift)
+    )
+
+
+def test_tokens_without_text_in_between() -> None:
+    kind = byte_level()
+    eos, detokenizer = kind.tokenizer.token_to_id(EOS), make_detokenizer(kind.tokenizer)
+    ids = encode(kind.tokenizer, "naïve 日本語")
+    mixed = [each for token_id in ids for each in (eos, eos, token_id)]
+    answer = Answer(detokenizer, [eos], StopParams(max_new_tokens=len(mixed)))
+    assert feed(answer, mixed)[0] == "naïve 日本語"
+
+
+# --- Where it ends ----------------------------------------------------------------------------------------------------
+
+
+def plain_stop(kind: Kind, prompt: Sequence[int], ids: Sequence[int], stop: StopParams) -> tuple[str, int]:
+    """Decode all after each token, and look for what ends first."""
+    before = len(shown(kind.joined(prompt)))
+    for count in range(1, len(ids) + 1):
+        spelled = kind.joined([*prompt, *ids[:count]])
+        text = (shown(spelled) if count < len(ids) else spelled.decode(errors="replace"))[before:]
+        ends = [(text.index(each) + len(each), -len(each)) for each in stop.stop_strings if each in text]
+        if ends:
+            end, length = min(ends)
+            return text[: end if stop.include_stop else end + length], count
+    return text, len(ids)
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+@pytest.mark.parametrize("name", BYTE_KINDS)
+def test_stop_strings_are_found_wherever_they_end(name: str, include_stop: bool) -> None:
+    kind, chance, num_stopped = BYTE_KINDS[name](), random.Random(7), 0
+    detokenizer = make_detokenizer(kind.tokenizer)
+    for text in random_texts(200, seed=8):
+        prompt, ids = encode(kind.tokenizer, "The dog"), encode(kind.tokenizer, text)
+        spelled = kind.joined([*prompt, *ids]).decode(errors="replace")[7:]
+        places = [sorted(chance.choices(range(len(spelled) + 1), k=2)) for _ in range(3)]
+        wanted = tuple(spelled[start : min(end, start + 6)] for start, end in places if start < end)
+        stop = StopParams(max_new_tokens=len(ids), stop_strings=wanted, include_stop=include_stop)
+        answer = Answer(detokenizer, prompt, stop)
+        expected = plain_stop(kind, prompt, ids, stop)
+        assert feed(answer, ids) == expected
+        num_stopped += answer.finish_reason is FinishReason.STOP_SEQUENCE
+    assert num_stopped > 100
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+def test_a_token_that_ends_it(include_stop: bool) -> None:
+    kind = byte_level()
+    eos, detokenizer = kind.tokenizer.token_to_id(EOS), make_detokenizer(kind.tokenizer)
+    ids = encode(kind.tokenizer, "The quick brown fox")
+    ended = Answer(detokenizer, ids, StopParams(eos_token_ids=frozenset({eos}), include_stop=include_stop))
+    assert feed(ended, [*ids[:2], eos, *ids]) == (kind.joined(ids[:2]).decode(), 3)
+    assert ended.finish_reason is FinishReason.EOS_TOKEN
+    stopped = Answer(detokenizer, ids, StopParams(stop_token_ids=frozenset({ids[2]}), include_stop=include_stop))
+    assert feed(stopped, ids) == (kind.joined(ids[: 3 if include_stop else 2]).decode(), 3)
+    assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    kind = byte_level()
+    token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
+    ids = [token[bytes([byte])] for byte in "é日".encode()]
+    answer = Answer(make_detokenizer(kind.tokenizer), [], StopParams(max_new_tokens=4))
+    assert [answer.take(token_id) for token_id in ids[:4]] == ["", "é", "", "\ufffd"]

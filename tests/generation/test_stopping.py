@@ -1,0 +1,321 @@
+"""When a request ends and what is shown: examples first, then against the definition, tried on every cut."""
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorax_server.generation.stopping import FinishReason, StoppingCriteria
+from lorax_server.pb import generate_pb2
+from lorax_server.types import StopParams
+
+LENGTH, EOS_TOKEN, STOP_SEQUENCE = FinishReason.LENGTH, FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE
+EOS, OTHER = 2, 7
+ENOUGH = 10_000
+
+
+def rules(
+    eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: object
+) -> StoppingCriteria:
+    ids = frozenset(more.pop("stop_token_ids", ()))
+    return StoppingCriteria(
+        StopParams(
+            eos_token_ids=frozenset(eos),
+            stop_strings=tuple(stop),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=ids,
+            **more,
+        )
+    )
+
+
+def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = ENOUGH) -> StoppingCriteria:
+    """After these texts, each of a token, or fewer if it ended."""
+    criteria = rules([EOS], stop, max_new_tokens, include_stop=include)
+    for text in texts:
+        if criteria(OTHER, text)[0]:
+            break
+    return criteria
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_goes_on_until_the_length_is_reached() -> None:
+    criteria = rules(max_new_tokens=3)
+    assert criteria.remaining_tokens == criteria.max_new_tokens == 3
+    assert [criteria(OTHER, text) for text in "abc"] == [(False, None), (False, None), (True, LENGTH)]
+    assert (criteria.current_output, criteria.current_tokens, criteria.remaining_tokens) == ("abc", 3, 0)
+
+
+@pytest.mark.parametrize("eos", [{2}, {1, 2}])
+def test_any_of_the_eos_tokens_ends_it(eos: set[int]) -> None:
+    criteria = rules(eos)
+    assert criteria(OTHER, "a") == (False, None)
+    assert criteria(EOS, "") == (True, EOS_TOKEN)
+    assert criteria.finish_reason is EOS_TOKEN
+
+
+def test_without_eos_tokens_none_ends_it() -> None:
+    criteria = rules()
+    assert [criteria(token, "")[0] for token in range(10)] == [False] * 10
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_the_text_of_eos_is_never_shown(include: bool) -> None:
+    criteria = rules([EOS], include_stop=include)
+    criteria(OTHER, "a")
+    criteria(EOS, "</s>")
+    assert (criteria.current_output, criteria.new_text) == ("a", "")
+
+
+def test_eos_that_is_ignored_is_text() -> None:
+    criteria = rules([EOS], max_new_tokens=2, ignore_eos=True)
+    assert criteria(EOS, "</s>") == (False, None)
+    assert criteria(EOS, "</s>") == (True, LENGTH)
+    assert criteria.current_output == "</s></s>"
+
+
+def test_a_stop_token_ends_it_also_when_eos_is_ignored() -> None:
+    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[5, 6])
+    assert criteria(EOS, "") == (False, None)
+    assert criteria(6, "") == (True, STOP_SEQUENCE)
+
+
+@pytest.mark.parametrize(("include", "output"), [(True, "ab"), (False, "a")])
+def test_the_text_of_a_stop_token_is_shown_if_asked_for(include: bool, output: str) -> None:
+    criteria = rules(stop_token_ids=[5], include_stop=include)
+    criteria(OTHER, "a")
+    assert criteria(5, "b") == (True, STOP_SEQUENCE)
+    assert criteria.current_output == output
+
+
+def test_a_token_that_is_both_is_eos() -> None:
+    assert rules([EOS], stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
+
+
+def test_a_token_that_is_both_is_a_stop_token_when_eos_is_ignored() -> None:
+    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[EOS])
+    assert criteria(EOS, "") == (True, STOP_SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("token", "text", "reason"), [(EOS, "", EOS_TOKEN), (5, "", STOP_SEQUENCE), (7, "x", STOP_SEQUENCE)]
+)
+def test_what_ends_it_counts_more_than_the_length(token: int, text: str, reason: FinishReason) -> None:
+    assert rules([EOS], ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
+
+
+def test_nothing_ends_it_before_there_are_enough_tokens() -> None:
+    criteria = rules([EOS], ["x"], stop_token_ids=[5], min_new_tokens=3)
+    assert [criteria(*token)[0] for token in [(EOS, "</s>"), (5, "five"), (OTHER, "x")]] == [False] * 3
+    assert criteria.current_output == "</s>fivex"
+    assert criteria(EOS, "") == (True, EOS_TOKEN)
+
+
+def test_of_a_stop_string_nothing_may_be_among_the_first_tokens() -> None:
+    criteria = rules(stop=["ab"], min_new_tokens=1)
+    assert [criteria(OTHER, text)[0] for text in ("a", "b", "a", "b")] == [False, False, False, True]
+
+
+def test_a_minimum_that_is_the_maximum_ends_by_length() -> None:
+    criteria = rules([EOS], min_new_tokens=2, max_new_tokens=2)
+    assert [criteria(EOS, "") for _ in range(2)] == [(False, None), (True, LENGTH)]
+
+
+# --- Stop strings -----------------------------------------------------------------------------------------------------
+
+
+CASES = [
+    # What the tokens say, the stop strings, what is shown with and without what stopped it.
+    (["one ", "two ", "three"], ["two"], "one two", "one "),
+    (["one t", "w", "o three"], ["two"], "one two", "one "),
+    (["one two three"], ["two"], "one two", "one "),
+    (["two"], ["two"], "two", ""),
+    (["aaab"], ["aab"], "aaab", "a"),
+    ([*"aaaaab"], ["aab"], "aaaaab", "aaa"),
+    ([*"abababac"], ["ababac"], "abababac", "ab"),
+    (["abc"], ["abc", "b"], "ab", "a"),  # the one that ends first
+    (["xabc"], ["c", "abc", "bc"], "xabc", "x"),  # the longest of those that end there
+    ([*"xabc"], ["abc", "bc", "c"], "xabc", "x"),
+    (["ab", "cd"], ["ab", "abcd"], "ab", ""),  # one begins the other
+    ([*"xstopx"], ["stop", "top", "st"], "xst", "x"),
+    (["abc", "abd", "ab"], ["abd"], "abcabd", "abc"),
+    (["a\n", "\nb"], ["\n\n"], "a\n\n", "a"),
+    (["x</", "s>y"], ["</s>", "<|end|>"], "x</s>", "x"),
+    (["👩", "\u200d", "👧 x"], ["\u200d👧"], "👩\u200d👧", "👩"),
+    (["e", "\u0301x"], ["é", "e\u0301"], "e\u0301", ""),  # as it is written, not as it looks
+    (["a", "", "", "b"], ["ab"], "ab", ""),
+    (["aXaX"], ["X", "X"], "aX", "a"),
+]
+
+
+@pytest.mark.parametrize(("texts", "stop", "included", "excluded"), CASES)
+def test_a_stop_string_ends_it_wherever_it_ends(
+    texts: Sequence[str], stop: Sequence[str], included: str, excluded: str
+) -> None:
+    for include, output in ((True, included), (False, excluded)):
+        criteria = fed(texts, *stop, include=include)
+        assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, output)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_what_is_not_quite_a_stop_string_does_not(include: bool) -> None:
+    criteria = fed(["one ", "tw", "", "a two-", "tow Two"], "two ", "TWO", include=include)
+    assert (criteria.finish_reason, criteria.current_output) == (None, "one twa two-tow Two")
+
+
+def test_what_may_become_a_hidden_stop_string_is_held_back_until_it_cannot() -> None:
+    criteria = rules(stop=["<|end|>"], include_stop=False)
+    shown = []
+    for text in ("a <", "|e", "nd", "x<", "<|", "end", "|>b"):
+        criteria(OTHER, text)
+        shown.append(criteria.new_text)
+    assert shown == ["a ", "", "", "<|endx", "<", "", ""]
+
+
+def test_what_may_become_a_stop_string_that_is_shown_anyway_is_not_held_back() -> None:
+    criteria = rules(stop=["<|end|>"])
+    for text in ("a <", "|e", "nd", "|>"):
+        criteria(OTHER, text)
+        assert criteria.new_text == text
+
+
+@pytest.mark.parametrize(
+    ("token", "last", "reason"), [(OTHER, "", LENGTH), (EOS, "", EOS_TOKEN), (5, "x", STOP_SEQUENCE)]
+)
+def test_what_was_held_back_is_shown_when_it_ends_otherwise(token: int, last: str, reason: FinishReason) -> None:
+    criteria = rules([EOS], ["stop"], 2, stop_token_ids=[5], include_stop=False)
+    criteria(OTHER, "a sto")
+    assert criteria.current_output == "a "
+    assert criteria(token, last) == (True, reason)
+    assert (criteria.new_text, criteria.current_output) == ("sto", "a sto")
+
+
+def test_what_is_pending_is_shown_only_at_the_end() -> None:
+    criteria = rules(max_new_tokens=2)
+    criteria(OTHER, "a", "\ufffd")
+    assert criteria.current_output == "a"
+    criteria(OTHER, "b", "\ufffd")
+    assert (criteria.new_text, criteria.current_output) == ("b\ufffd", "ab\ufffd")
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_what_is_pending_is_not_shown_after_a_stop_string(include: bool) -> None:
+    criteria = rules(stop=["b"], include_stop=include)
+    assert criteria(OTHER, "abc", "\ufffd")[0]
+    assert criteria.current_output == ("ab" if include else "a")
+
+
+def test_what_is_pending_comes_after_what_was_held_back() -> None:
+    criteria = rules([EOS], ["stop"], include_stop=False)
+    criteria(OTHER, "a st", "\ufffd")
+    criteria(EOS, "", "\ufffd")
+    assert criteria.current_output == "a st\ufffd"
+
+
+@pytest.mark.parametrize(("include", "output"), [(True, "ab\ufffd"), (False, "a")])
+def test_a_stop_string_may_end_in_what_is_pending(include: bool, output: str) -> None:
+    criteria = rules([EOS], ["b\ufffd"], 2, include_stop=include)
+    assert criteria(OTHER, "ab", "\ufffd") == (False, None)
+    assert criteria(OTHER, "", "\ufffd and more") == (True, STOP_SEQUENCE)
+    assert criteria.current_output == output
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_a_huge_stop_string_that_nearly_matches_all_the_time(include: bool) -> None:
+    """It would take hours to compare it anew at every character."""
+    huge = "a" * 100_000
+    text = (huge[:-1] + "b") * 2 + huge
+    criteria = fed([text[i : i + 1000] for i in range(0, len(text), 1000)], huge, huge + "b", include=include)
+    assert criteria.finish_reason is STOP_SEQUENCE
+    assert criteria.current_output == (text if include else text[: -len(huge)])
+
+
+def test_many_stop_strings() -> None:
+    stop = [f"<{i}>" for i in range(1000)]
+    criteria = fed([*"text <1000> more <999> text"], *stop, include=False)
+    assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, "text <1000> more ")
+
+
+# --- By the definition ------------------------------------------------------------------------------------------------
+
+
+def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
+    """Of all that occurs the one that ends first, and of those the longest."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(string) for string in stop if text[:end].endswith(string)]
+        if lengths:
+            return True, text[: end if include else end - max(lengths)]
+    return False, text
+
+
+def held(text: str, stop: Sequence[str]) -> str:
+    """The longest end of a text that begins a stop string."""
+    starts = {"", *(string[:length] for string in stop for length in range(len(string)))}
+    return next(text[start:] for start in range(len(text) + 1) if text[start:] in starts)
+
+
+def check(pieces: Sequence[str], stop: Sequence[str], include: bool) -> None:
+    criteria = rules([EOS], stop, len(pieces), include_stop=include)
+    stopped, output = by_definition("".join(pieces), stop, include)
+    so_far = streamed = ""
+    for piece in pieces:
+        finished, reason = criteria(OTHER, piece)
+        so_far, streamed = so_far + piece, streamed + criteria.new_text
+        assert output.startswith(streamed) and criteria.current_output == streamed  # noqa: PT018
+        assert (reason is STOP_SEQUENCE) == by_definition(so_far, stop, include)[0]
+        if finished:
+            break
+        assert streamed + ("" if include else held(so_far, stop)) == so_far
+    assert criteria.finish_reason is (STOP_SEQUENCE if stopped else LENGTH)
+    assert streamed == output
+
+
+letters = st.text(alphabet="ab", max_size=14) | st.text(alphabet="abé👧 ", max_size=14)
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> list[str]:
+    """A text, cut anywhere, also into tokens without text."""
+    text = draw(letters)
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
+def test_what_is_shown_is_what_the_definition_says(pieces: list[str], stop: list[str], include: bool) -> None:
+    check(pieces, stop, include)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
+def test_how_the_text_is_cut_changes_nothing(pieces: list[str], stop: list[str], include: bool) -> None:
+    whole = "".join(pieces)
+    outputs = {fed(cut, *stop, include=include, max_new_tokens=len(cut)).current_output for cut in (pieces, [whole])}
+    outputs |= {fed(whole, *stop, include=include, max_new_tokens=max(1, len(whole))).current_output}
+    assert len(outputs) == 1
+
+
+def test_stop_strings_taken_from_the_text_itself() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        text = "".join(rng.choices("ab", k=rng.randint(1, 40)))
+        starts = [rng.randrange(len(text)) for _ in range(rng.randint(1, 4))]
+        stop = [text[start : start + rng.randint(1, 12)] for start in starts]
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 20)))
+        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+        check(pieces, stop, include=False)
+        check(pieces, stop, include=True)
+
+
+# --- The rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_are_numbered_as_in_the_messages() -> None:
+    names = {f"FINISH_REASON_{reason.name}": int(reason) for reason in FinishReason}
+    assert names == dict(generate_pb2.FinishReason.items())

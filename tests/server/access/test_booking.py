@@ -1,0 +1,142 @@
+"""What is counted for whom: refused requests on the adapter that they name, if the server knows it."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import SourceError
+from tests.server.fake_server import Reply, Routes, chat, complete, generate
+
+NATIVE, STREAM, COMPLETIONS, CHAT = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
+COUNTERS = ("lorax_adapter_requests_total", "lorax_adapter_failures_total", "lorax_key_requests_total")
+HOT: dict[str, Any] = {"temperature": 5}
+REFUSED = {
+    NATIVE: lambda name: generate(adapter_id=name, temperature=-1),
+    STREAM: lambda name: generate(adapter_id=name, best_of=2, do_sample=True),
+    "/": lambda name: generate(adapter_id=name, top_p=7),
+    COMPLETIONS: lambda name: complete(name, **HOT),
+    CHAT: lambda name: chat(name, **HOT),
+}
+
+
+def booked(routes: Routes, name: str) -> dict[str, float]:
+    """By adapter."""
+    text = routes.parts.metrics.prometheus().decode()
+    found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
+    return {adapter: float(count) for adapter, count in found if float(count)}
+
+
+def refuse(path: str, name: str | None, **options: Any) -> dict[str, float]:
+    routes = Routes(["poet"], **options)
+    assert routes.post(path, REFUSED[path](name)).status == (400 if path in (COMPLETIONS, CHAT) else 422)
+    first, *others = [booked(routes, counter) for counter in COUNTERS]
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_refused_is_booked_on_the_adapter_that_it_names(path: str) -> None:
+    assert refuse(path, "poet") == {"poet": 1}
+    assert refuse(path, "base") == refuse(path, "") == {"base": 1}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.parametrize("source", ["local", "hub"])
+def test_names_that_nobody_knows_are_one(path: str, source: str) -> None:
+    assert refuse(path, "made-up", default_source=source) == {"unknown": 1}
+
+
+def test_a_revision_or_a_merge_can_be_made_up_too() -> None:
+    routes = Routes(["poet", "pirate"])
+    for parameters in (
+        {"adapter_id": "poet@made-up"},
+        {"merged_adapters": {"ids": ["poet", "pirate"]}},
+        {"adapter_id": "poet", "adapter_source": "hub"},
+        {"adapter_id": "poet", "merged_adapters": {"ids": ["poet"]}},
+    ):
+        assert routes.post(NATIVE, generate(temperature=-1, **parameters)).status == 422
+    assert booked(routes, COUNTERS[0]) == {"unknown": 4}
+
+
+def test_a_name_is_known_once_it_was_found() -> None:
+    routes = Routes()
+    body = generate(adapter_id="found-later")
+    assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
+    assert routes.post(NATIVE, body).status == 200
+    assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
+    routes.answers["found-later"] = SourceError("down")
+    assert routes.post(NATIVE, body).status >= 400
+    assert booked(routes, COUNTERS[0]) == {"unknown": 1, "found-later": 3}
+    assert booked(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}
+
+
+def test_who_may_not_use_a_listed_adapter_is_booked_on_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[keys.some]\nkey = "some"\nadapters = ["pirate"]\n')
+    routes = Routes(["poet"], keys_file=keys)
+    assert routes.post(CHAT, chat("poet"), "some").status == 403
+    assert booked(routes, COUNTERS[2]) == {"poet": 1}
+
+
+def test_what_comes_while_the_server_stops_is_nobodys() -> None:
+    routes = Routes(["poet"])
+    routes.service.is_draining = True
+    try:
+        reply: Reply = routes.post(COMPLETIONS, complete("poet"))
+    finally:
+        routes.service.is_draining = False
+    assert reply.status == 503
+    assert "base" not in booked(routes, COUNTERS[0])
+
+
+def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
+    routes = Routes(["poet"])
+    reply = routes.post(COMPLETIONS, complete("poet", echo=True, max_tokens=0))
+    assert reply.json["usage"]["completion_tokens"] == 0
+    text = routes.parts.metrics.prometheus().decode()
+    assert 'lorax_adapter_tokens_total{adapter="poet",kind="generated"} 0.0' in text
+    assert 'lorax_key_tokens_total{adapter="poet",key="anonymous",kind="generated"} 0.0' in text
+    assert "lorax_request_generated_tokens_sum 0.0" in text
+
+
+# --- With whom a request shares the engine ----------------------------------------------------------------------------
+
+
+class Elsewhere(Routes):
+    """Requests come from an address."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(["poet"], **options)
+        inner, self.app = self.app, self._from_there  # type: ignore[assignment]
+        self._inner, self._address = inner, address
+
+    async def _from_there(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._inner({**scope, "client": (self._address, 7)}, receive, send)
+
+    def ask(self, key: str | None = None) -> tuple[set[str], list[int]]:
+        """Of whom the engine was asked, and how many answers each call is known to have."""
+        for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
+            assert self.post(path, body, key).status == 200
+        assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200
+        asked = self.engine.added
+        calls = Counter(each.request_id if each.first_id is None else each.first_id for each in asked)
+        return {each.tenant for each in asked}, list(calls.values())
+
+
+@pytest.mark.parametrize(
+    ("address", "tenant"),
+    [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
+)
+def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
+    """Whatever it asks for; the answers to one call are known as such, over all of its prompts."""
+    assert Elsewhere(address).ask() == ({tenant}, [1, 2, 4])
+
+
+def test_a_key_is_a_tenant_wherever_it_is_used(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[keys.alice]\nkey = "a"\n[keys.bob]\nkey = "b"\n')
+    for address in ("10.0.0.7", "10.0.0.8"):
+        assert Elsewhere(address, keys_file=keys).ask("a") == ({"alice"}, [1, 2, 4])

@@ -1,0 +1,63 @@
+"""A server with a file of keys: who shares cached prompts, and who may use which folder."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.e2e.hostile_client import request
+from tests.server.edge import Edge, Shared, with_key
+
+KEYS = """
+[keys.alice]
+key = "good"
+group = "team"
+adapters = ["poet"]
+[keys.bob]
+key = "bobs"
+group = "team"
+[keys.carol]
+key = "carols"
+[keys.team]
+key = "teams"
+"""
+
+
+@pytest.fixture(scope="module")
+def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(KEYS)
+    path.chmod(0o600)
+    with closing(Shared(keys_file=path, default_source="hub")) as shared:
+        shared.bench.parts.model_names.set_folder(["poet", "poet@x"])
+        yield shared
+
+
+def test_prompts_are_shared_within_a_key_or_its_group_only(filed: Shared) -> None:
+    asked = [("good", ""), ("bobs", ""), ("good", "x"), ("bobs", "x"), ("carols", ""), ("teams", ""), ("carols", "x")]
+
+    async def check(server: Edge) -> None:
+        for key, salt in asked:
+            body = {"model": "", "prompt": "ask", "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
+            asking = asyncio.create_task(server.ask(with_key("/v1/completions", body, key)))
+            await filed.answer_all()
+            assert (await asking).status == 200
+        salts = dict(zip(asked, (each.salt for each in filed.bench.engine.added), strict=True))
+        assert salts["good", ""] == salts["bobs", ""]
+        assert salts["good", "x"] == salts["bobs", "x"]
+        assert len(set(salts.values())) == len(asked) - 2
+
+    filed.run(check)
+
+
+@pytest.mark.parametrize("name", ["poet@x", "poet@", "poet@y"])
+def test_a_key_for_a_folder_may_not_use_another_whose_name_looks_like_a_revision(name: str, filed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        for body in ({"adapter_id": name}, {"adapter_id": name, "adapter_source": "local"}):
+            answer = await server.ask(with_key("/generate", {"inputs": "x", "parameters": body}))
+            assert answer.status == 403
+        listed = await server.ask(request("GET", "/v1/models", [("authorization", "Bearer good")]))
+        assert [each["id"] for each in listed.json()["data"]] == ["base", "poet"]
+
+    filed.run(check)

@@ -1,0 +1,370 @@
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import AuthenticationError, ConfigError, ForbiddenError
+from lorax_server.server.access.keys import MAX_HEADER_CHARACTERS, Key, KeyRing
+
+SECRET = "sk-tops3cret"
+DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
+
+
+def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+# --- What a key may use -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "source", "name", "is_allowed"),
+    [
+        (None, "s3", "anything", True),
+        ((), "hub", "poet", False),
+        (("poet",), "hub", "poet", True),
+        (("poet",), "hub", "poet2", False),
+        (("poet",), "hub", "Poet", False),
+        (("poet",), "local", "poet", False),
+        (("*",), "hub", "owner/name", True),
+        (("*",), "s3", "owner/name", False),
+        (("s3:team-*",), "s3", "team-a", True),
+        (("s3:team-*",), "s3", "other", False),
+        (("s3:team-*",), "hub", "team-a", False),
+        (("s3:team-*",), "hub", "s3:team-a", False),
+        (("hub:poet",), "hub", "poet", True),
+        (("poet",), "hub", "poet@v2", True),
+        (("poet@v2",), "hub", "poet@v2", True),
+        (("poet@v2",), "hub", "poet@v3", False),
+        (("poet@v2",), "hub", "poet", False),
+        (("a", "b"), "hub", "b", True),
+        (("team/*",), "hub", "team/a/b", True),
+        (("team/*",), "hub", "team/../secret", False),
+        (("team/a",), "hub", "team/a@/../../secret", False),
+        (("*",), "hub", "..", False),
+        (("team-[ab]",), "hub", "team-b", True),
+        (("team-[ab]",), "hub", "team-c", False),
+        (("local:poet",), "local", "poet@x", False),  # there it is another folder
+        (("s3:poet",), "s3", "poet@x", False),
+        (("s3:poet@x",), "s3", "poet@x", True),
+        (("s3:poet@*",), "s3", "poet@x", True),
+    ],
+)
+def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_allowed: bool) -> None:
+    key = Key("k", patterns)
+    if is_allowed:
+        key.check_may_use(source, name, "hub")
+    else:
+        with pytest.raises(ForbiddenError, match="may not use adapter"):
+            key.check_may_use(source, name, "hub")
+
+
+def test_a_pattern_without_a_source_follows_the_default_one() -> None:
+    Key("k", ("poet",)).check_may_use("local", "poet", "local")
+
+
+@pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
+def test_a_revision_of_a_name_that_the_operator_gave_is_one_only_on_the_hub(place: str, is_allowed: bool) -> None:
+    """The key is allowed the name `poet`, whatever source is the default one."""
+    for default in ("hub", "local"):
+        assert Key("k", ("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
+
+
+def test_a_huge_name_is_not_repeated() -> None:
+    with pytest.raises(ForbiddenError) as caught:
+        Key("k", ("*a*b*c*d*e*",)).check_may_use("hub", "abcd" * 100_000, "hub")
+    assert len(str(caught.value)) < 300
+
+
+def test_the_base_model_can_be_forbidden() -> None:
+    Key("k").check_may_use_base()
+    with pytest.raises(ForbiddenError, match="base model"):
+        Key("k", base_model=False).check_may_use_base()
+
+
+# --- Who it is --------------------------------------------------------------------------------------------------------
+
+
+def test_without_keys_anybody_may_ask() -> None:
+    ring = KeyRing()
+    assert ring.is_open
+    for header in (None, "", "Bearer hf_token", "Basic abc", "\xff\ud800", "x" * 10**6):
+        assert ring.identify(header) == Key()
+
+
+def test_an_admin_key_alone_leaves_the_server_open() -> None:
+    ring = KeyRing(admin_key="boss")
+    assert ring.is_open
+    assert ring.identify("Bearer else") == Key()
+    assert ring.identify("Bearer boss").is_admin
+
+
+@pytest.mark.parametrize("header", ["Bearer two", "bearer two", "BEARER two", "Bearer   two", "Bearer two "])
+def test_a_known_key_is_identified(header: str) -> None:
+    assert KeyRing(["one", "two"]).identify(header).name == "key-2"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "two",
+        "Bearer",
+        "Bearer ",
+        "Bearertwo",
+        "Basic two",
+        "Bearer tw",
+        "Bearer twoo",
+        "Bearer two x",
+        "Bearer two\n",
+        "Bearer two\x00",
+        "Bearer tw\xf6",
+        "Bearer \ud800",
+        "Bearer " + " " * MAX_HEADER_CHARACTERS + "two",
+        "Bearer " + "x" * 10**7,
+    ],
+)
+def test_another_header_is_refused(header: str | None) -> None:
+    with pytest.raises(AuthenticationError, match="Authorization: Bearer") as caught:
+        KeyRing(["one", "two"]).identify(header)
+    assert len(str(caught.value)) < 200
+
+
+class Digests(dict[bytes, Key]):
+    """Counts what is asked of it, and cannot be gone through."""
+
+    num_asked = 0
+
+    def get(self, digest: bytes, default: Any = None) -> Any:
+        self.num_asked += 1
+        return super().get(digest, default)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a request went through all keys")
+
+    items = values = keys = __iter__
+
+
+def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
+    ring = KeyRing([f"secret-{number}" for number in range(10_000)], "boss")
+    digests = Digests()
+    dict.update(digests, ring._keys)
+    ring._keys = digests
+    assert ring.identify("Bearer secret-7777").name == "key-7778"
+    assert ring.check_admin("Bearer boss").is_admin
+    with pytest.raises(AuthenticationError):
+        ring.identify("Bearer secret-10000")
+    assert digests.num_asked == 3
+
+
+# --- Who shares cached prompts ----------------------------------------------------------------------------------------
+
+
+def test_salts_are_those_of_a_key_or_of_its_group() -> None:
+    one, other = Key("one"), Key("other")
+    in_team, also_in_team = Key("a", group="team"), Key("b", group="team")
+    assert one.salt("") == one.salt("") != other.salt("")
+    assert in_team.salt("") == also_in_team.salt("") != one.salt("")
+    assert in_team.salt("mine") == also_in_team.salt("mine") != in_team.salt("")
+    assert Key().salt("") == "", "without keys all share, as ever"
+    assert Key().salt("mine") == Key().salt("mine") != ""
+
+
+def test_no_two_combinations_have_one_salt() -> None:
+    """Names, groups and salts that try to look like another combination."""
+    words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
+    keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
+    found = [key.salt(salt) for key in keys for salt in ("", *words, *(each.salt("") for each in keys))]
+    asked = {(key.group or key.name, bool(key.group), salt) for key in keys for salt in ("", *words)} | {
+        (key.group or key.name, bool(key.group), each.salt("")) for key in keys for each in keys
+    }
+    assert len(set(found)) == len(asked)
+
+
+def test_a_file_names_groups(tmp_path: Path) -> None:
+    path = write(tmp_path, '[keys.a]\nkey = "one"\ngroup = "team"\n[keys.b]\nkey = "two"\ngroup = "team"')
+    ring = KeyRing(keys_file=path)
+    assert ring.identify("Bearer one").group == ring.identify("Bearer two").group == "team"
+
+
+def test_admins() -> None:
+    ring = KeyRing(["user"], "boss")
+    assert ring.check_admin("Bearer boss").is_admin
+    assert ring.identify("Bearer boss").is_admin
+    assert not ring.identify("Bearer user").is_admin
+    with pytest.raises(ForbiddenError, match="not an admin"):
+        ring.check_admin("Bearer user")
+    for header in (None, "Bearer other"):
+        with pytest.raises(AuthenticationError):
+            ring.check_admin(header)
+
+
+def test_without_an_admin_key_nobody_is_one() -> None:
+    for ring in (KeyRing(), KeyRing(["user"])):
+        for header in (None, "Bearer user", "Bearer x"):
+            with pytest.raises(ForbiddenError, match="--admin-key"):
+                ring.check_admin(header)
+
+
+def test_an_open_server_does_not_make_admins() -> None:
+    with pytest.raises(AuthenticationError):
+        KeyRing(admin_key="boss").check_admin("Bearer x")
+
+
+@pytest.mark.parametrize("secret", ["", " ", "a b", "a\n", "schlüssel", "\ud800", "x" * 10_000])
+def test_keys_that_no_header_can_carry_are_refused(secret: str) -> None:
+    for make in (lambda: KeyRing([secret]), lambda: KeyRing(admin_key=secret)):
+        with pytest.raises(ConfigError, match="ASCII") as caught:
+            make()
+        assert len(str(caught.value)) < 200
+
+
+def test_keys_must_differ() -> None:
+    with pytest.raises(ConfigError, match=r"API key 2 .* 'key-1'") as caught:
+        KeyRing([SECRET, SECRET])
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ConfigError, match="admin key"):
+        KeyRing([SECRET], SECRET)
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+FULL = f"""
+[keys.alice]
+key = "{SECRET}"
+adapters = ["poet", "s3:team-*"]
+base_model = false
+max_concurrent = 8
+requests_per_minute = 60
+tokens_per_minute = 10_000
+weight = 2
+
+[keys.bob]
+sha256 = "{hashlib.sha256(b"bobs").hexdigest().upper()}"
+admin = true
+"""
+ALICE = Key("alice", ("poet", "s3:team-*"), False, 8, 60, 10_000, 2.0)
+
+
+def test_a_file_names_keys(tmp_path: Path) -> None:
+    ring = KeyRing(["plain"], "boss", write(tmp_path, FULL))
+    assert not ring.is_open
+    assert ring.identify(f"Bearer {SECRET}") == ALICE
+    assert ring.check_admin("Bearer bobs") == Key("bob", is_admin=True)
+    assert ring.identify("Bearer plain").name == "key-1"
+    assert ring.weights == {"key-1": 1.0, "admin": 1.0, "alice": 2.0, "bob": 1.0}
+
+
+def test_a_file_may_be_json(tmp_path: Path) -> None:
+    table = {"key": SECRET, "adapters": ["poet", "s3:team-*"], "base_model": False, "max_concurrent": 8}
+    table |= {"requests_per_minute": 60, "tokens_per_minute": 10_000, "weight": 2}
+    path = write(tmp_path, json.dumps({"keys": {"alice": table}}), "keys.JSON")
+    assert KeyRing(keys_file=path).identify(f"Bearer {SECRET}") == ALICE
+
+
+def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
+    ring = KeyRing(keys_file=write(tmp_path, f'[keys.a]\nkey = "{SECRET}"\nadmin = true'))
+    assert not ring.is_open
+    with pytest.raises(AuthenticationError):
+        ring.identify(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no keys"),
+        ("[keys]", "no keys"),
+        ("keys = 3", "no keys"),
+        (f"[key.a]\nkey = '{SECRET}'", "'key' is not known"),
+        ("[keys.a]", "'a': give either key or sha256"),
+        (f"[keys.a]\nkey = '{SECRET}'\nsha256 = '{DIGEST}'", "'a': give either"),
+        (f"[keys]\na = '{SECRET}'", "'a': Expected `object`"),
+        (f"[keys.a]\nkey = '{SECRET}'\nadapter = ['x']", "'a': .*`adapter`"),
+        (f"[keys.a]\nkey = ['{SECRET}']", r"'a': .*\$\.key"),
+        ("[keys.a]\nkey = 12345", r"'a': .*\$\.key"),
+        ("[keys.a]\nkey = ''", "'a': key must be"),
+        ("[keys.a]\nkey = 'sk tops3cret'", "'a': key must be"),
+        (f"[keys.a]\nsha256 = '{SECRET}'", "'a': sha256"),
+        ("[keys.a]\nsha256 = ''", "'a': sha256"),
+        (f"[keys.a]\nkey = '{SECRET}'\nadapters = '*'", r"'a': .*\$\.adapters"),
+        (f"[keys.a]\nkey = '{SECRET}'\nadapters = ['']", r"'a': .*\$\.adapters"),
+        (f"[keys.a]\nkey = '{SECRET}'\nbase_model = 1", r"'a': .*\$\.base_model"),
+        (f"[keys.a]\nkey = '{SECRET}'\nadmin = 'yes'", r"'a': .*\$\.admin"),
+        (f"[keys.a]\nkey = '{SECRET}'\nmax_concurrent = 0", r"'a': .*\$\.max_concurrent"),
+        (f"[keys.a]\nkey = '{SECRET}'\nmax_concurrent = true", r"'a': .*\$\.max_concurrent"),
+        (f"[keys.a]\nkey = '{SECRET}'\nrequests_per_minute = 1.5", r"'a': .*\$\.requests_per_minute"),
+        (f"[keys.a]\nkey = '{SECRET}'\ntokens_per_minute = -1", r"'a': .*\$\.tokens_per_minute"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ''", "'a': group has"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = 'a\x07'", "not TOML"),
+        (f'[keys.a]\nkey = "{SECRET}"\ngroup = "a\\u0007"', "'a': group has"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ['team']", r"'a': .*\$\.group"),
+        (f"[keys.a]\nkey = '{SECRET}'\nweight = 0", "'a': weight"),
+        (f"[keys.a]\nkey = '{SECRET}'\nweight = nan", "'a': weight"),
+        (f"[keys.a]\nkey = '{SECRET}'\nweight = inf", "'a': weight"),
+        (f"[keys.a]\nkey = '{SECRET}'\n[keys.b]\nsha256 = '{DIGEST}'", "'b' is the same as that of 'a'"),
+        (f"[keys.a]\nkey = '{SECRET}'\n[keys.a]\nkey = 'b'", "not TOML"),
+        (f"[keys.a]\nkey = {SECRET}", "not TOML.*line 2"),
+        (f"[keys.admin]\nkey = '{SECRET}'", "'admin' is taken"),
+        (f"[keys.key-1]\nkey = '{SECRET}'", "'key-1' is taken"),
+        (f"[keys.'']\nkey = '{SECRET}'", "a name has"),
+        (f'[keys."a\\nb"]\nkey = "{SECRET}"', "a name has"),
+        (f"[keys.{'a' * 65}]\nkey = '{SECRET}'", "a name has"),
+    ],
+)
+def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        KeyRing(["plain"], "boss", path)
+    assert str(path) in str(caught.value)
+    assert "tops3cret" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b'{"keys": {"a": {"key": "x"}, "a": {"key": "y"}}}', b"\xff\xfe", b"[" * 100_000, b'{"keys": NaN}'],
+)
+def test_wrong_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not JSON"):
+        KeyRing(keys_file=path)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "binary.toml").write_bytes(b"\xff\x00")
+    for name, said in (
+        ("absent.toml", "No such file"),
+        ("folder.toml", "directory"),
+        ("binary.toml", "not TOML"),
+        ("keys.yaml", "ends in .toml or .json"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            KeyRing(keys_file=tmp_path / name)
+
+
+def test_plain_keys_that_all_can_read_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, hashed = write(tmp_path, FULL), write(tmp_path, f"[keys.a]\nsha256 = '{DIGEST}'", "b.toml")
+    with caplog.at_level(logging.WARNING):
+        KeyRing(keys_file=plain)
+        hashed.chmod(0o644)
+        KeyRing(keys_file=hashed)
+        assert caplog.text == ""
+        plain.chmod(0o644)
+        KeyRing(keys_file=plain)
+    assert "chmod 600" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_secrets_are_not_kept(tmp_path: Path) -> None:
+    ring = KeyRing(["plain-s3cret"], "boss-s3cret", write(tmp_path, FULL))
+    everything = repr(ring) + str(ring) + repr(vars(ring)) + repr(ring.identify(f"Bearer {SECRET}"))
+    assert "s3cret" not in everything

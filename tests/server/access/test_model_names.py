@@ -1,0 +1,264 @@
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import AdapterNotFoundError, InputError
+from lorax_server.server.access import model_names as names_module
+from lorax_server.server.access.model_names import BASE_MODEL, Choice, ModelNames, Named
+from lorax_server.types import AdapterRef, Merge
+
+BASE = "org/base-model"
+STATIC = ("local", "house-style")
+
+
+def make(**options: Any) -> ModelNames:
+    names = ModelNames(BASE, ("pretty", "short", "short:one"), **options)
+    names.set_folder(["poet", "with:colon", "dotted.name"])
+    names.add("tutor", "s3", "team/tutor-7")
+    return names
+
+
+def place(choice: Choice) -> Named:
+    """Of one adapter."""
+    (ref,) = choice.refs
+    return Named(ref.source, ref.name)
+
+
+# --- The base model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", ["", BASE, "pretty", "short:one", f"{BASE}:", "pretty:", BASE_MODEL, f"pretty:{BASE_MODEL}"]
+)
+def test_the_base_model_has_several_names(model: str) -> None:
+    assert make().by_model(model, None, None) == Choice()
+
+
+@pytest.mark.parametrize("adapter_id", [None, "", BASE_MODEL, BASE, "pretty", "short:one"])
+def test_no_adapter_has_several_names(adapter_id: str | None) -> None:
+    assert make().by_adapter(adapter_id, None, None) == Choice()
+    assert make().by_adapter(adapter_id, "s3", "token") == Choice()
+
+
+def test_the_first_given_name_is_shown() -> None:
+    assert make().primary == "pretty"
+    assert ModelNames(BASE).primary == BASE
+
+
+def test_a_static_adapter_is_what_no_adapter_means() -> None:
+    names = make(static_adapter=STATIC)
+    expected = Choice((AdapterRef(*STATIC),), None, "house-style", (Named(*STATIC),))
+    assert expected.source == "local"
+    for model in ("", BASE, "pretty"):
+        assert names.by_model(model, None, "token") == expected  # the caller's token is not for it
+    for adapter_id in (None, "", BASE_MODEL, BASE):
+        assert names.by_adapter(adapter_id, None, None) == expected
+    assert place(names.by_model("poet", None, None)) == ("local", "poet")
+
+
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("poet", ("local", "poet")),
+        ("tutor", ("s3", "team/tutor-7")),
+        ("tutor@v2", ("s3", "team/tutor-7@v2")),
+        ("with:colon", ("local", "with:colon")),
+        (f"{BASE}:poet", ("local", "poet")),
+        (f"{BASE}:with:colon", ("local", "with:colon")),
+        ("pretty:tutor@v2", ("s3", "team/tutor-7@v2")),
+        ("short:one:poet", ("local", "poet")),
+        ("owner/name", ("hub", "owner/name")),
+        ("owner/name@main", ("hub", "owner/name@main")),
+        ("owner/name@refs/pr/1", ("hub", "owner/name@refs/pr/1")),
+        (f"{BASE}:owner/name", ("hub", "owner/name")),
+    ],
+)
+def test_a_model_may_be_an_adapter(model: str, expected: tuple[str, str]) -> None:
+    choice = make().by_model(model, None, "token")
+    assert place(choice) == expected
+    assert choice.refs[0].token == "token"
+    assert choice.source == expected[0]
+
+
+def test_an_adapters_own_name_comes_before_that_of_the_base_model() -> None:
+    names = make()
+    names.add("pretty:poet", "local", "another")
+    assert place(names.by_model("pretty:poet", None, None)) == ("local", "another")
+    assert names.by_model("pretty", None, None) == Choice()
+
+
+def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
+    names = make()
+    assert place(names.by_adapter("poet", "S3", None)) == ("s3", "poet")
+    assert place(names.by_model("anything goes", "local", None)) == ("local", "anything goes")
+    assert place(names.find("tutor", "hub")) == ("hub", "tutor")
+    assert place(names.find("tutor", None)) == ("s3", "team/tutor-7")
+
+
+def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
+    """And where the request names the source itself, the place that it names."""
+    names = make()
+    assert names.by_adapter("tutor", None, None).named == (Named("hub", "tutor"),)
+    assert names.by_adapter("tutor@v2", None, None).named == (Named("hub", "tutor@v2"),)
+    assert names.by_adapter("team/tutor-7", "s3", None).named == (Named("s3", "team/tutor-7"),)
+    assert names.by_adapter("tutor", None, None).label == "tutor"
+
+
+def test_several_adapters_are_merged_in_order() -> None:
+    merge = Merge((0.5, 0.5))
+    choice = make().merged(["tutor", "owner/name"], merge, None, "token")
+    assert choice.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
+    assert choice.merge is merge
+    assert choice.label == "tutor,owner/name"
+    assert choice.named == (Named("hub", "tutor"), Named("hub", "owner/name"))
+
+
+@pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
+def test_spellings_of_one_place_are_one_choice(name: str) -> None:
+    """Its label, what a key has to be allowed, and where it is."""
+    names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
+    expected = Choice((AdapterRef("local", "poet"),), None, "poet", (Named("local", "poet"),))
+    for choice in (names.by_model(name, None, None), names.by_adapter(name, None, None), names.find(name, None)):
+        assert choice == expected
+    assert names.by_adapter(name, "LOCAL", None) == expected._replace(asked_source="local")
+    assert names.merged([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
+    names.add("bard", "local", name)
+    assert names.adapters["bard"] == ("local", "poet")
+    assert make(static_adapter=("local", name), roots=[Path("/srv")]).base.label == "poet"
+
+
+def test_other_sources_have_their_own_spellings() -> None:
+    names = make()
+    assert place(names.by_adapter("owner//name/", "hub", None)) == ("hub", "owner//name/")
+    assert place(names.by_adapter("./key/", "s3", None)) == ("s3", "./key/")
+    assert place(make(default_source="local").find("../poet", None)) == ("local", "../poet")
+
+
+def test_a_name_that_the_operator_spelt_oddly_is_that_name() -> None:
+    names = make(default_source="local")
+    names.add("./poet", "s3", "team/poet")
+    assert place(names.by_adapter("./poet", None, None)) == ("s3", "team/poet")
+    assert place(names.by_adapter("poet/", None, None)) == ("local", "poet")
+
+
+def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+    """The name stays the base model's; the load route can give the folder another one."""
+    names = ModelNames("base", ("pretty",), default_source="local")
+    names.set_folder(["base", "pretty", BASE_MODEL, "poet"])
+    assert list(names.adapters) == ["poet"]
+    assert [each.args for each in caplog.records] == [(BASE_MODEL,), ("base",), ("pretty",)]
+    for name in ("base", "./base", "pretty/", BASE_MODEL):
+        assert names.by_adapter(name, None, None) == names.by_model(name, None, None) == Choice()
+    names.add("other", "local", "base")
+    assert place(names.by_model("other", None, None)) == ("local", "base")
+
+
+# --- What is not there ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("gpt-4", "poet ", "Poet", "a/b/c", "/", "a/", "/b", "owner/na me", "owner/name\n", "owner/name@", "ü/b"),
+        *("../../etc/passwd", "owner\\name", "\x00", f"{BASE}:nobody", "poet2@v1", "@", ":", ":poet", "nobody:poet"),
+    ],
+)
+def test_a_name_that_no_hub_can_have_is_refused_without_asking_one(model: str) -> None:
+    with pytest.raises(AdapterNotFoundError, match="does not exist; /v1/models lists"):
+        make().by_model(model, None, None)
+
+
+def test_other_sources_are_asked() -> None:
+    names = make(default_source="local")
+    assert place(names.by_model("gpt-4", None, None)) == ("local", "gpt-4")
+    assert names.by_adapter("gpt-4", None, None).named == (Named("local", "gpt-4"),)
+
+
+def test_a_hostile_name_is_shown_short_and_escaped() -> None:
+    with pytest.raises(AdapterNotFoundError) as raised:
+        make().by_model("\x1b[2J\n" + "x" * 10_000, None, None)
+    message = str(raised.value)
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+def test_names_of_others_are_not_told() -> None:
+    """A key may not use all of them."""
+    with pytest.raises(AdapterNotFoundError) as raised:
+        make().by_model("nobody", None, None)
+    assert "poet" not in str(raised.value)
+    assert "tutor" not in str(raised.value)
+
+
+# --- Names that come and go -------------------------------------------------------------------------------------------
+
+
+def test_names_are_added_and_removed() -> None:
+    names = make()
+    assert names.adapters["tutor"] == ("s3", "team/tutor-7")
+    names.add("tutor", "hub", "owner/tutor")
+    assert place(names.by_model("tutor", None, None)) == ("hub", "owner/tutor")
+    assert names.remove("tutor")
+    assert not names.remove("tutor")
+    assert not names.remove("poet")  # only the folder can take that one away
+    with pytest.raises(AdapterNotFoundError):
+        names.by_model("tutor", None, None)
+
+
+def test_a_given_name_hides_the_folders() -> None:
+    names = make()
+    names.add("poet", "hub", "owner/poet")
+    assert place(names.by_model("poet", None, None)) == ("hub", "owner/poet")
+    names.remove("poet")
+    assert place(names.by_model("poet", None, None)) == ("local", "poet")
+    names.set_folder([])
+    with pytest.raises(AdapterNotFoundError):
+        names.by_model("poet", None, None)
+
+
+def test_a_path_is_not_what_an_alias_of_its_name_stands_for() -> None:
+    names = ModelNames(BASE, (), "local", roots=[Path("/ads")])
+    names.set_folder(["poet", "v2"])
+    names.add("poet", "local", "v2")
+    assert names.find("poet", None).refs[0].name == "v2"
+    assert names.find("/ads/poet", None).refs[0].name == "poet"
+
+
+@pytest.mark.parametrize("alias", ["", "x\ny", "\x00", "a" * 513, BASE, "pretty", "__base_model__"])
+def test_names_that_nobody_could_use_are_refused(alias: str) -> None:
+    names = make()
+    with pytest.raises(InputError, match=r"printable characters|is the base model"):
+        names.add(alias, "hub", "a/b")
+    assert alias not in names.adapters
+
+
+def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names_module, "MAX_ALIASES", 2)
+    names = make()
+    names.add("second", "hub", "a/b")
+    with pytest.raises(InputError, match="unload some"):
+        names.add("third", "hub", "a/b")
+    names.add("second", "hub", "a/c")  # one that is there may change
+    names.remove("tutor")
+    names.add("third", "hub", "a/b")
+
+
+def test_another_thread_may_set_the_folder() -> None:
+    names, is_done = make(), threading.Event()
+
+    def change() -> None:
+        for i in range(300):
+            names.set_folder([f"one-{i}", f"two-{i}"])
+        is_done.set()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    while not is_done.is_set():
+        folder = [name for name in names.adapters if name.startswith(("one-", "two-"))]
+        assert len({name.partition("-")[2] for name in folder}) <= 1  # both of the same moment
+    changing.join()

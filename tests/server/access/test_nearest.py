@@ -1,0 +1,91 @@
+"""Names that may have been meant by one that does not exist."""
+
+from typing import Any
+
+import pytest
+
+from lorax_server.server.access import model_names as names_module
+from lorax_server.server.access import nearest
+from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import ModelNames
+from lorax_server.server.access.nearest import find_nearest
+
+MANY = ["poet", "poet-german", "pirate", "tutor", "sql-writer", "team/secret-poet", "Überset\u00adzer"]
+
+
+def make(folder: list[str] = MANY, **options: Any) -> ModelNames:
+    names = ModelNames("org/base-model", ("pretty",), **options)
+    names.set_folder(folder)
+    names.add("bard", "s3", "team/bard-7")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("wanted", "best"),
+    [
+        ("peot", "poet"),
+        ("poett", "poet"),
+        ("POET2", "poet"),
+        ("poet-germn", "poet-german"),
+        ("tuter", "tutor"),
+        ("sqlwriter", "sql-writer"),
+        ("brad", "bard"),
+        ("prety", "pretty"),
+        ("org/base-modle", "org/base-model"),
+        ("org/base-model:peot", "poet"),
+        ("peot@v2", "poet"),
+        ("pirat\0", "pirate"),
+    ],
+)
+def test_a_misspelt_name(wanted: str, best: str) -> None:
+    assert find_nearest(wanted, None, make(), Key())[0] == best
+
+
+@pytest.mark.parametrize("wanted", ["", "zzzzzzzz", "x", "p" * 10_000, "../../etc/passwd", "\ud800", "@", "poet"])
+def test_names_that_are_like_none(wanted: str) -> None:
+    assert "poet" not in find_nearest(wanted, None, make(), Key())
+
+
+def test_few_are_told() -> None:
+    assert len(find_nearest("adapter-1", None, make([f"adapter-{n}" for n in range(50)]), Key())) == nearest.NUM_TOLD
+
+
+def test_only_what_the_caller_may_use() -> None:
+    key = Key("k", adapters=("p*", "sql-writer"), base_model=False)
+    names = make(default_source="local")
+    assert find_nearest("peot", None, names, key) == ["poet"]
+    assert find_nearest("secret-poet", None, names, key) == []
+    assert "team/secret-poet" in find_nearest("secret-poet", None, names, Key())
+    assert "pretty" not in find_nearest("prety", None, names, key)  # the base model
+
+
+def test_names_of_a_source_that_is_named() -> None:
+    assert find_nearest("team/bard", "s3", make(), Key()) == ["team/bard-7"]
+    assert find_nearest("brad", "s3", make(), Key("k", ("hub:*",))) == []
+    assert find_nearest("peot", "local", make(), Key())[0] == "poet"
+
+
+def test_a_folder_is_made_ready_by_the_thread_that_watches_it() -> None:
+    names = ModelNames("base")
+    names.set_folder(["poet"])
+    listing = names.listing
+    assert {"names", "named", "signatures"} <= vars(listing).keys()
+
+
+def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(Key, "may_use", lambda *named: bool(looks.append(named)))
+    names = make([f"adapter-{number}" for number in range(3000)])
+    assert find_nearest("adapter-x", None, names, Key("k", ("a",) * 500)) == []
+    assert len(looks) <= 2 * nearest.MAX_CHECKS / 500
+    looks.clear()
+    find_nearest("adapter-x", None, names, Key("k", ("a",)))
+    assert len(looks) <= nearest.MAX_CHECKS
+
+
+def test_of_very_many_names_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names_module, "MAX_SIGNED", 200)
+    names = make([f"adapter-{number:06}" for number in range(300)])
+    assert len(names.listing.signatures) == 200
+    assert find_nearest("adaptr-000100", None, names, Key())[0] == "adapter-000100"
+    assert "adapter-000250" not in find_nearest("adaptr-000250", None, names, Key())

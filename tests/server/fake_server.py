@@ -1,0 +1,148 @@
+"""All routes of a server in this process: no socket, no engine process. The engine answers everybody at once."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+
+from lorax_server.engine.remote import messages
+from lorax_server.errors import InputError, LoraxError
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.access.model_names import ModelNames
+from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.app import make_app
+from lorax_server.server.service import Service
+from lorax_server.types import AdapterState, Failure, FinishReason, Resolved
+from tests.server.bench import Bench, ids, settle
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    names: list[str]  # of all headers, also of one that comes twice
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def message(self) -> str:
+        """Of an error, on either surface."""
+        error = self.json["error"]
+        return str(error if isinstance(error, str) else error["message"])
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line[6:] for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@cache
+def _shared() -> tuple[FastAPI, Service]:
+    """An application takes long to make, and looks up what its service is made of for each request."""
+    service = Bench().service
+    return make_app(service), service
+
+
+class Routes(Bench):
+    """Names are of the default source `local`. Adapters are found if `answers` has them."""
+
+    def __init__(
+        self,
+        folder: list[str] | None = None,
+        keys_file: Path | None = None,
+        admin_key: str | None = None,
+        default_source: str = "local",
+        new_adapters_per_minute: int | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(**config)
+        keys = KeyRing(self.parts.config.api_keys, admin_key, keys_file)
+        names = ModelNames("base", default_source=default_source)
+        names.set_folder(folder or [])
+        rate_limits = RateLimits(1000, new_adapters_per_minute=new_adapters_per_minute)
+        self.parts = replace(self.parts, keys=keys, names=names, rate_limits=rate_limits)
+        self.answers: dict[str, Resolved | LoraxError] = {}
+        self.engine._send = self._obey  # type: ignore[method-assign]
+        self.app, self.service = _shared()
+        self.service.engine, self.service._parts, self.service._keys = self.engine, self.parts, keys
+
+    def _obey(self, message: messages.ToEngine) -> None:
+        try:
+            messages.encode(message)
+        except messages.ChannelError as error:
+            raise InputError(str(error)) from error
+        soon = asyncio.get_running_loop().call_soon
+        self.engine.sent.append(message)
+        match message:
+            case messages.Add(request):
+                self.answering = asyncio.create_task(self._give(request.request_id, *ids("quick")))
+            case messages.Resolve(call_id, refs, None):
+                found = self.answers.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
+                reply = messages.Refused(call_id, Failure.of(found)) if isinstance(found, LoraxError) else None
+                soon(self.engine._settle, reply or messages.ResolveReply(call_id, found))  # type: ignore[arg-type]
+            case messages.Resolve(call_id, _, _):
+                soon(self.engine._settle, messages.ResolveReply(call_id, Resolved("merged", tier="host")))
+            case messages.ListAdapters(call_id, identities):
+                states = [AdapterState(each, each, "on the device", 7, False, 0, 1) for each in identities]
+                soon(self.engine._settle, messages.AdaptersReply(call_id, states))
+            case messages.LoadAdapter(call_id) | messages.UnloadAdapter(call_id) | messages.ForgetAdapter(call_id):
+                soon(self.engine._settle, messages.Done(call_id))
+
+    async def _give(self, request_id: int, first: int, *others: int) -> None:
+        """In two pieces."""
+        self.engine.give(request_id, first)
+        await settle()
+        self.engine.give(request_id, *others, end=FinishReason.LENGTH)
+
+    def send(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
+        """One request, in an event loop of its own."""
+        return asyncio.run(self._send(method, path, body, headers or {}))
+
+    def post(self, path: str, body: Any, key: str | None = None) -> Reply:
+        return self.send("POST", path, body, {"authorization": f"Bearer {key}"} if key else None)
+
+    def get(self, path: str, key: str | None = None) -> Reply:
+        return self.send("GET", path, None, {"authorization": f"Bearer {key}"} if key else None)
+
+    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        content = b"" if body is None else json.dumps(body).encode()
+        given = {"host": "127.0.0.1", "content-length": str(len(content)), **headers}
+        given |= {} if body is None else {"content-type": "application/json"}
+        place, _, query = path.partition("?")
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+            "path": place, "raw_path": place.encode(), "query_string": query.encode(), "root_path": "", "state": {},
+            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        }  # fmt: skip
+        arrivals: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        arrivals.put_nowait({"type": "http.request", "body": content, "more_body": False})
+        sent: list[Any] = []
+
+        async def take(message: Any) -> None:
+            sent.append(message)
+
+        await self.app(scope, arrivals.get, take)
+        start, *rest = sent
+        named = {name.decode(): value.decode() for name, value in start["headers"]}
+        names = [name.decode().lower() for name, _ in start["headers"]]
+        return Reply(start["status"], named, b"".join(message.get("body", b"") for message in rest), names)
+
+
+def generate(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "ask", "parameters": {"max_new_tokens": 5, **parameters}}
+
+
+def complete(model: str = "", **more: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "ask", "max_tokens": 5, **more}
+
+
+def chat(model: str = "", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "ask"}], "max_tokens": 5, **more}

@@ -1,0 +1,150 @@
+"""What callers of OpenAI's routes are told: in their words, with the field and a code that programs look for."""
+
+from typing import Any, Union, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from lorax_server.errors import AdapterNotFoundError
+from lorax_server.server.http.body_errors import FORMS
+from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, CompletionRequest, Message
+from tests.server.fake_server import Reply, Routes, chat, complete, generate
+
+NATIVE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+
+
+class Templated(Routes):
+    """With a chat template that repeats what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(["poet"])
+        self.answers["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
+        self.parts.tokenizers.render = self._render  # type: ignore[method-assign]
+
+    async def _render(self, _: Any, messages: list[dict[str, Any]], /, **variables: Any) -> str:
+        return "".join(str(message["content"]) for message in messages)
+
+
+@pytest.fixture
+def routes() -> Templated:
+    return Templated()
+
+
+def told(reply: Reply) -> tuple[int, str, str]:
+    error = reply.json["error"]
+    return reply.status, error["param"], error["code"]
+
+
+def saying(content: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "too long": (CHAT, saying("x y " * 60), "messages", "context_length_exceeded", "`messages` tokens"),
+    "a long prompt": (
+        COMPLETIONS,
+        complete(prompt="x y " * 60),
+        "prompt",
+        "context_length_exceeded",
+        "`prompt` tokens",
+    ),
+    "too much": (CHAT, chat(max_tokens=1000), "messages", "context_length_exceeded", "`max_completion_tokens`"),
+    "a value": (CHAT, chat(temperature=5), "temperature", "invalid_value", "`temperature` must be"),
+    "a type": (CHAT, chat(temperature="hot"), "temperature", "invalid_type", "temperature: Input should be a valid"),
+    "too few": (CHAT, chat(n=0), "n", "invalid_value", "n: Input should be greater"),
+    "too many": (CHAT, chat(n=1000), "n", "invalid_value", "at most 128 answers"),
+    "nothing": (CHAT, {"model": ""}, "messages", "missing_required_parameter", "messages: Field required"),
+    "no prompt": (COMPLETIONS, {"model": ""}, "prompt", "missing_required_parameter", "prompt: Field required"),
+    "within": (
+        CHAT,
+        {"model": "", "messages": [{"content": "a"}]},
+        "messages[0].role",
+        "missing_required_parameter",
+        "",
+    ),
+    "fractions": (
+        COMPLETIONS,
+        complete(prompt=[1.5]),
+        "prompt",
+        "invalid_type",
+        "prompt: Input should be a string, a li",
+    ),
+    "mixed prompts": (COMPLETIONS, complete(prompt=["a", 1]), "prompt", "invalid_type", "a list of token ids, or"),
+    "2049 prompts": (COMPLETIONS, complete(prompt=["a"] * 2049), "prompt", "invalid_value", "at most 2048 items"),
+    "a stop": (CHAT, chat(stop=[1]), "stop", "invalid_type", "stop: Input should be a string or a list of strings"),
+    "a number said": (CHAT, saying(5), "messages[1].content", "invalid_type", "should be a string or a list of parts"),
+    "no text": (CHAT, saying([{"type": "text"}]), "messages[1].content[0]", "invalid_value", "has no `text`"),
+    "an image": (
+        *(CHAT, saying([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
+        *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
+    ),
+    "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "half of a character (\\ud800"),
+    "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` has half of"),
+    "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
+    "a format": (
+        *(CHAT, chat(response_format={"type": "json_object"})),
+        *("response_format", "unsupported_parameter", "`response_format` 'json_object' is not supported yet"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_mistakes(what: str, routes: Templated) -> None:
+    path, body, param, code, message = WRONG[what]
+    refused = routes.post(path, body)
+    assert told(refused) == (400, param, code)
+    assert message in refused.message
+    assert "inputs" not in refused.message
+    assert "new_tokens" not in refused.message
+    assert refused.json["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, complete("peot")), (CHAT, chat("peot"))])
+def test_an_unknown_model_is_told_as_one(path: str, body: dict[str, Any], routes: Templated) -> None:
+    refused = routes.post(path, body)
+    assert told(refused) == (404, "model", "model_not_found")
+    sentence = "the model 'peot' does not exist; /v1/models lists those that do; did you mean 'poet'?"
+    assert refused.message == sentence
+    assert "no such folder" in routes.post(NATIVE, generate(adapter_id="peot")).message  # where folders are known
+
+
+def test_lorax_routes_keep_their_statuses_and_words(routes: Templated) -> None:
+    for parameters in ({"temperature": -1}, {"temperature": "hot"}, {"max_new_tokens": 1000}, {"grammar": "x"}):
+        refused = routes.post(NATIVE, generate(**parameters))
+        assert (refused.status, refused.json["error_type"]) == (422, "validation")
+        assert refused.message.startswith("Input validation error: ")
+    assert "half of a character" in routes.post(NATIVE, {"inputs": "\ud800"}).message
+    assert "half of a character" in routes.post("/tokenize", {"inputs": "\ud800"}).message
+    wrong = routes.post(NATIVE, generate(stop=["a", 1]))
+    assert wrong.message == "Input validation error: parameters.stop.1: Input should be a valid string"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PUT"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
+def test_the_responses_api_says_what_to_use_instead(method: str, path: str, routes: Templated) -> None:
+    refused = routes.send(method, path, {"model": "", "input": "a"} if method == "POST" else None)
+    assert refused.status == 404
+    assert refused.message == "the responses API is not supported; use /v1/chat/completions"
+
+
+def test_a_method_that_is_not_allowed_says_once_which_are(routes: Templated) -> None:
+    refused = routes.send("GET", CHAT)
+    assert refused.status == 405
+    assert refused.names.count("allow") == 1
+    assert refused.headers["allow"] == "POST"
+
+
+def test_models_are_listed_with_and_without_a_slash(routes: Templated) -> None:
+    first, second = routes.get("/v1/models"), routes.get("/v1/models/")
+    assert first.status == second.status == 200
+    assert [each["id"] for each in first.json["data"]] == [each["id"] for each in second.json["data"]]
+
+
+def test_every_field_of_several_forms_has_a_sentence() -> None:
+    """Else a caller is told of our types."""
+    schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
+    for schema in schemas:
+        for name, field in schema.model_fields.items():
+            kinds = [each for each in get_args(field.annotation) if each is not type(None)]
+            is_union = get_origin(field.annotation) in (Union, type(int | str)) and len(kinds) > 1
+            assert not is_union or name in FORMS, name

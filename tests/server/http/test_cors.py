@@ -1,0 +1,77 @@
+"""Pages of other origins: SDKs ask for many headers before they send them."""
+
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+from fastapi import FastAPI
+
+from lorax_server.config import CorsConfig
+from lorax_server.server.app import make_app
+from tests.server.bench import Bench
+from tests.server.fake_server import Reply, Routes
+
+PAGE, OTHER = "http://page.example", "http://other.example"
+CHAT = "/v1/chat/completions"
+STAINLESS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+    "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+)
+
+
+@cache
+def app_of(cors: CorsConfig) -> FastAPI:
+    """An application takes long to make."""
+    return make_app(Bench(cors=cors).service)
+
+
+def ask_before(
+    cors: CorsConfig, origin: str = PAGE, headers: str = STAINLESS, method: str = "POST", path: str = CHAT
+) -> Reply:
+    """A preflight, as a browser sends it."""
+    asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
+    return send(cors, "OPTIONS", path, asked)
+
+
+def send(cors: CorsConfig, method: str, path: str, headers: Mapping[str, str]) -> Reply:
+    routes = Routes()
+    routes.app = app_of(cors)
+    return routes.send(method, path, None, headers)
+
+
+@pytest.mark.parametrize("origins", [("*",), (PAGE,)])
+@pytest.mark.parametrize("has_credentials", [False, True])
+def test_sdks_may_ask_from_a_page_that_is_allowed(origins: tuple[str, ...], has_credentials: bool) -> None:
+    reply = ask_before(CorsConfig(origins, allow_credentials=has_credentials))
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] in ("*", PAGE)
+    assert set(STAINLESS.split(",")) <= set(reply.headers["access-control-allow-headers"].split(","))
+
+
+def test_they_may_read_when_to_come_back() -> None:
+    reply = send(CorsConfig((PAGE,)), "GET", "/health", {"origin": PAGE})
+    assert reply.headers["access-control-allow-origin"] == PAGE
+    assert set(reply.headers["access-control-expose-headers"].split(", ")) == {"retry-after", "x-request-id"}
+
+
+def test_headers_that_are_named_are_those_that_are_allowed() -> None:
+    cors = CorsConfig((PAGE,), allow_headers=("authorization",))
+    assert ask_before(cors, headers="authorization,content-type").status == 200
+    refused = ask_before(cors)
+    assert refused.status == 400
+    assert refused.message.endswith("because of its headers; the server's operator can allow it by --cors-allow-header")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+@pytest.mark.parametrize("cors", [CorsConfig(), CorsConfig((OTHER,))], ids=["none", "another"])
+def test_a_refusal_is_told_as_the_routes_clients_expect_it(path: str, cors: CorsConfig) -> None:
+    refused = ask_before(cors, path=path)
+    assert (refused.status, refused.headers["content-type"]) == (400, "application/json")
+    assert "access-control-allow-origin" not in refused.headers
+    assert "its origin; the server's operator can allow it by --cors-allow-origin" in refused.message
+    assert isinstance(refused.json["error"], dict) == (path == CHAT)
+
+
+def test_a_method_that_is_not_allowed() -> None:
+    refused = ask_before(CorsConfig((PAGE,)), method="DELETE")
+    assert (refused.status, "--cors-allow-method" in refused.message) == (400, True)

@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import pytest
+
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.server.http.hosts import Hosts
+from lorax_server.server.run import _bind
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost", True),
+        ("LocalHost:3000", True),
+        ("127.0.0.1:80", True),
+        ("[::1]:80", True),
+        ("[::1]", True),
+        ("localhost:", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example:3000", False),
+        ("evil.example:localhost", False),
+        ("localhost:80:80", False),
+        ("evil@localhost", False),
+        ("localhost@evil", False),
+        ("http://localhost", False),
+        ("localhost/", False),
+        ("localhost evil", False),
+        ("localhost,evil", False),
+        ("[::1", False),
+        ("::1", False),
+        ("[localhost]", False),
+        ("192.168.0.1", False),
+        ("0.0.0.0", False),
+        ("2130706433", False),
+        ("127.1", False),
+        ("localhost:\u0661", False),
+        ("", False),
+        (":3000", False),
+        ("\x00", False),
+        ("a" * 60_000, False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None:
+    for bound in ("127.0.0.1", "::1", "localhost"):
+        assert Hosts(bound, ()).allow(host) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("bound", "allowed", "host", "is_allowed"),
+    [
+        ("127.0.0.5", (), "127.0.0.5:1", True),
+        ("127.0.0.1", ("api.example.com",), "API.example.com", True),
+        ("127.0.0.1", ("api.example.com",), "x.api.example.com", False),
+        ("127.0.0.1", ("[2001:db8::1]",), "[2001:db8::1]:80", True),
+        ("127.0.0.1", ("*",), "evil.example", True),
+        ("0.0.0.0", (), "anything.example", True),  # meant for others, by whatever name
+        ("10.0.0.1", (), "anything.example", True),
+        ("0.0.0.0", ("api.example.com",), "anything.example", False),
+        ("0.0.0.0", ("api.example.com",), "10.0.0.7:3000", True),  # one of the machine's own, as probes name it
+        ("::", ("api.example.com",), "[2001:db8::7]", True),
+        ("10.0.0.1", ("api.example.com",), "10.0.0.1", True),
+        ("10.0.0.1", ("api.example.com",), "10.0.0.2", False),
+    ],
+)
+def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
+    assert Hosts(bound, allowed).allow(host) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("bound", "address"),
+    [
+        ("localhost.localdomain", "127.0.0.1"),
+        ("ip6-localhost", "::1"),
+        ("::ffff:127.0.0.1", "::ffff:127.0.0.1"),
+        ("laptop", "127.0.1.1"),  # as many systems call themselves
+    ],
+)
+def test_a_name_that_means_this_machine_is_checked_like_its_address(bound: str, address: str) -> None:
+    hosts = Hosts(bound, (), address)
+    assert not hosts.allow("evil.example")
+    assert all(map(hosts.allow, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
+
+
+def test_a_mapped_address_of_all_is_meant_for_others() -> None:
+    assert Hosts("::ffff:0.0.0.0", ()).allow("anything.example")
+    assert Hosts("::ffff:0.0.0.0", ("api.example.com",)).allow("10.0.0.7:3000")
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.1"])
+def test_the_socket_says_what_a_name_means(name: str) -> None:
+    config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
+    with _bind(config) as listener:
+        assert not Hosts(name, (), listener.getsockname()[0]).allow("evil.example")

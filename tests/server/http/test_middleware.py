@@ -1,0 +1,450 @@
+"""What stands before all routes, on a socket: without a key no body is read, and what is refused is written down."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import AdapterError
+from lorax_server.server.http import middleware
+from lorax_server.server.routes import info
+from lorax_server.server.telemetry import audit
+from lorax_server.server.telemetry.audit import LINES_PER_MINUTE
+from lorax_server.server.telemetry.logs import FIELDS
+from lorax_server.types import FinishReason
+from tests.e2e.hostile_client import post, request
+from tests.server.edge import GOOD, HEALTH, Edge, Shared, error_of, head, with_key
+
+POST_PATHS = [
+    "/generate", "/generate_stream", "/", "/invocations", "/v1/completions", "/v1/chat/completions", "/tokenize",
+    "/detokenize", "/v1/adapters/load", "/v1/adapters/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/embed",
+]  # fmt: skip
+SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Shared]:
+    """Callers need a key."""
+    with pytest.MonkeyPatch.context() as patch, closing(Shared(api_keys=("good",), admin_key=SECRET)) as shared:
+        patch.setattr(middleware, "DISCARD_S", 0.01)
+        patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never says how it is
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def unlocked() -> Iterator[Shared]:
+    """They need none, as on a laptop."""
+    with closing(Shared()) as shared:
+        yield shared
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """The fields of the lines with a message."""
+    with caplog.at_level(logging.INFO):
+        yield lambda message: [getattr(each, FIELDS) for each in caplog.records if each.message == message]
+
+
+Lines = Callable[[str], list[dict[str, Any]]]
+
+
+# --- Keys come before bodies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        (),
+        (("content-length", "1000000000000"),),
+        (("content-type", "text/plain"),),
+        (("content-encoding", "gzip"),),
+        (("transfer-encoding", "chunked"),),
+        (("expect", "100-continue"),),
+        (("x-request-timeout", "nan"),),
+        (("authorization", "Bearer wrong"),),
+    ],
+    ids=lambda headers: headers[0][0] if headers else "nothing else",
+)
+def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], keyed: Shared) -> None:
+    """The answer comes though the body never does, and whatever else is wrong with the request."""
+    given = {name for name, _ in headers}
+    length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
+
+    async def check(server: Edge) -> None:
+        for path in POST_PATHS if len(headers) == 0 else POST_PATHS[:1]:
+            answer = await server.ask(post(path, b"", *headers, *length))
+            assert answer.status == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["connection"] == "close"
+
+    keyed.run(check)
+
+
+def test_a_refused_body_is_not_kept(keyed: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that goes on sending after its answer is cut off."""
+    monkeypatch.setattr(middleware, "MAX_DISCARDED", 2**16)
+    monkeypatch.setattr(middleware, "DISCARD_S", 1000.0)
+
+    async def check(server: Edge) -> None:
+        wire = await server.connect()
+        await wire.send(post("/generate", b"", ("content-length", str(10**12))))
+        (answer,) = await wire.hear(1)
+        assert answer.status == 401
+        with suppress(ConnectionError):
+            while True:
+                await wire.send(b"x" * 2**16)
+
+    keyed.run(check)
+
+
+OPEN_PATHS = (
+    "/", "/health", "/ping", "/metrics", "/openapi.json", "/api-doc/openapi.json", "/docs", "/ui", "/ui/",
+    "/ui/index.html",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OPEN_PATHS)
+def test_what_needs_no_key_still_needs_none(path: str, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        for method in ("GET", "HEAD"):
+            assert (await server.ask(request(method, path))).status in (200, 307)
+
+    keyed.run(check)
+
+
+def test_every_other_route_needs_one(keyed: Shared) -> None:
+    """Also those that are added after this was written: all that the schema knows is asked for."""
+    paths = keyed.app.openapi()["paths"]
+    asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    guarded = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
+    assert ("GET", "/info") in guarded
+
+    async def check(server: Edge) -> None:
+        for method, path in guarded:
+            assert (await server.ask(request(method, path))).status == 401, (method, path)
+
+    keyed.run(check)
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters?limit=0", "/v1/adapters?after=%00", "/v1/models/x", "/info"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        answer = await server.ask(request(method, path))
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+    keyed.run(check)
+
+
+def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) -> None:
+    """One token for many, at the same time and soon after; not if the engine is lost meanwhile."""
+    engine, probe = unlocked.bench.engine, request("GET", "/startup")
+
+    async def check(server: Edge) -> None:
+        asking = [asyncio.create_task(server.ask(probe)) for _ in range(3)]
+        while not engine.added:
+            await asyncio.sleep(0.001)
+        engine.give(engine.added[0].request_id, 42, end=FinishReason.LENGTH)
+        assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 3
+        assert [(await server.ask(probe)).status for _ in range(3)] == [200] * 3
+        assert len(engine.added) == 1
+        engine.is_healthy = False
+        try:
+            assert (await server.ask(probe)).status == 503
+        finally:
+            engine.is_healthy = True
+
+    unlocked.run(check)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/generate", ["authorization: Bearer good"], 200),
+        ("/generate", ["authorization: bearer   good "], 200),
+        ("/generate", [], 401),
+        ("/generate?api_key=good&key=good&token=good", [], 401),
+        ("/generate", ["x-api-key: good"], 401),
+        ("/generate", ["cookie: authorization=Bearer good"], 401),
+        ("/generate", ["proxy-authorization: Bearer good"], 401),
+        ("/generate", ["authorization: good"], 401),
+        ("/generate", ["authorization: Basic Z29vZDpnb29k"], 401),
+        ("/generate", ["authorization: Digest good"], 401),
+        ("/generate", ["authorization: Bearer good good"], 401),
+        ("/generate", ["authorization: Bearer good,Bearer good"], 401),
+        ("/generate", ["authorization: Bearer GOOD"], 401),
+        ("/generate", ["authorization: Bearer goo"], 401),
+        ("/generate", ["authorization: Bearer \u00a0good"], 401),
+        ("/generate", ["authorization: Bearer g\u00f6\u00f6d"], 401),
+        ("/generate", ["authorization: Bearer " + "x" * 60_000], 401),
+        ("/generate", ["authorization: Bearer good", "authorization: Bearer wrong"], 400),
+        ("/generate", ["authorization: Bearer wrong", "authorization: Bearer good"], 400),
+        ("/generate", ["authorization: Bearer good", "content-type: text/plain"], 400),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], status: int, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        given = [tuple(header.split(": ", 1)) for header in headers]
+        data = request("POST", path, [("content-type", "application/json"), ("content-length", "2"), *given], b"{}")
+        answer = await server.ask(data)
+        wrong = 400 if path.startswith("/v1/") else 422
+        assert answer.status == (wrong if status == 200 else status)  # nothing is asked for in `{}`
+
+    keyed.run(check)
+
+
+# --- Hosts and origins ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/ui/", "/v1/models", "/docs", "/nowhere"])
+def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: Shared) -> None:
+    async def check(server: Edge) -> None:
+        for method in ("GET", "POST"):
+            answer = await server.ask(head(method, path, [b"host: evil.example:3000", b"content-length: 0"]))
+            assert answer.status == 403
+            assert "--allowed-host" in str(error_of(answer))
+
+    unlocked.run(check)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([b"host: localhost"], 200),
+        ([b"host: 127.0.0.1:3000"], 200),
+        ([b"host: evil"], 403),
+        ([b"host: "], 403),
+        ([b"host: evil", b"host: localhost"], 400),
+        ([b"host: localhost", b"host: evil"], 400),
+        ([b"host: evil", b"x-forwarded-host: localhost"], 403),
+        ([b"host: evil", b"forwarded: host=localhost"], 403),
+        ([], 200),  # no browser leaves it out
+    ],
+    ids=str,
+)
+def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unlocked: Shared) -> None:
+    async def check(server: Edge) -> None:
+        assert (await server.ask(head("GET", "/health", headers))).status == status
+
+    unlocked.run(check)
+
+
+ORIGIN = ("origin", "http://evil.example")
+
+
+def test_pages_of_other_origins_may_not_ask(unlocked: Shared) -> None:
+    async def check(server: Edge) -> None:
+        for headers in ((), (("access-control-request-headers", "authorization,content-type"),)):
+            asked = [ORIGIN, ("access-control-request-method", "POST"), *headers]
+            answer = await server.ask(request("OPTIONS", "/generate", asked))
+            assert answer.status == 400
+            assert "access-control-allow-origin" not in answer.headers
+        answer = await server.ask(request("GET", "/v1/models", [ORIGIN]))
+        assert answer.status == 200
+        assert "access-control-allow-origin" not in answer.headers, "a page cannot read it"
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # need no preflight
+            assert (await server.ask(post("/generate", GOOD, ORIGIN, kind=kind))).status == 415
+        assert unlocked.bench.engine.added == []
+
+    unlocked.run(check)
+
+
+def test_the_playground_asks_from_the_same_origin(unlocked: Shared) -> None:
+    own = ("origin", "http://localhost:3000")
+
+    async def check(server: Edge) -> None:
+        asking = asyncio.create_task(server.ask(post("/generate", GOOD, own)))
+        await unlocked.answer_all()
+        assert (await asking).status == 200
+
+    unlocked.run(check)
+
+
+# --- What is refused is counted and logged ----------------------------------------------------------------------------
+
+TOO_MUCH = ("content-length", str(10**9))
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "kind", "route"),
+    [
+        (with_key("/generate", b"{"), 400, "validation", "/generate"),
+        (with_key("/generate", b"\xff"), 400, "validation", "/generate"),
+        (post("/generate?key=s3cret", GOOD), 401, "authentication", "/generate"),
+        (with_key("/generate", b"", "good", TOO_MUCH), 413, "validation", "/generate"),
+        (
+            with_key("/v1/completions", b"", "good", ("content-type", "text/plain")),
+            415,
+            "validation",
+            "/v1/completions",
+        ),
+        (with_key("/generate", {"inputs": 5}), 422, "validation", "/generate"),
+        (with_key("/v1/chat/completions", {}), 400, "validation", "/v1/chat/completions"),
+        (with_key("/generate", b"{", "good", ("content-length", "9")), 408, "timeout", "/generate"),
+        (b"GET /x?key=s3cret HTTP/1.1\r\nhost: local", 408, "timeout", "/x"),
+        (b"GET /x?key=s3cret HTTP/1.1\r\nhost : x\r\n\r\n", 400, "validation", "/x"),
+        (head("GET", "/x?key=s3cret", [b"x: " + b"y" * 70_000]), 431, "validation", "/x"),
+        (head("GET", "/health", [b"host: evil"]), 403, "forbidden", "/health"),
+        (request("GET", "/info"), 401, "authentication", "/info"),
+        (with_key("/tokenize", {"inputs": "x" * (info.MAX_CHARACTERS + 1)}), 422, "validation", "/tokenize"),
+        (with_key("/embed", {}), 422, "validation", "/embed"),
+        (request("GET", "/nowhere?key=s3cret"), 404, "bad_request", "/nowhere"),
+        (request("DELETE", "/generate"), 405, "bad_request", "/generate"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_is_counted_and_logged_once(
+    data: bytes, status: int, kind: str, route: str, lines: Lines, keyed: Shared
+) -> None:
+    async def check(server: Edge) -> None:
+        of_kind = f'err="{kind}"'
+        names = (("lorax_request_count", ""), ("lorax_request_failure", of_kind), ("lorax_key_requests_total", ""))
+        before = [server.count(*name) for name in names]
+        assert (await server.ask(data)).status == status
+        after = [server.count(*name) for name in names]
+        assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # and nobody is billed for it
+
+    keyed.run(check)
+    (line,) = lines("request")
+    assert (line["status"], line["route"], line["address"]) == (status, route, "127.0.0.1")
+    assert line["key"] == ("key-1" if b"Bearer good" in data else "")
+    assert "s3cret" not in str(line)
+
+
+def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        before = server.count("lorax_request_count")
+        wire = await server.connect()
+        (answer,) = await wire.hear()
+        assert answer.status == 408
+        assert server.count("lorax_request_count") == before
+
+    keyed.run(check)
+    assert lines("request") == []
+
+
+def test_a_body_that_nobody_wants_does_not_keep_a_connection_open(keyed: Shared) -> None:
+    """Also where the answer has been given already, a byte now and then is not enough."""
+
+    async def check(server: Edge) -> None:
+        wire = await server.connect()
+        await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 1000000"]))
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        with suppress(ConnectionError):
+            while True:
+                await wire.send(b"x")
+                await asyncio.sleep(0.01)
+
+    keyed.run(check)
+
+
+def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        wire = await server.connect()
+        await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        await wire.send(b"xxx" + HEALTH)
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+
+    keyed.run(check)
+
+
+# --- Audit ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_admins_do_leaves_a_line(lines: Lines, keyed: Shared) -> None:
+    poet, nobody = {"adapter_id": "poet"}, {"adapter_id": "nobody"}
+
+    async def check(server: Edge) -> None:
+        for key, path, body, status in (
+            (SECRET, "/v1/adapters/unload", nobody, 404),
+            ("good", "/v1/adapters/load", poet, 403),
+            (SECRET, "/v1/unload_lora_adapter", {"lora_name": "nobody"}, 404),
+        ):
+            assert (await server.ask(with_key(path, body, key))).status == status
+        wire = await server.connect()
+        await wire.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
+        while not keyed.bench.engine.sent:
+            await asyncio.sleep(0.001)
+        for call in list(keyed.bench.engine._calls.values()):
+            call.set_exception(AdapterError("it is broken"))
+        await wire.hear(1)
+
+    keyed.run(check)
+    found = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]
+    assert found == [
+        ("unload", "nobody", "admin", 404),
+        ("load", "poet", "", 403),
+        ("unload", "nobody", "admin", 404),
+        ("load", "poet", "admin", 424),
+    ]
+    assert {each["address"] for each in lines("audit")} == {"127.0.0.1"}
+    assert lines("audit")[-1]["request_id"] == "it"
+    assert SECRET not in str(lines("audit") + lines("request"))
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/info")])
+def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Lines, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        answer = await server.ask(request(method, path, [("authorization", f"Bearer {GUESS}")]))
+        assert answer.status == 401
+
+    keyed.run(check)
+    (line,) = lines("audit")
+    assert (line["action"], line["status"], line["route"], line["address"]) == ("use a key", 401, path, "127.0.0.1")
+    assert GUESS not in str(lines("audit") + lines("request"))
+
+
+def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Shared) -> None:
+    async def check(server: Edge) -> None:
+        before = server.count("lorax_request_failure", 'err="authentication"')
+        for number in range(LINES_PER_MINUTE + 20):
+            assert (await server.ask(with_key("/generate", GOOD, f"guess-{number}"))).status == 401
+        after = server.count("lorax_request_failure", 'err="authentication"')
+        assert after - before == LINES_PER_MINUTE + 20
+
+    keyed.run(check)
+    assert len(lines("audit")) == len(lines("request")) == LINES_PER_MINUTE
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "messages"),
+    [
+        (request("GET", "/v1/adapters?limit=0"), 400, ["request"]),
+        (post("/generate", GOOD, kind="text/plain"), 415, ["request"]),
+        (request("GET", "/nowhere"), 404, ["request"]),
+        (post("/v1/adapters/unload", {"adapter_id": "poet"}), 403, ["request", "audit"]),
+    ],
+    ids=["schema", "kind", "nowhere", "admin"],
+)
+def test_callers_without_a_key_do_not_flood_the_log(
+    data: bytes, status: int, messages: list[str], lines: Lines, unlocked: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where everybody may ask, either."""
+    monkeypatch.setattr(audit, "LINES_PER_MINUTE", 3)
+
+    async def check(server: Edge) -> None:
+        for _ in range(6):
+            assert (await server.ask(data)).status == status
+
+    unlocked.run(check)
+    assert {message: len(lines(message)) for message in messages} == dict.fromkeys(messages, 3)
+
+
+# --- What is shared ---------------------------------------------------------------------------------------------------
+
+
+def test_without_keys_prompts_are_shared_as_ever(unlocked: Shared) -> None:
+    async def check(server: Edge) -> None:
+        for bearer in ("", "one", "other"):
+            asking = asyncio.create_task(server.ask(with_key("/generate", GOOD, bearer)))
+            await unlocked.answer_all()
+            assert (await asking).status == 200
+        assert {each.salt for each in unlocked.bench.engine.added} == {""}
+
+    unlocked.run(check)

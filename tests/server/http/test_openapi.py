@@ -1,0 +1,128 @@
+"""The OpenAPI document: valid, and of use to programs that write clients."""
+
+import json
+from functools import cache
+from typing import Any
+
+import jsonschema
+import openapi_spec_validator
+import pytest
+
+from lorax_server.server.app import make_app
+from lorax_server.server.http.middleware import PUBLIC
+from lorax_server.server.http.openapi import EVENT_SCHEMA
+from lorax_server.types import Resolved
+from tests.server.bench import Bench
+from tests.server.fake_server import Routes, chat, complete, generate
+
+STREAMS = {
+    "/": "StreamResponse",
+    "/invocations": "StreamResponse",
+    "/generate_stream": "StreamResponse",
+    "/v1/completions": "CompletionChunk",
+    "/v1/chat/completions": "ChatCompletionChunk",
+}
+
+
+@cache
+def document() -> Any:
+    return Routes().get("/openapi.json").json
+
+
+@pytest.fixture(scope="module")
+def locked() -> Any:
+    """That of a server with keys."""
+    return make_app(Bench(api_keys=("secret",)).service).openapi()
+
+
+@pytest.fixture(scope="module")
+def with_admin() -> Any:
+    """That of a server which has a key for its admin only."""
+    return make_app(Bench(admin_key="secret").service).openapi()
+
+
+def operations(found: Any) -> dict[tuple[str, str], Any]:
+    return {(method, path): each for path, methods in found["paths"].items() for method, each in methods.items()}
+
+
+def test_it_is_valid(locked: Any) -> None:
+    openapi_spec_validator.validate(document())
+    openapi_spec_validator.validate(locked)
+    assert document()["openapi"] == "3.1.0"
+    assert "itemSchema" not in json.dumps(document())  # of 3.2
+
+
+def test_operations_have_names_that_are_short_and_their_own() -> None:
+    names = [each["operationId"] for each in operations(document()).values()]
+    assert len(names) == len(set(names))
+    assert {"generate", "generate_stream", "chat", "complete", "list_models", "load_adapter", "tokenize"} <= set(names)
+    assert max(map(len, names)) < 24
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_events_are_described(path: str) -> None:
+    content = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    stream = content["text/event-stream"]
+    assert stream["schema"]["type"] == "string"
+    names = [each["$ref"].rpartition("/")[2] for each in stream[EVENT_SCHEMA]["oneOf"]]
+    assert names[0] == STREAMS[path]
+    assert set(names) <= set(document()["components"]["schemas"])
+    assert ("application/json" in content) == (path != "/generate_stream")
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/v1/completions", "/v1/chat/completions"])
+def test_events_are_as_described(path: str) -> None:
+    routes = Routes(["poet"])
+    routes.answers["poet"] = Resolved("hash", tier="host")
+
+    async def render(*_: Any, **__: Any) -> str:
+        return "ask"
+
+    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    details = {"details": True, "return_k_alternatives": 2}
+    body = {
+        "/generate_stream": generate(adapter_id="poet", **details),
+        "/v1/completions": complete("poet", stream=True, logprobs=2),
+        "/v1/chat/completions": chat("poet", stream=True, logprobs=True, stream_options={"include_usage": True}),
+    }[path]
+    events = routes.post(path, body).events
+    schema = {"$ref": f"#/components/schemas/{STREAMS[path]}", "components": document()["components"]}
+    assert len(events) >= 2
+    for event in events:
+        jsonschema.Draft202012Validator(schema).validate(event)
+
+
+def test_what_is_text_is_not_called_json() -> None:
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert list(document()["paths"][path]["post"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+def test_values_are_listed_only_where_they_are_words() -> None:
+    """Programs make a class of an enum, and drop whatever has one that they cannot."""
+
+    def look(at: Any) -> None:
+        if isinstance(at, dict):
+            assert all(each is None or isinstance(each, str) for each in at.get("enum", ()))
+            for each in at.values():
+                look(each)
+        elif isinstance(at, list):
+            for each in at:
+                look(each)
+
+    look(document())
+
+
+def test_openai_routes_have_no_422() -> None:
+    for (_, path), operation in operations(document()).items():
+        assert ("422" in operation["responses"]) == (not path.startswith("/v1/") and path != "/metrics"), path
+        assert "HTTPValidationError" not in json.dumps(operation)
+
+
+def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any, with_admin: Any) -> None:
+    for found, is_open, has_admin in ((document(), True, False), (with_admin, True, True), (locked, False, False)):
+        assert found["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+        for (method, path), operation in operations(found).items():
+            is_public = method == "get" and PUBLIC.fullmatch(path)
+            is_admin = "load" in operation["operationId"]
+            optional = [{}] if is_open and not (is_admin and has_admin) else []
+            assert operation.get("security") == (None if is_public else [{"bearer": []}, *optional]), path

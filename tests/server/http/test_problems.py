@@ -1,0 +1,199 @@
+import json
+import math
+from http import HTTPStatus
+
+import pytest
+
+from lorax_server import errors
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    AuthenticationError,
+    BusyError,
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    ForbiddenError,
+    InputError,
+    LoraxError,
+    MissingVariableError,
+    NoTemplateError,
+    NotSupportedError,
+    OverloadedError,
+    SourceError,
+    TemplateError,
+    WeightsError,
+)
+from lorax_server.server.http.problems import FAILED, describe, http_problem, json_response
+from lorax_server.server.telemetry.metrics import FAILURE_OF_TYPE
+
+NATIVE, OPENAI = "/generate", "/v1/completions"
+ALL = sorted(
+    (
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, LoraxError) and each is not LoraxError
+    ),
+    key=lambda each: each.__name__,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "message"),
+    [
+        (InputError("no"), 422, "validation", "Input validation error: no"),
+        (NotSupportedError("no"), 422, "validation", "Input validation error: no"),
+        (TemplateError("no"), 422, "template_error", "Failed applying chat template to inputs: no"),
+        (MissingVariableError("no"), 422, "missing_template_variable", "no"),
+        (NoTemplateError("no"), 422, "no_chat_template", "Failed applying chat template to inputs: no"),
+        (OverloadedError("Model is overloaded"), 429, "overloaded", "Model is overloaded"),
+        (OverloadedError("wait"), 429, "overloaded", "Model is overloaded: wait"),
+        (BusyError("wait"), 503, "overloaded", "Model is overloaded: wait"),
+        (AdapterError("no"), 424, "generation", f"{FAILED}no"),
+        (AdapterNotFoundError("no"), 424, "generation", f"{FAILED}no"),
+        (AdapterAccessError("no"), 424, "generation", f"{FAILED}no"),
+        (SourceError("no"), 424, "generation", f"{FAILED}no"),
+        (EngineError("no"), 500, "generation", f"{FAILED}no"),
+        (WeightsError("no"), 500, "generation", f"{FAILED}no"),
+        (AuthenticationError("no"), 401, "authentication", "no"),
+        (ForbiddenError("no"), 403, "permission", "no"),
+        (DeadlineError("no"), 504, "timeout", "no"),
+        (KeyError("secret"), 500, "internal", "Internal server error"),
+    ],
+)
+def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, kind: str, message: str) -> None:
+    response = describe(error, NATIVE).response(NATIVE)
+    assert response.status_code == status
+    assert json.loads(bytes(response.body)) == {"error": message, "error_type": kind}
+    assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InputError("no"), 400, "invalid_request_error", "invalid_value"),
+        (ContextLengthError("no"), 400, "invalid_request_error", "context_length_exceeded"),
+        (NotSupportedError("no"), 400, "invalid_request_error", "unsupported_parameter"),
+        (MissingVariableError("no"), 400, "invalid_request_error", "missing_template_variable"),
+        (OverloadedError("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (BusyError("no"), 503, "server_error", None),
+        (AdapterError("no"), 424, "invalid_request_error", None),
+        (AdapterNotFoundError("no"), 404, "not_found_error", "model_not_found"),
+        (AdapterAccessError("no"), 403, "permission_error", "model_access_denied"),
+        (SourceError("no"), 503, "server_error", None),
+        (EngineError("no"), 500, "server_error", None),
+        (AuthenticationError("no"), 401, "authentication_error", "invalid_api_key"),
+        (ForbiddenError("no"), 403, "permission_error", "permission_denied"),
+        (DeadlineError("no"), 504, "server_error", None),
+    ],
+)
+def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str | None) -> None:
+    response = describe(error, OPENAI).response(OPENAI)
+    assert response.status_code == status
+    body = json.loads(bytes(response.body))["error"]
+    assert body == {"message": "no", "type": kind, "param": body["param"], "code": code}
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("path", [NATIVE, OPENAI, "/", "/v1/chat/completions", "/v1x"])
+def test_every_error_can_be_told(kind: type[LoraxError], path: str) -> None:
+    reason = 'a "quoted"\nreason \x00 ü'
+    problem = describe(kind(reason), path)
+    assert 400 <= problem.status < 600
+    assert problem.error_type in FAILURE_OF_TYPE  # metrics know it
+    body = json.loads(bytes(problem.response(path).body))["error"]
+    assert isinstance(body, dict) == path.startswith("/v1/")
+    assert reason in (body["message"] if isinstance(body, dict) else body)
+
+
+def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
+    for path in (NATIVE, OPENAI):
+        assert b"secret" not in describe(RuntimeError("secret"), path).response(path).body
+    assert ConfigError("which file").status == 500
+
+
+# --- Headers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (7.1, "8"), (1e9, "3600")])
+@pytest.mark.parametrize("path", [NATIVE, OPENAI])
+def test_who_may_come_back_is_told_when(wait_s: float, told: str, path: str) -> None:
+    response = describe(OverloadedError("no", wait_s), path).response(path)
+    assert response.headers["retry-after"] == told
+    assert "retry-after" not in describe(OverloadedError("no"), path).response(path).headers
+
+
+def test_an_engine_that_comes_back_is_unavailable_and_not_broken() -> None:
+    error = EngineError("it is being started again")
+    error.retry_after_s = 2.0
+    for path in (NATIVE, OPENAI):
+        response = describe(error, path).response(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+
+
+def test_who_is_not_known_is_told_how_to_be() -> None:
+    response = describe(AuthenticationError("who"), OPENAI).response(OPENAI)
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert "www-authenticate" not in describe(ForbiddenError("you"), OPENAI).response(OPENAI).headers
+
+
+# --- What no route is asked ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (404, "not_found", "Not Found"),
+        (405, "method_not_allowed", "Method Not Allowed"),
+        (408, "timeout", "Request Timeout"),
+        (418, "validation", HTTPStatus(418).phrase),
+    ],
+)
+def test_what_http_itself_refuses_is_told_likewise(status: int, kind: str, message: str) -> None:
+    problem = http_problem(status, headers={"allow": "GET"})
+    assert problem.body("/nowhere")["error_type"] == kind
+    assert problem.body("/nowhere")["error"] == message
+    assert problem.response("/nowhere").headers["allow"] == "GET"
+    assert http_problem(status, "because").message == "because"
+
+
+def test_one_problem_does_not_change_another() -> None:
+    first = http_problem(401)
+    first.response("/").headers["x"] = "y"
+    assert first.headers == {}
+    assert http_problem(404).headers == {}
+
+
+def test_json_has_no_numbers_that_are_none() -> None:
+    assert json_response([math.nan, math.inf, 1.5, "ü\n"]).body == '[null,null,1.5,"ü\\n"]'.encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/generate", "Input validation error: `inputs` + `max_new_tokens`, `min_new_tokens`, `stop`"),
+        ("/v1/completions", "`prompt` + `max_tokens`, `min_tokens`, `stop`"),
+        ("/v1/chat/completions", "`messages` + `max_completion_tokens`, `min_tokens`, `stop`"),
+    ],
+)
+def test_fields_are_those_of_the_route(path: str, message: str) -> None:
+    """Whoever refuses a request, the engine too, names fields in LoRAX's words."""
+    error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
+    assert describe(error, path).message == message
+    assert describe(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(TemplateError("no"), "template_error"), (NoTemplateError("no"), "no_chat_template")]
+)
+def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> None:
+    path = "/v1/chat/completions"
+    assert describe(error, path).body(path)["error"]["code"] == describe(error, path).error_type == code
+
+
+@pytest.mark.parametrize("kind", [TemplateError, MissingVariableError, NoTemplateError, NotSupportedError])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_a_template_or_a_caller_says_is_left_as_it_is(kind: type[LoraxError], path: str) -> None:
+    assert describe(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")

@@ -1,0 +1,291 @@
+"""The writer of events, against a client that is as slow, as silent or as gone as a test wants."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import pytest
+
+from lorax_server.server.http.sse import DONE, KEEP_ALIVE, EventStream, encode_json, event
+from tests.server.bench import Message, Peer, settle
+
+NEVER_S = 1000.0
+PATIENCE_S = 60
+
+
+class Source:
+    """Events of a test, and what became of them."""
+
+    def __init__(self, *pieces: bytes, then: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.num_taken = 0
+        self.is_closed = False
+        self._pieces = pieces
+        self._then = then
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for piece in self._pieces:
+                self.num_taken += 1
+                yield piece
+            if self._then is not None:
+                await self._then()
+        finally:
+            self.is_closed = True
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def run(
+    source: Source, peer: Peer, ends: list[bool], keep_alive_s: float = NEVER_S, headers: dict[str, str] | None = None
+) -> None:
+    stream = EventStream(source.events(), keep_alive_s, headers)
+    stream.on_end = ends.append
+    await stream({}, peer.receive, peer.send)
+
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "a\nb", "\r\n\r\ndata: x", "\x00\u2028\x85", "日本👍", '"\\'])
+def test_an_event_is_one_line_whatever_is_in_it(text: str) -> None:
+    written = event({"text": text})
+    assert written.startswith(b"data: ")
+    assert written.endswith(b"\n\n")
+    assert written.count(b"\n") == 2
+    assert b"\r" not in written
+    assert json.loads(written[6:]) == {"text": text}
+
+
+def test_what_is_no_number_is_null() -> None:
+    assert encode_json([math.nan, math.inf, -0.5]) == b"[null,null,-0.5]"
+
+
+def test_a_response_is_its_head_its_events_and_its_end() -> None:
+    async def check() -> None:
+        source, peer, ends = Source(event({"a": 1}), event({"b": 2}) + DONE), Peer(), list[bool]()
+        await run(source, peer, ends, headers={"x-model-id": "it"})
+        head, *bodies = peer.sent
+        headers = dict(head["headers"])
+        assert (head["type"], head["status"]) == ("http.response.start", 200)
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        assert (headers[b"cache-control"], headers[b"x-accel-buffering"]) == (b"no-cache", b"no")
+        assert headers[b"x-model-id"] == b"it"
+        assert b"content-length" not in headers
+        assert [(each["body"], each["more_body"]) for each in bodies] == [
+            (b'data: {"a":1}\n\n', True),
+            (b'data: {"b":2}\n\ndata: [DONE]\n\n', True),
+            (b"", False),
+        ]
+        assert ends == [False]
+        assert source.is_closed
+
+    asyncio.run(check())
+
+
+# --- Silence ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_stream_says_that_it_is_there() -> None:
+    async def check() -> None:
+        heard, num_heard = asyncio.Event(), 0
+
+        async def listen(message: Message) -> None:
+            nonlocal num_heard
+            num_heard += message.get("body") == KEEP_ALIVE
+            if num_heard == 3:
+                heard.set()
+
+        source, peer = Source(event(1), then=lambda: _wait(heard)), Peer(listen)
+        await run(source, peer, [], keep_alive_s=0.001)
+        bodies = [message["body"] for message in peer.sent[1:]]
+        assert bodies[0] == event(1)
+        assert bodies.count(KEEP_ALIVE) >= 3
+        assert bodies[-1] == b""
+        assert peer.body.replace(KEEP_ALIVE, b"") == event(1)
+
+    asyncio.run(check())
+
+
+async def _wait(heard: asyncio.Event) -> None:
+    await heard.wait()
+
+
+def test_a_stream_that_speaks_says_nothing_else() -> None:
+    async def check() -> None:
+        peer = Peer()
+        await run(Source(*[event(i) for i in range(100)]), peer, [], keep_alive_s=NEVER_S)
+        assert KEEP_ALIVE not in [message.get("body") for message in peer.sent]
+
+    asyncio.run(check())
+
+
+def test_a_sign_of_life_that_cannot_be_written_ends_nothing() -> None:
+    """Not even the next one."""
+
+    async def check() -> None:
+        heard, num_tried = asyncio.Event(), 0
+
+        async def refuse_first(message: Message) -> None:
+            nonlocal num_tried
+            if message.get("body") == KEEP_ALIVE:
+                num_tried += 1
+                if num_tried == 1:
+                    raise RuntimeError("not now")
+                heard.set()
+
+        peer, ends = Peer(refuse_first), list[bool]()
+        async with asyncio.timeout(PATIENCE_S):
+            await run(Source(then=lambda: _wait(heard)), peer, ends, keep_alive_s=0.001)
+        assert ends == [False]
+        assert peer.sent[-1]["more_body"] is False
+
+    asyncio.run(check())
+
+
+# --- Those who leave --------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_ends_it() -> None:
+    async def check() -> None:
+        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        running = asyncio.create_task(run(source, peer, ends))
+        await settle()
+        peer.arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})  # is no leaving
+        await settle()
+        assert not running.done()
+        assert not source.is_closed
+        peer.leave()
+        await running
+        assert ends == [True]
+        assert source.is_closed
+        assert peer.body == event(1)
+
+    asyncio.run(check())
+
+
+def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
+    async def check() -> None:
+        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        peer.leave()
+        await run(source, peer, ends)
+        assert ends == [True]
+        assert source.is_closed
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("body", [event(2), KEEP_ALIVE])
+def test_a_client_that_takes_nothing_for_long_has_left(body: bytes) -> None:
+    """Be it what was asked for, or a sign of life."""
+
+    async def check() -> None:
+        async def block(message: Message) -> None:
+            if message.get("body") == body:
+                await for_ever()
+
+        pieces = [event(1), event(2)] if body == event(2) else [event(1)]
+        source, ends = Source(*pieces, then=for_ever), list[bool]()
+        stream = EventStream(source.events(), 0.001, stuck_s=0.01)
+        stream.on_end = ends.append
+        async with asyncio.timeout(PATIENCE_S):
+            await stream({}, Peer().receive, Peer(block).send)
+        assert ends == [True]
+        assert source.is_closed
+
+    asyncio.run(check())
+
+
+def test_one_that_is_cancelled_counts_as_left() -> None:
+    async def check() -> None:
+        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        running = asyncio.create_task(run(source, peer, ends))
+        await settle()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert ends == [True]
+        assert source.is_closed
+
+    asyncio.run(check())
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_events_that_fail_are_told_to_who_called() -> None:
+    async def fail() -> None:
+        raise KeyError("mistake")
+
+    async def check() -> None:
+        ends: list[bool] = []
+        with pytest.raises(KeyError, match="mistake"):
+            await run(Source(event(1), then=fail), Peer(), ends)
+        assert ends == [False]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("kind", ["http.response.start", "http.response.body"])
+def test_a_socket_that_fails_ends_it(kind: str) -> None:
+    async def check() -> None:
+        async def break_down(message: Message) -> None:
+            if message["type"] == kind:
+                raise OSError("broken pipe")
+
+        source, ends = Source(event(1), event(2)), list[bool]()
+        with pytest.raises(OSError, match="broken pipe"):
+            await run(source, Peer(break_down), ends)
+        assert ends == [False]
+        assert source.num_taken == (kind == "http.response.body")
+
+    asyncio.run(check())
+
+
+def test_also_events_that_cannot_be_closed_end() -> None:
+    async def stubborn() -> AsyncGenerator[bytes, None]:
+        try:
+            yield event(1)
+            await for_ever()
+        finally:
+            raise RuntimeError("not me")
+
+    async def check() -> None:
+        peer, ends = Peer(), list[bool]()
+        stream = EventStream(stubborn(), NEVER_S)
+        stream.on_end = ends.append
+
+        async def block(message: Message) -> None:
+            if message.get("body"):
+                peer.leave()
+                await for_ever()
+
+        peer._before_send = block  # it is closed where it yields, and not where it waits
+        with pytest.raises(RuntimeError, match="not me"):
+            await stream({}, peer.receive, peer.send)
+        assert ends == [True]
+
+    asyncio.run(check())
+
+
+def test_nothing_is_made_that_nobody_reads() -> None:
+    async def check() -> None:
+        turn = asyncio.Semaphore(0)
+
+        async def take_turns(message: Message) -> None:
+            if message.get("body"):
+                await turn.acquire()
+
+        source, peer = Source(*[event(i) for i in range(50)]), Peer(take_turns)
+        running = asyncio.create_task(run(source, peer, []))
+        for count in range(1, 50):
+            await settle()
+            assert source.num_taken == count
+            turn.release()
+        turn.release()
+        await running
+        assert peer.body == b"".join(event(i) for i in range(50))
+
+    asyncio.run(check())

@@ -1,0 +1,45 @@
+"""What both surfaces refuse."""
+
+from pathlib import Path
+
+import pytest
+
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.server.routes import lorax_parameters, openai_parameters
+from lorax_server.server.routes.checks import MAX_LOGPROBS, MAX_STOP_LENGTH, check_logprobs, check_stops, not_yet
+from lorax_server.server.routes.lorax_schemas import GenerateParameters
+from lorax_server.server.routes.openai_schemas import CompletionRequest
+
+CONFIG = ServerConfig(EngineConfig(ModelConfig(Path("model"))), "model")
+
+
+def test_stops_are_few_and_short() -> None:
+    check_stops(["a" * MAX_STOP_LENGTH] * 4, CONFIG)
+    with pytest.raises(InputError, match=r"up to 4 stop sequences\. Given: 5"):
+        check_stops(["a"] * 5, CONFIG)
+    with pytest.raises(InputError, match=r"at most 1024 characters\. Given: 1025"):
+        check_stops(["a", "a" * (MAX_STOP_LENGTH + 1)], CONFIG)
+
+
+def test_both_surfaces_look_at_stops() -> None:
+    long = ["a" * (MAX_STOP_LENGTH + 1)]
+    with pytest.raises(InputError, match="1025"):
+        lorax_parameters.to_question("hello", GenerateParameters(stop=long), CONFIG, 10, False)
+    with pytest.raises(InputError, match="1025"):
+        openai_parameters.check_stopping(CompletionRequest(model="", prompt="a", stop=long), CONFIG)
+    many = CompletionRequest(model="", prompt="a", stop_token_ids=list(range(1025)))
+    with pytest.raises(InputError, match="`stop_token_ids` has at most 1024 tokens"):
+        openai_parameters.check_stopping(many, CONFIG)
+
+
+def test_log_probabilities_fit_into_memory() -> None:
+    check_logprobs(MAX_LOGPROBS)
+    with pytest.raises(InputError, match="up to 1000001 log probabilities are asked for, at most 1000000"):
+        check_logprobs(MAX_LOGPROBS + 1)
+
+
+def test_what_is_not_there_yet() -> None:
+    not_yet(None, "nothing")
+    with pytest.raises(NotSupportedError, match="`tools` is not supported yet"):
+        not_yet([{}], "`tools`")

@@ -1,0 +1,144 @@
+"""Where tokens are in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
+
+import copy
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from lorax_server.generation.answer import locate_tokens
+from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.types import FinishReason, Output, Resolved, Started
+from tests.server.bench import settle
+from tests.server.fake_server import Routes, complete
+from tests.text.tokenizers import BOS, BYTE_KINDS, EOS, byte_level, random_texts, sentencepiece, word_piece
+
+PATH = "/v1/completions"
+PROMPT = "Größe 👩‍👩‍👧 went"
+
+
+@cache
+def with_ends(kind: str) -> TextTokenizer:
+    """A tokenizer that puts a token before every text, and one after it."""
+    made = {"byte-level": byte_level, "sentencepiece": sentencepiece}
+    tokenizer = Tokenizer.from_str((made[kind]().tokenizer if kind in made else word_piece()).to_str())
+    special = [(name, tokenizer.token_to_id(name)) for name in (BOS, EOS)]
+    ends = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=special)
+    trimmed = [processors.ByteLevel(trim_offsets=True)] if kind == "byte-level" else []
+    tokenizer.post_processor = processors.Sequence([*trimmed, ends])
+    return TextTokenizer(tokenizer, {"eos_token": EOS}, {})
+
+
+class Scored(Routes):
+    """The engine answers with a text, and says how likely a prompt is. The adapter `own` brings another tokenizer."""
+
+    def __init__(self, base: str, answer: str, own: str | None = None) -> None:
+        super().__init__(["own"])
+        tokenizers = copy.copy(self.parts.tokenizers)
+        tokenizers.base = with_ends(base)
+        tokenizers.find = self._find  # type: ignore[method-assign]
+        object.__setattr__(self.parts, "tokenizers", tokenizers)
+        self.own, self.text = own, answer
+
+    async def _find(self, adapter: Resolved) -> TextTokenizer:
+        return with_ends(self.own or "")
+
+    async def _give(self, request_id: int, *_: int) -> None:
+        (request,) = (each for each in self.engine.added if each.request_id == request_id)
+        tokenizer = self.parts.tokenizers.base if not request.adapter else with_ends(self.own or "")
+        tokens = tokenizer.encode(self.text, add_special_tokens=False)[: request.stop.max_new_tokens]
+        prompt = [-1.0] * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
+        for place, token_id in enumerate(tokens):
+            end = FinishReason.LENGTH if place == len(tokens) - 1 else None
+            self.engine._deliver(
+                Output(request_id, token_id, -0.5, end, prompt_logprobs=prompt, started=Started(0.0, 0.0, 0))
+            )
+            prompt = None
+            await settle()
+
+    def ask(self, **more: Any) -> tuple[str, list[str], list[int]]:  # type: ignore[override]
+        """The text, its tokens, and where they are; the same whether streamed or not."""
+        body = complete(**{"logprobs": 0, "max_tokens": 64, "add_special_tokens": True} | more)
+        choice = self.post(PATH, body).json["choices"][0]
+        whole = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        if more.get("max_tokens") == 0 or "stop" in more:
+            return whole
+        events = [event["choices"][0] for event in self.post(PATH, body | {"stream": True}).events]
+        assert "".join(event["text"] for event in events) == whole[0]
+        assert [token for event in events for token in event["logprobs"]["tokens"]] == whole[1]
+        assert [offset for event in events for offset in event["logprobs"]["text_offset"]] == whole[2]
+        return whole
+
+
+def check(text: str, tokens: list[str], offsets: list[int]) -> None:
+    """They never go back, and each token that can be shown by itself is where it is said to be."""
+    assert offsets == sorted(offsets)
+    assert 0 <= offsets[0] <= offsets[-1] <= len(text)
+    for token, offset in zip(tokens, offsets, strict=True):
+        if token not in (BOS, EOS) and "\ufffd" not in token:
+            assert text.startswith((token, token.removeprefix(" ")), offset), (token, offset)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("own", [None, "sentencepiece", "byte-level"])
+def test_offsets_are_places_in_the_text(kind: str, own: str | None) -> None:
+    answer = " ÿ 👋🌍 on"
+    routes = Scored(kind, answer, own)
+    model = "own" if own else ""
+    text, tokens, offsets = routes.ask(model=model, prompt=PROMPT, echo=True)
+    assert text.startswith(PROMPT)
+    check(text, tokens, offsets)
+    assert (tokens[0], offsets[:2]) == (BOS, [0, 0])
+    first = next(i for i in range(1, len(tokens)) if tokens[i] == EOS) + 1
+    assert offsets[first - 1] == offsets[first] == len(PROMPT)
+    alone, later, places = routes.ask(model=model, prompt=PROMPT)
+    assert (alone, later) == (text[len(PROMPT) :], tokens[first:])
+    assert places == [offset - len(PROMPT) for offset in offsets[first:]]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_tokens_are_located_as_their_text_is(kind: str) -> None:
+    routes = Scored(kind, " on")
+    ids = with_ends(kind).encode(PROMPT)
+    as_text, as_ids = routes.ask(prompt=PROMPT, echo=True), routes.ask(prompt=ids, echo=True)
+    assert as_text == as_ids
+    assert routes.ask(prompt=PROMPT, echo=True, max_tokens=0)[2] == as_text[2][: len(ids)]
+
+
+def test_special_tokens_that_the_prompt_spells_out_take_their_room() -> None:
+    text, tokens, offsets = Scored("byte-level", " on").ask(prompt=f"a{EOS}b", echo=True)
+    assert text == f"a{EOS}b on"
+    assert dict(zip(tokens[1:4], offsets[1:4], strict=True)) == {"a": 0, EOS: 1, "b": 5}
+
+
+def test_text_that_was_held_back_counts() -> None:
+    """What might become a stop string is shown later, and is where it is all the same."""
+    routes = Scored("byte-level", "a+=b+==c+=-d")
+    text, tokens, offsets = routes.ask(prompt="x", echo=True, stop="+=-")
+    assert text == "xa+=b+==c"
+    check(text, tokens[:-4], offsets[:-4])
+    assert offsets[-1] == len(text)
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+def test_both_ways_to_locate_agree(kind: str) -> None:
+    tokenizer = TextTokenizer(BYTE_KINDS[kind]().tokenizer, {}, {})
+    compared = 0
+    for text in random_texts(200, seed=5):
+        ids = tokenizer.encode(text)
+        if tokenizer.decode(ids) == text and not text.startswith(" ") and ids:
+            found = locate_tokens(tokenizer.detokenizer, ids)
+            assert tokenizer.locate(text) == found
+            assert all(before <= after for before, after in pairwise(found))
+            compared += 1
+    assert compared > 5
+
+
+def test_tokens_that_lose_text_stay_within_it() -> None:
+    tokenizer = with_ends("word-piece")
+    for text in random_texts(100, seed=6):
+        starts = tokenizer.locate(text)
+        assert starts == sorted(starts)
+        assert all(0 <= start <= len(text) for start in starts)

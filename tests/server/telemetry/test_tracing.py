@@ -1,0 +1,312 @@
+"""Spans are sent to a real HTTP server, which reads the messages of OTLP."""
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from lorax_server.errors import ConfigError
+from lorax_server.server.telemetry import tracing
+from lorax_server.server.telemetry.request_record import RequestRecord
+from lorax_server.server.telemetry.tracing import Tracer
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+GUARD_S = 30
+
+
+class Collector(ThreadingHTTPServer):
+    """Keeps what is sent to it. While `is_slow`, it answers nobody."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
+        self.is_slow = False
+        self.came, self.may_answer = threading.Event(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def spans(self) -> list[Any]:
+        sent = [found for _, request in self.requests for found in request.resource_spans]
+        return [span for resource in sent for scope in resource.scope_spans for span in scope.spans]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
+        self.server.came.set()
+        if self.server.is_slow:
+            self.server.may_answer.wait(GUARD_S)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield server
+        server.may_answer.set()
+        server.shutdown()
+        serving.join()
+
+
+def request(**changes: Any) -> RequestRecord:
+    known = {
+        "key": "alice",
+        "adapter": "poet",
+        "source": "hub",
+        "adapter_hash": "ab" * 32,
+        "finish_reasons": ["length", "eos_token"],
+        "num_choices": 2,
+        "prompt_tokens": 7,
+        "cached_tokens": 4,
+        "generated_tokens": 5,
+        "max_new_tokens": 20,
+        "total_s": 1.75,
+        "validation_s": 0.25,
+        "adapter_s": 0.125,
+        "queue_s": 0.5,
+        "first_token_s": 0.25,
+        "inference_s": 1.0,
+        "started_at": 1_700_000_000.0,
+        "prompt": "my secret",
+        "text": "my answer",
+        "error": "my mistake",
+    }
+    return RequestRecord("id-1", "/v1/chat/completions", **(known | changes))
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    found = {}
+    for each in span.attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return found
+
+
+def sent(collector: Collector, *records: RequestRecord) -> list[Any]:
+    tracer = Tracer(collector.url, model="org/base")
+    for record in records:
+        tracer.end(record)
+    tracer.close()
+    return collector.spans
+
+
+def span(spans: list[Any], name: str) -> Any:
+    (found,) = [each for each in spans if each.name == name]
+    return found
+
+
+# --- What is sent -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_a_span_with_parts(collector: Collector) -> None:
+    spans = sent(collector, request())
+    assert {each.name for each in spans} == {"lorax.request", "validation", "queue", "inference"}
+    whole = span(spans, "lorax.request")
+    start = 1_700_000_000 * 10**9
+    for name, begin_s, end_s in (
+        ("lorax.request", 0.0, 1.75),
+        ("validation", 0.0, 0.25),
+        ("queue", 0.25, 0.75),
+        ("inference", 0.75, 1.75),
+    ):
+        each = span(spans, name)
+        assert (each.start_time_unix_nano, each.end_time_unix_nano) == (start + begin_s * 1e9, start + end_s * 1e9)
+        assert each.trace_id == whole.trace_id
+        assert each.parent_span_id == (b"" if name == "lorax.request" else whole.span_id)
+    assert whole.status.code == 0
+    ((path, message),) = collector.requests
+    assert path == "/v1/traces"
+    resource = {each.key: each.value.string_value for each in message.resource_spans[0].resource.attributes}
+    assert resource["service.name"] == "lorax.server"
+
+
+def test_attributes_follow_the_conventions_and_hold_no_text(collector: Collector) -> None:
+    spans = sent(collector, request())
+    assert attributes(span(spans, "lorax.request")) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "lorax",
+        "gen_ai.request.model": "poet",
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 20,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.id": "id-1",
+        "gen_ai.response.model": "org/base",
+        "gen_ai.response.finish_reasons": ["length", "eos_token"],
+        "gen_ai.response.time_to_first_chunk": 1.0,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.cache_read.input_tokens": 4,
+        "gen_ai.usage.output_tokens": 5,
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "lorax.adapter": "poet",
+        "lorax.adapter_hash": "ab" * 32,
+        "lorax.adapter_source": "hub",
+        "lorax.adapter_wait_s": 0.125,
+        "lorax.key": "alice",
+    }
+    assert b"my " not in b"".join(message.SerializeToString() for _, message in collector.requests)
+
+
+def test_the_base_model_is_named(collector: Collector) -> None:
+    found = attributes(span(sent(collector, request(adapter="", adapter_hash="", source="")), "lorax.request"))
+    assert found["gen_ai.request.model"] == "org/base"
+    assert "lorax.adapter" not in found
+
+
+def test_the_callers_trace_goes_on(collector: Collector) -> None:
+    whole = span(sent(collector, request(trace_parent=f"00-{TRACE_ID}-{PARENT_ID}-01")), "lorax.request")
+    assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+
+
+def test_a_trace_that_is_not_recorded_is_not_sent(collector: Collector) -> None:
+    assert sent(collector, request(trace_parent=f"00-{TRACE_ID}-{PARENT_ID}-00")) == []
+
+
+@pytest.mark.parametrize("parent", ["", "x", "00-0-0-0", "\ud800\n", "0" * 10**6, f"00-{'0' * 32}-{PARENT_ID}-01"])
+def test_a_wrong_parent_is_none(collector: Collector, parent: str) -> None:
+    assert span(sent(collector, request(trace_parent=parent)), "lorax.request").parent_span_id == b""
+
+
+def test_a_parent_in_the_surroundings_is_none(collector: Collector) -> None:
+    around = trace.NonRecordingSpan(trace.SpanContext(1, 2, False, trace.TraceFlags(1)))
+    with trace.use_span(around):
+        assert span(sent(collector, request()), "lorax.request").parent_span_id == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"status": 422, "error_type": "validation"}, "validation"),
+        ({"status": 200, "error_type": "generation"}, "generation"),
+        ({"is_dropped": True}, "dropped"),
+        ({"status": 500}, "500"),
+    ],
+)
+def test_what_went_wrong_is_told(collector: Collector, changes: dict[str, Any], kind: str) -> None:
+    whole = span(sent(collector, request(**changes)), "lorax.request")
+    assert (whole.status.code, whole.status.message) == (2, kind)
+    assert attributes(whole)["error.type"] == kind
+
+
+def test_parts_that_did_not_come_about_are_not_there(collector: Collector) -> None:
+    spans = sent(collector, request(queue_s=0.0, inference_s=0.0, first_token_s=None))
+    assert {each.name for each in spans} == {"lorax.request", "validation"}
+
+
+def test_one_strange_request_costs_no_other(collector: Collector) -> None:
+    strange = request(adapter="\ud800" * 10**6, key="\udfff\n", source="\ud800")
+    broken = request(started_at=float("nan"))
+    spans = sent(collector, request(), strange, broken, request())
+    assert sum(each.name == "lorax.request" for each in spans) == 3
+    assert max(len(attributes(each).get("lorax.adapter", "")) for each in spans) == tracing.MAX_CHARACTERS
+
+
+# --- Where it is sent to ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/own/path"])
+def test_the_path_is_added_where_there_is_none(collector: Collector, path: str) -> None:
+    tracer = Tracer(collector.url + path)
+    tracer.end(request())
+    tracer.close()
+    assert [where for where, _ in collector.requests] == [path if len(path) > 1 else "/v1/traces"]
+
+
+@pytest.mark.parametrize("endpoint", ["", "host:4318", "grpc://host:4317", "http://", "http://host:x", "http://[::1"])
+def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="otlp endpoint"):
+        Tracer(endpoint)
+
+
+def test_the_port_of_grpc_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    Tracer("http://127.0.0.1:4317").close()
+    assert "gRPC" in caplog.text
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"pip install lorax_server\[otel\]"):
+        Tracer("http://127.0.0.1:4318")
+
+
+def test_without_an_endpoint_nothing_is_imported() -> None:
+    script = (
+        "import sys\n"
+        "from lorax_server.server.telemetry.request_record import RequestRecord\n"
+        "from lorax_server.server.telemetry.tracing import Tracer\n"
+        "tracer = Tracer(None)\n"
+        "tracer.end(RequestRecord('id', '/generate'))\n"
+        "tracer.close()\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('opentelemetry', 'torch')]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=GUARD_S)
+
+
+def test_a_collector_that_does_not_answer_holds_up_nothing(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
+    collector.is_slow = True
+    tracer = Tracer(collector.url)
+    for _ in range(100):  # more than the queue holds
+        tracer.end(request())
+    assert collector.came.wait(GUARD_S)
+    tracer.end(request())
+    tracer.close()
+    assert not collector.may_answer.is_set()
+    tracer.end(request())
+    tracer.close()
+
+
+def test_closing_does_not_wait_for_good(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Tracer(collector.url)
+    may_end, ended = threading.Event(), threading.Event()
+    shut_down = tracer._provider.shutdown
+
+    def shut_down_later() -> None:
+        may_end.wait(GUARD_S)
+        shut_down()
+        ended.set()
+
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tracer._provider, "shutdown", shut_down_later)
+    tracer.close()
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(GUARD_S)
+
+
+def test_a_collector_that_is_away_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
+    caplog.set_level(logging.CRITICAL, logger="opentelemetry")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        tracer = Tracer(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        tracer.end(request(started_at=time.time()))
+        tracer.close()

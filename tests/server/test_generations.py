@@ -1,0 +1,270 @@
+"""Answers put together from what an engine sends; the engine is a script."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from lorax_server.engine.remote.client import EngineClient
+from lorax_server.errors import AdapterError, DeadlineError, EngineError
+from lorax_server.server.generations import Job, count_cached, finish_all, interleave
+from lorax_server.types import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Started,
+    StopParams,
+)
+from tests.server.bench import ScriptedClient, ids, settle, tokenizer
+
+
+def make_jobs(engine: EngineClient, count: int = 1, sampling: SamplingParams | None = None, **stop: Any) -> list[Job]:
+    params = StopParams(**{"max_new_tokens": 100} | stop)
+    requests = [Request(engine.new_id(), ids("ask"), sampling or SamplingParams(), params) for _ in range(count)]
+    return [Job(engine, request, tokenizer()) for request in requests]
+
+
+def text_of(chunks: Sequence[Any]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+# --- One --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_come_meanwhile_comes_together() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine)
+        stream = job.chunks()
+        first = asyncio.ensure_future(anext(stream))
+        await settle()
+        assert [request.request_id for request in engine.added] == [1]
+        engine.give(1, *ids("quick brown"))
+        assert text_of(await first) == "quick brown"
+        engine.give(1, *ids(" fox"))
+        engine.give(1, *ids(" dog"), end=FinishReason.EOS_TOKEN)
+        assert text_of(await anext(stream)) == " fox dog"
+        assert [each async for each in stream] == []
+        assert job.text == job.completion.text == "quick brown fox dog"
+        assert job.completion.finish_reason is FinishReason.EOS_TOKEN
+        assert job.started == Started(0.25, 0.125, 3)
+        assert job.sent_at is not None
+        assert job.first_at is not None
+        assert job.sent_at <= job.first_at
+        assert engine.aborted == []
+
+    asyncio.run(check())
+
+
+def test_a_stop_string_ends_the_engines_request_too() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine, stop_strings=("brown",), include_stop=False)
+        running = asyncio.create_task(job.finish())
+        await settle()
+        engine.give(1, *ids("quick brown fox"))  # the last of it came before anybody could say stop
+        completion = await running
+        assert completion.finish_reason is FinishReason.STOP_SEQUENCE
+        assert completion.text == text_of(job.chunks_so_far) == "quick "
+        assert len(completion.token_ids) < len(ids("quick brown fox"))
+        assert engine.aborted == [1]
+
+    asyncio.run(check())
+
+
+def test_who_stops_reading_ends_the_request() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine)
+        async with aclosing(job.chunks()) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await settle()
+            engine.give(1, *ids("a"))
+            await first
+        assert engine.aborted == [1]
+        engine.give(1, *ids("b"))  # what was on its way finds nobody
+        assert job.text == "a"
+
+    asyncio.run(check())
+
+
+def test_who_is_told_to_stop_gets_what_came_before_and_then_the_reason() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine)
+        running = asyncio.create_task(job.finish())
+        await settle()
+        engine.give(1, *ids("quick"))
+        job.stop(DeadlineError("too late"))
+        job.stop(DeadlineError("later still"))
+        with pytest.raises(DeadlineError, match="too late"):
+            await running
+        assert job.text == "quick"
+        assert engine.aborted == [1]
+
+    asyncio.run(check())
+
+
+def test_a_job_that_nobody_reads_is_not_sent() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine)
+        await job.chunks().aclose()
+        job.stop(EngineError("nothing to stop"))
+        assert engine.sent == []
+        assert (job.started, job.sent_at, job.first_at) == (None, None, None)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "seed"),
+    [
+        (SamplingParams(seed=7), None),
+        (SamplingParams(do_sample=True, temperature=0, seed=7), None),
+        (SamplingParams(do_sample=True, seed=7), 7),
+    ],
+)
+def test_only_what_is_drawn_has_a_seed(sampling: SamplingParams, seed: int | None) -> None:
+    assert make_jobs(ScriptedClient(), sampling=sampling)[0].seed == seed
+
+
+# --- All at once ------------------------------------------------------------------------------------------------------
+
+
+def test_all_are_finished_together() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        jobs = make_jobs(engine, 3)
+        running = asyncio.create_task(finish_all(jobs))
+        await settle()
+        for request_id in (3, 1, 2):
+            engine.give(request_id, *ids(f"number {request_id}"), end=FinishReason.LENGTH)
+        assert [each.text for each in await running] == ["number 1", "number 2", "number 3"]
+        assert engine.aborted == []
+
+    asyncio.run(check())
+
+
+def test_the_first_that_fails_ends_the_others() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        running = asyncio.create_task(finish_all(make_jobs(engine, 4)))
+        await settle()
+        engine.give(1, *ids("done"), end=FinishReason.LENGTH)
+        engine.give(2, *ids("begun"))
+        engine.fail(3, AdapterError("broken"))
+        with pytest.raises(AdapterError, match="broken"):
+            await running
+        assert sorted(engine.aborted) == [2, 4]
+
+    asyncio.run(check())
+
+
+def test_who_waits_for_all_and_leaves_ends_all() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        running = asyncio.create_task(finish_all(make_jobs(engine, 3)))
+        await settle()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert sorted(engine.aborted) == [1, 2, 3]
+
+    asyncio.run(check())
+
+
+# --- As they come -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_chunks_come_in_the_order_of_the_engine(count: int) -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        jobs, seen = make_jobs(engine, count), []
+
+        async def read() -> None:
+            async for place, chunks in interleave(jobs):
+                seen.append((place, text_of(chunks)))
+
+        running = asyncio.create_task(read())
+        await settle()
+        for request_id in reversed(range(1, count + 1)):
+            engine.give(request_id, *ids("one"))
+            await settle()
+        for request_id in range(1, count + 1):
+            engine.give(request_id, *ids(" two"), end=FinishReason.LENGTH)
+            await settle()
+        await running
+        places = list(range(count))
+        assert seen == [(place, "one") for place in reversed(places)] + [(place, " two") for place in places]
+        assert engine.aborted == []
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_came_before_a_failure_is_seen_and_the_others_end(count: int) -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        jobs, seen = make_jobs(engine, count), []
+
+        async def read() -> None:
+            async for place, chunks in interleave(jobs):
+                seen.append((place, text_of(chunks)))
+
+        running = asyncio.create_task(read())
+        await settle()
+        engine.give(count, *ids("one"))
+        await settle()
+        engine.fail(count, AdapterError("broken"))
+        with pytest.raises(AdapterError, match="broken"):
+            await running
+        assert seen == [(count - 1, "one")]
+        assert sorted(engine.aborted) == list(range(1, count))
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_who_leaves_in_the_middle_ends_all(count: int) -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        async with aclosing(interleave(make_jobs(engine, count))) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await settle()
+            engine.give(1, *ids("one"))
+            assert (await first)[0] == 0
+        assert sorted(engine.aborted) == list(range(1, count + 1))
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
+    async def check() -> None:
+        engine = ScriptedClient()
+        running = asyncio.create_task(finish_all(make_jobs(engine, 2)))
+        await settle()
+        engine._lose("the engine process ended", 2.0)
+        with pytest.raises(EngineError, match="started again") as raised:
+            await running
+        assert raised.value.retry_after_s == 2.0
+        with pytest.raises(EngineError, match="started again"):
+            await finish_all(make_jobs(engine, 2))
+        assert not engine._streams
+
+    asyncio.run(check())
+
+
+def test_a_prompt_with_several_answers_is_found_in_the_cache_once() -> None:
+    engine = ScriptedClient()
+    prompts = [ids("ask"), ids("ask")]
+    jobs = []
+    for prompt, cached in ((prompts[0], None), (prompts[0], 2), (prompts[0], 3), (prompts[1], 1)):
+        request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
+        jobs.append(Job(engine, request, tokenizer()))
+        jobs[-1].started = None if cached is None else Started(0.0, 0.0, cached)
+    assert count_cached(jobs) == 3 + 1
+    assert count_cached([]) == 0

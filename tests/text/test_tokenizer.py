@@ -1,0 +1,845 @@
+"""The API process's tokenizer: the same tokens as transformers', from files that may be anything."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+
+from lorax_server.errors import ConfigError, InputError, SourceError
+from lorax_server.files.adapter_files import tokenizer_files
+from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.tokenizer_folder import TokenizerFolder
+from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
+from lorax_server.text import conversion, conversion_program, tokenizer
+from lorax_server.text.chat_template import ENVIRONMENT
+from lorax_server.text.conversion import Converter
+from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
+from lorax_server.text.tokenizer import (
+    PLAIN_CLASSES,
+    Piece,
+    TextTokenizer,
+    load_own_tokenizer,
+    load_tokenizer,
+    share_base_tokenizer,
+)
+from tests.test_imports import imported_by
+from tests.text.test_real_tokenizers import REAL
+from tests.text.tokenizers import (
+    BYTE_KINDS,
+    OTHER_KINDS,
+    byte_level,
+    metaspace,
+    random_texts,
+    sentencepiece,
+    word_piece,
+)
+
+BOS, EOS = "<s>", "</s>"
+NAMES = {"bos_token": BOS, "eos_token": EOS, "unk_token": "<unk>"}
+TEXTS = [*random_texts(20, seed=1), "", " ", "<s>a</s> <tool_call> b<unk>", "a <new> b<New>c  <image>", "Hello world\n"]
+
+
+def save(
+    folder: Path, backend: Tokenizer, *, model_type: str | None = None, drop: tuple[str, ...] = (), **config: Any
+) -> Path:
+    """A folder as transformers saves it, with some changes to its config."""
+    PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    changed = json.loads(path.read_text()) | config
+    path.write_text(json.dumps({key: value for key, value in changed.items() if key not in drop}))
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
+    ours, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        for special in (True, False):
+            ids = ours.encode(text, special)
+            assert ids == wanted(text, add_special_tokens=special)["input_ids"]
+            assert [piece.id for piece in ours.pieces(text, special)] == ids
+            assert ours.decode(ids) == wanted.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip_special_tokens=False) == wanted.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.special_tokens == wanted.special_tokens_map
+    assert ours.eos_token_ids == eos_token_ids(wanted)
+    assert ours.num_ids == max(wanted.get_vocab().values()) + 1
+    special_ids = {i for i, token in wanted.added_tokens_decoder.items() if token.special}
+    assert {i for i in range(ours.num_ids) if ours.detokenizer.is_special(i)} == special_ids
+    return ours
+
+
+def vouch_for(folder: Path) -> TokenizerFolder:
+    """An adapter's folder, of which all that a source knows is vouched for."""
+    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
+    return TokenizerFolder(folder, {file: stamp_of(folder / file) for file in tokenizer_files(found)})
+
+
+def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
+    files = vouch_for(folder)
+    return share_base_tokenizer(files, base, base_folder) or load_own_tokenizer(files, base_folder, Converter())
+
+
+@pytest.fixture
+def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Converting without another process, which would import transformers again each time; what was asked for."""
+    commands: list[list[str]] = []
+
+    def convert(_: Converter, command: list[str], out: Path) -> int:
+        commands.append(command)
+        try:
+            conversion_program.convert(*map(Path, command[3:5]), Path(command[5]) if command[5:] else None)
+        except Exception as error:
+            (out / "said.txt").write_text(f"Traceback\n{error}\n")
+            return 1
+        return 0
+
+    monkeypatch.setattr("lorax_server.text.conversion.Converter._run", convert)
+    return commands
+
+
+@pytest.fixture
+def never_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it is converted")
+
+    monkeypatch.setattr("lorax_server.text.tokenizer._convert", refuse)
+
+
+# --- The same tokens as transformers ----------------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[[], Any]] = {**BYTE_KINDS, **OTHER_KINDS}
+del KINDS["python"]
+
+
+@pytest.mark.usefixtures("never_converts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokenizers_of_every_kind(kind: str, tmp_path: Path) -> None:
+    made = KINDS[kind]()
+    check_parity(save(tmp_path, getattr(made, "tokenizer", made)))
+
+
+@pytest.mark.usefixtures("never_converts")
+@pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to make
+def test_tokenizers_of_real_models(kind: str, tmp_path: Path) -> None:
+    check_parity(save(tmp_path, REAL[kind]().tokenizer))
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    off = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+    return {"content": content, **off, **flags}
+
+
+def typed(content: str, **flags: bool) -> dict[str, Any]:
+    return {"__type": "AddedToken", **added(content, **flags)}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "new tokens": {"added_tokens_decoder": {"900": added("<b>", special=True), "90": added("<new>", lstrip=True)}},
+    "other flags": {"added_tokens_decoder": {"537": added("<tool_call>", special=True, rstrip=True)}},
+    "named but not special": {"added_tokens_decoder": {"537": added("<tool_call>")}, "pad_token": "<tool_call>"},
+    "named in the file only": {"pad_token": "<tool_call>"},
+    "named and nowhere": {"pad_token": "<new>"},
+    "named with flags": {"pad_token": typed("<new>", lstrip=True, rstrip=True)},
+    "named a word": {"pad_token": "the"},
+    "extra": {"extra_special_tokens": ["<new>", typed("<New>", normalized=True)]},
+    "extra by name": {"extra_special_tokens": {"image_token": "<image>"}},
+    "additional": {"additional_special_tokens": ["<new>", "<tool_call>"]},
+    "both": {"additional_special_tokens": ["<new>"], "extra_special_tokens": ["<New>"]},
+    "of its own": {"image_token": "<image>", "boi_token": typed("<new>")},
+    "null": {"pad_token": None, "additional_special_tokens": None, "extra_special_tokens": None},
+    "split": {"split_special_tokens": True},
+    "begin and end": {"add_bos_token": True, "add_eos_token": True},
+    "cleaning": {"clean_up_tokenization_spaces": True, "add_prefix_space": True, "legacy": False},
+    "old class": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    "no eos": {"eos_token": None},
+}
+
+
+@pytest.mark.usefixtures("never_converts")
+@pytest.mark.parametrize("changes", CONFIGS)
+def test_what_its_config_says(changes: str, tmp_path: Path) -> None:
+    check_parity(save(tmp_path, byte_level().tokenizer, **CONFIGS[changes]))
+
+
+@pytest.mark.usefixtures("never_converts")
+@pytest.mark.parametrize("model_type", [each for each in tokenizer.PLAIN_MODEL_TYPES if each])
+def test_models_whose_tokenizer_is_taken_as_it_is(model_type: str, tmp_path: Path) -> None:
+    assert model_type not in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    check_parity(save(tmp_path, byte_level().tokenizer, model_type=model_type), TEXTS[-5:])
+
+
+def full(backend: Tokenizer) -> Tokenizer:
+    """A copy with everything that a file can hold."""
+    copy = Tokenizer.from_str(backend.to_str())
+    ids = [(name, copy.token_to_id(name)) for name in (BOS, EOS)]
+    copy.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", pair=f"{BOS} $A {EOS} $B", special_tokens=ids
+    )
+    copy.enable_truncation(4)
+    copy.enable_padding(length=32)
+    return copy
+
+
+@pytest.mark.usefixtures("never_converts")
+def test_nothing_is_cut_or_filled_up_and_what_goes_around_is_added(tmp_path: Path) -> None:
+    ours = check_parity(save(tmp_path, full(byte_level().tokenizer)))
+    ids = ours.encode("The quick brown fox jumps over the lazy dog")
+    assert len(ids) > 8
+    assert (ids[0], ids[-1]) == (ours.token_to_id(BOS), ours.token_to_id(EOS))
+
+
+def test_pieces_say_which_characters_they_are(tmp_path: Path) -> None:
+    ours = load_tokenizer(save(tmp_path, full(byte_level().tokenizer)))
+    text = "Größe 日 dog"
+    first, *middle, last = ours.pieces(text)
+    assert first == Piece(ours.token_to_id(BOS), BOS, 0, 0)
+    assert last == Piece(ours.token_to_id(EOS), EOS, 0, 0)
+    assert middle == ours.pieces(text, add_special_tokens=False)
+    assert middle[-1].text == "Ġdog"
+    assert text[middle[-1].start : middle[-1].stop].strip() == "dog"
+    assert {at for piece in middle for at in range(piece.start, piece.stop)} == set(range(len(text)))
+
+
+# --- What transformers makes something else of ------------------------------------------------------------------------
+
+
+def rebuilt(folder: Path, kind: str) -> Path:
+    """Folders for which transformers has a class that does not take the file as it is."""
+    byte, spm = byte_level().tokenizer, sentencepiece().tokenizer
+    backend, model_type, changes = {
+        "llama": (spm, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
+        "llama of bytes": (byte, "llama", {"tokenizer_class": "LlamaTokenizer"}),
+        "qwen2": (byte, "qwen2", {}),
+        "gpt2": (full(byte), "gpt2", {"tokenizer_class": "GPT2TokenizerFast"}),
+        "bert": (word_piece(), "bert", {"tokenizer_class": "BertTokenizer"}),
+        "t5": (metaspace().tokenizer, "t5", {"tokenizer_class": "T5Tokenizer"}),
+        "no class": (byte, "gpt_neox", {"drop": ("tokenizer_class",)}),
+        "split": (byte, "phi3", {"split_special_tokens": True}),
+        "legacy": (byte, None, {"drop": ("eos_token",)}),
+    }[kind]
+    save(folder, backend, model_type=model_type, **changes)
+    if kind == "legacy":
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": added("<new>", lstrip=True)}))
+        (folder / "added_tokens.json").write_text(json.dumps({"<New>": 538}))
+    return folder
+
+
+REBUILT = ("llama", "llama of bytes", "qwen2", "gpt2", "bert", "t5", "no class", "split", "legacy")
+
+
+@pytest.mark.parametrize("kind", REBUILT)
+def test_tokenizers_that_transformers_builds_anew(kind: str, tmp_path: Path, converts: list[list[str]]) -> None:
+    check_parity(rebuilt(tmp_path, kind))
+    assert len(converts) == 1
+
+
+def words_and_merges(folder: Path) -> Path:
+    save(folder, byte_level().tokenizer, model_type="gpt2", tokenizer_class="GPT2Tokenizer")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
+def test_a_folder_without_tokenizer_json_is_converted_in_another_process(tmp_path: Path) -> None:
+    folder = words_and_merges(tmp_path)
+    before = sorted(os.listdir(folder))
+    check_parity(folder)
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_why_it_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr(
+        "lorax_server.text.conversion.sys.executable", script(tmp_path, "echo first >&2; echo the last >&2; exit 3")
+    )
+    with pytest.raises(ConfigError, match=r"no tokenizer that can be read: the last$"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", script(tmp_path, "exit 3"))
+    with pytest.raises(ConfigError, match="exit status 3"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr("lorax_server.text.conversion.CONVERT_S", 0.05)
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", script(tmp_path, "exec sleep 100"))
+    with pytest.raises(ConfigError, match="longer than"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_converter_knows_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HOME", "/home/of/the/server")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    program = script(tmp_path, f"env > {tmp_path / 'env'}; exit 1")
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", program)
+    (out := tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exit status 1"):
+        Converter().convert(tmp_path, out, None)
+    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    assert seen["HF_HUB_OFFLINE"] == "1"
+    assert seen["LD_LIBRARY_PATH"] == "/opt/lib"
+    assert seen["HOME"] == seen["TMPDIR"] == str(out)
+    ours = {"HF_HUB_OFFLINE", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS", "HOME", "TMPDIR"}
+    shells = {"PWD", "SHLVL", "OLDPWD", "_"}
+    assert set(seen) <= {*ENVIRONMENT, *ours, *shells}
+
+
+def test_the_converter_has_limits() -> None:
+    said = run_limited("import signal; print(*(resource.getrlimit(kind)[1] for kind in KINDS), signal.alarm(0))")
+    *limits, alarm_s = map(int, said.stdout.split())
+    assert limits == [conversion_program.MAX_MEMORY, conversion_program.MAX_WRITTEN, 0]
+    assert conversion.CONVERT_S < alarm_s <= conversion_program.ALARM_S
+    assert "MemoryError" in run_limited("bytearray(conversion_program.MAX_MEMORY)").stderr
+
+
+def run_limited(then: str) -> subprocess.CompletedProcess[str]:
+    kinds = "KINDS = (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)"
+    imports = "import resource; from lorax_server.text import conversion_program"
+    code = f"{imports}; conversion_program.limit(); {kinds}; {then}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_what_the_converter_says_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = script(
+        tmp_path, "head -c 100000 /dev/zero | tr '\\0' b >&2; head -c 5000 /dev/zero | tr '\\0' a >&2; exit 1"
+    )
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", program)
+    with pytest.raises(ConfigError, match=r": a{500}$") as raised:
+        Converter().convert(tmp_path, tmp_path, None)
+    assert len(str(raised.value)) < 500 + len(str(tmp_path)) + 100
+
+
+def test_a_converter_that_is_closed_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(tmp_path / "no program"))
+    (converter := Converter()).close()
+    with pytest.raises(ConfigError, match="the server is stopping"):
+        converter.convert(tmp_path, tmp_path, None)
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[list[str]]) -> None:
+    model = save(tmp_path / "model", byte_level().tokenizer, model_type="qwen2")
+    folder = save(tmp_path / "adapter", byte_level(500).tokenizer)
+    base = load_tokenizer(save(tmp_path / "base", byte_level().tokenizer))
+    ours = load_adapter_tokenizer(folder, base, model)
+    assert converts[0][-1] == str(model / "config.json")
+    wanted = AutoTokenizer.from_pretrained(save(tmp_path / "wanted", byte_level(500).tokenizer, model_type="qwen2"))
+    assert type(wanted).__name__ == "Qwen2Tokenizer"
+    assert [ours.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["AutoModelForCausalLM", "pipeline", "Tokenizer/../x", "", 7, ["LlamaTokenizer"]])
+def test_a_class_that_is_no_tokenizers_is_not_even_asked_for(
+    name: Any, tmp_path: Path, converts: list[list[str]]
+) -> None:
+    with pytest.raises(ConfigError, match="is not a tokenizer's class"):
+        load_tokenizer(save(tmp_path, byte_level().tokenizer, tokenizer_class=name))
+    assert not converts
+
+
+def test_a_class_that_does_more_than_its_file_is_refused(
+    tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = rebuilt(tmp_path, "gpt2")
+    loaded = AutoTokenizer.from_pretrained(folder)
+    monkeypatch.setattr(type(loaded), "__call__", lambda *_, **__: {"input_ids": [1]})
+    with pytest.raises(ConfigError, match="does what its `tokenizers` backend does not"):
+        load_tokenizer(folder)
+
+
+def test_sentencepiece_is_asked_for(tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    monkeypatch.setattr("lorax_server.text.conversion_program.find_spec", lambda _: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # transformers tries that too, and would leave a folder
+    with pytest.raises(ConfigError, match="pip install sentencepiece"):
+        load_tokenizer(tmp_path)
+
+
+# --- Text and ids that cannot be --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("plain"), byte_level().tokenizer, chat_template="of the base")
+
+
+@pytest.fixture(scope="module")
+def plain(plain_folder: Path) -> TextTokenizer:
+    return load_tokenizer(plain_folder)
+
+
+def test_text_that_is_none(plain: TextTokenizer) -> None:
+    for cut in (plain.encode, plain.pieces):
+        with pytest.raises(InputError, match="cannot be made into tokens"):
+            cut("a\ud800b")
+
+
+@pytest.mark.parametrize("token_id", [-1, 538, 2**32, 2**70, True, "1", None, 1.0])
+def test_ids_that_are_no_tokens(token_id: Any, plain: TextTokenizer) -> None:
+    with pytest.raises(InputError, match="is not a token"):
+        plain.decode([0, token_id])
+
+
+def test_an_id_between_others_that_is_no_token(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    ours = TextTokenizer(backend, {}, {})
+    assert (ours.num_ids, ours.encode("a b"), ours.eos_token_ids) == (6, [0, 5], frozenset())
+    with pytest.raises(InputError, match="3 is not a token"):
+        ours.decode([3])
+
+
+def test_text_that_the_vocabulary_has_nothing_for() -> None:
+    backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(InputError, match="cannot be made into tokens"):
+        TextTokenizer(backend, {}, {}).encode("b")
+
+
+def test_threads_share_it(plain: TextTokenizer) -> None:
+    wanted, wrong = [plain.encode(text) for text in TEXTS], []
+
+    def work() -> None:
+        wrong.extend(text for text, ids in zip(TEXTS, wanted, strict=True) if plain.encode(text) != ids)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- Templates --------------------------------------------------------------------------------------------------------
+
+
+def oracle_templates(folder: Path) -> dict[str, str]:
+    found = AutoTokenizer.from_pretrained(folder).chat_template
+    return found if isinstance(found, dict) else {} if found is None else {"default": found}
+
+
+@pytest.mark.parametrize(
+    "in_config", [None, "text", [{"name": "default", "template": "a"}, {"name": "b", "template": "c"}]]
+)
+@pytest.mark.parametrize(
+    "files", [[], ["chat_template.jinja"], ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]]
+)
+def test_where_templates_are(in_config: Any, files: list[str], tmp_path: Path) -> None:
+    save(tmp_path, byte_level().tokenizer, chat_template=in_config)
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(f"von {file} ü\n")
+    templates = load_tokenizer(tmp_path).chat_templates
+    assert templates == oracle_templates(tmp_path)
+    assert len(templates) == (len(files) or (0 if in_config is None else 1 if in_config == "text" else 2))
+
+
+# --- An adapter that ships only part ----------------------------------------------------------------------------------
+
+
+def test_an_adapter_with_a_template_only(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("its own")
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    assert ours.chat_templates == {"default": "its own"}
+    assert ours.special_tokens == plain.special_tokens
+    assert ours.encode("Hello dog") == plain.encode("Hello dog")
+    assert plain.chat_templates == {"default": "of the base"}
+
+
+def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
+    monkeypatch.setattr(tokenizer, "_load", None)  # nothing is read again
+    ours = load_adapter_tokenizer(folder, plain, plain_folder)
+    assert ours.chat_templates == {"default": "of the adapter"}
+    assert ours.encode("Hello dog") == plain.encode("Hello dog")
+    assert ours.shares_vocabulary(plain)
+    assert ours.detokenizer is plain.detokenizer
+
+
+def test_an_adapters_tokenizer_that_differs_in_nothing_is_the_base_models(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, chat_template="of the base", padding_side="left")
+    assert load_adapter_tokenizer(folder, plain, plain_folder) is plain
+    save(tmp_path, byte_level().tokenizer, chat_template="of the base", pad_token=EOS)
+    ours = load_adapter_tokenizer(folder, plain, plain_folder)
+    assert ours.special_tokens == {**plain.special_tokens, "pad_token": EOS}
+    assert "pad_token" not in plain.special_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_shared"),
+    [
+        ({"add_prefix_space": False, "clean_up_tokenization_spaces": True, "tokenizer_class": PLAIN_CLASSES[0]}, True),
+        ({"pad_token": "<tool_call>"}, True),
+        ({"split_special_tokens": True}, False),
+        ({"extra_special_tokens": ["<new>"]}, False),
+        ({"additional_special_tokens": ["<new>"]}, False),
+        ({"image_token": "<new>"}, False),
+        ({"eos_token": "<tool_call>"}, False),
+        ({"added_tokens_decoder": {"90": added("<new>")}}, False),
+        ({"tokenizer_class": "GPT2Tokenizer"}, False),
+    ],
+)
+def test_what_of_a_config_makes_other_tokens(
+    changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, byte_level().tokenizer, **changes)
+    shared = share_base_tokenizer(vouch_for(folder), plain, plain_folder)
+    assert (shared is not None) == is_shared
+    if shared is not None:
+        wanted = AutoTokenizer.from_pretrained(folder)
+        assert [shared.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
+
+
+def test_a_chat_template_from_another_file(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", byte_level().tokenizer, chat_template="of the model")
+    other = save(tmp_path / "other", byte_level().tokenizer, chat_template="of the file")
+    assert load_tokenizer(folder).chat_templates == {"default": "of the model"}
+    ours = load_tokenizer(folder, template_config=other / "tokenizer_config.json")
+    assert ours.chat_templates == {"default": "of the file"}
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_tokenizer(folder, template_config=tmp_path / "none.json")
+
+
+def test_an_adapter_with_other_names_for_tokens(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+    decoder = {str(plain.token_to_id(EOS)): added(EOS, special=True)}
+    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "<tool_call>", "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({BOS: plain.token_to_id(BOS)}))
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    assert ours.eos_token_ids == {plain.token_to_id("<tool_call>")}
+    assert ours.special_tokens == {**plain.special_tokens, "eos_token": "<tool_call>"}
+    assert ours.chat_templates == plain.chat_templates
+
+
+def test_an_adapters_special_tokens_map(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": added("<tool_call>"), "pad_token": EOS}))
+    ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    assert ours.eos_token_ids == {plain.token_to_id("<tool_call>")}
+    assert ours.special_tokens["pad_token"] == EOS
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"538": added("<|im_end|>")}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": added(EOS)}}),
+        ("added_tokens.json", {"<|im_end|>": 538}),
+        ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
+    ],
+)
+def test_tokens_that_the_base_does_not_have(
+    file: str, content: Any, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"ship tokenizer\.json"):
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
+
+
+def test_an_adapter_with_a_vocabulary_does_not_use_the_base(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    backend.add_tokens([AddedToken("<New>", normalized=False)])
+    ours = load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
+    assert ours.num_ids == plain.num_ids + 1
+    assert ours.chat_templates == {}
+    assert not ours.shares_vocabulary(plain)
+
+
+def test_an_adapters_decoder_has_no_pattern(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+    backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace('"Regex":', "")])
+    load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("(a+)+b"), "")])
+    with pytest.raises(ConfigError, match="its decoder has a regular expression"):
+        load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
+
+
+# --- Files that nobody vouches for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"7",
+        b"{",
+        b'{"a": 1, "a": 2}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a": ' + b"9" * 10_000 + b"}",
+        b'{"model_max_length": Infinity}',
+        b'{"bos_token": 7}',
+        b'{"bos_token": {"content": 7}}',
+        b'{"bos_token": ["<s>"]}',
+        b'{"added_tokens_decoder": [1]}',
+        b'{"added_tokens_decoder": {"x": {"content": "a"}}}',
+        b'{"added_tokens_decoder": {"1": "a"}}',
+        b'{"added_tokens_decoder": {"1": {"content": "a", "special": 1}}}',
+        b'{"bos_token": "\\ud800"}',
+        b'{"chat_template": 7}',
+        b'{"chat_template": ["a"]}',
+        b'{"chat_template": [{"name": "a"}]}',
+        b'{"extra_special_tokens": 7}',
+        b'{"extra_special_tokens": [7]}',
+        b'{"extra_special_tokens": {"a": 7}}',
+    ],
+)
+@pytest.mark.usefixtures("never_converts")
+def test_a_damaged_config(content: bytes, tmp_path: Path) -> None:
+    save(tmp_path, byte_level().tokenizer)
+    if content.startswith(b'{"') and b'a": 2' not in content:
+        content = b'{"tokenizer_class": "TokenizersBackend", ' + content[1:]
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model": {"type": "BPE", "vocab": {"a": 99999999999}, "merges": []}}',
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
+        b'{"model": {"type": "Unigram", "unk_id": 7, "vocab": [["a", 0.0]]}}',
+        b'{"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": '
+        b'{"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+    ],
+)
+@pytest.mark.usefixtures("never_converts")
+def test_a_damaged_vocabulary(content: bytes, tmp_path: Path) -> None:
+    save(tmp_path, byte_level().tokenizer)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+@pytest.mark.parametrize("what", ["huge", "folder", "pipe"])
+@pytest.mark.usefixtures("never_converts")
+def test_what_is_no_file_or_too_large(file: str, what: str, tmp_path: Path) -> None:
+    path = save(tmp_path, byte_level().tokenizer) / file
+    path.unlink(missing_ok=True)
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 2**26 + 1)
+    with pytest.raises(ConfigError, match=file):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, converts: list[list[str]]) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    os.truncate(tmp_path / "tokenizer.model", 2**26 + 1)
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: has"):
+        load_tokenizer(tmp_path)
+    assert not converts
+
+
+def test_files_of_an_adapter_that_are_large_together_are_not_copied(
+    tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, size in (("tokenizer.model", 2**26), ("spiece.model", 2**26), ("vocab.txt", 1)):
+        (tmp_path / file).touch()
+        os.truncate(tmp_path / file, size)
+    monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(ConfigError, match="have 134217729 bytes, at most 134217728 are converted; ship a tokenizer"):
+        load_own_tokenizer(vouch_for(tmp_path), tmp_path, Converter())
+    assert not converts
+
+
+def test_templates_that_are_no_text_too_large_or_too_many(
+    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    (tmp_path / "chat_template.jinja").write_text("a" * (2**20 + 1))
+    with pytest.raises(ConfigError, match="at most"):
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a" * (2**20 + 1)}))
+    with pytest.raises(ConfigError, match="more than 1048576 characters"):
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for i in range(40):
+        (tmp_path / "additional_chat_templates" / f"{i}.jinja").touch()
+    with pytest.raises(ConfigError, match="more than 32"):
+        load_adapter_tokenizer(tmp_path, plain, plain_folder)
+
+
+# --- What no source vouched for ---------------------------------------------------------------------------------------
+
+
+STRAY = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"]
+STRAY += ["tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja"]
+STRAY += ["additional_chat_templates/default.jinja"]
+
+
+@pytest.mark.parametrize("file", STRAY)
+@pytest.mark.usefixtures("never_converts")
+def test_a_file_that_no_source_vouched_for_is_not_read(
+    file: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("what only the server may read")
+    (tmp_path / "adapter" / file).parent.mkdir(parents=True)
+    (tmp_path / "adapter" / file).symlink_to(tmp_path / "secret")
+    assert share_base_tokenizer(TokenizerFolder(tmp_path / "adapter", {}), plain, plain_folder) is plain
+
+
+@pytest.mark.parametrize("kind", ["link", "other bytes", "fifo", "nothing"])
+def test_a_file_that_took_the_place_of_what_was_vouched_for(
+    kind: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter" / "additional_chat_templates" / "default.jinja"
+    path.parent.mkdir(parents=True)
+    path.write_text("what was vouched for")
+    (tmp_path / "secret").write_text("what only the server")
+    files = vouch_for(tmp_path / "adapter")
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(tmp_path / "secret")
+    elif kind == "other bytes":
+        path.write_text("what was vouched FOR")
+    elif kind == "fifo":
+        os.mkfifo(path)  # and nobody ever writes to it
+    with pytest.raises(
+        SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was chosen; try again"
+    ):
+        share_base_tokenizer(files, plain, plain_folder)
+
+
+def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "adapter", byte_level(500).tokenizer, tokenizer_class="GPT2Tokenizer")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "more.jinja").write_text("a template")
+    files = vouch_for(folder)
+    for stray in ("config.json", "processor_config.json", "tokenizer.1.0.json", "vocab.txt"):
+        (folder / stray).symlink_to("/etc/passwd")
+    seen: list[set[str]] = []
+
+    def convert(_: Converter, copied: Path, *rest: Any) -> None:
+        seen.append({str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()})
+        assert not any(path.is_symlink() for path in copied.rglob("*"))
+        raise ConfigError("enough is seen")
+
+    monkeypatch.setattr(Converter, "convert", convert)
+    with pytest.raises(ConfigError, match="enough is seen"):
+        load_own_tokenizer(files, tmp_path, Converter())
+    assert seen == [{"tokenizer.json", "tokenizer_config.json", "additional_chat_templates/more.jinja"}]
+
+
+# --- How a model likes to generate ------------------------------------------------------------------------------------
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_nothing_is_said(tmp_path: Path) -> None:
+    assert load_generation_defaults(tmp_path) == GenerationDefaults()
+
+
+def test_all_that_is_said(tmp_path: Path) -> None:
+    said = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 2048,
+    }
+    write(tmp_path, generation_config={**said, "eos_token_id": 7, "transformers_version": "4.1", "bos_token_id": None})
+    assert load_generation_defaults(tmp_path) == GenerationDefaults(frozenset([7]), **said)
+    write(tmp_path, generation_config=dict.fromkeys(said))
+    assert load_generation_defaults(tmp_path) == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    "of_generation", [{}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [9, 8, 9]}]
+)
+@pytest.mark.parametrize("of_model", [{}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [5, -1]}])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_the_tokens_that_end(of_generation: Any, of_model: Any, model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, generation_config=of_generation, config={"model_type": model_type, **of_model})
+    wanted = load_generation_eos(str(tmp_path), None) | eos_token_ids(AutoConfig.from_pretrained(tmp_path))
+    assert load_generation_defaults(tmp_path).eos_token_ids == wanted
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3"])
+def test_what_it_means_that_no_token_is_named(model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, config={"model_type": model_type})
+    wanted = eos_token_ids(AutoConfig.from_pretrained(tmp_path))
+    assert load_generation_defaults(tmp_path).eos_token_ids == wanted
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"eos_token_id": "7"},
+        {"eos_token_id": [7, None]},
+        {"eos_token_id": 7.0},
+        {"eos_token_id": True},
+        {"eos_token_id": {}},
+        {"do_sample": 1},
+        {"do_sample": "yes"},
+        {"temperature": "hot"},
+        {"temperature": True},
+        {"temperature": float("nan")},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"max_new_tokens": [1]},
+        [],
+    ],
+)
+def test_damaged_defaults(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_generation_defaults(write(tmp_path, generation_config=content))
+
+
+def test_a_models_config_may_hold_infinity(tmp_path: Path) -> None:
+    write(tmp_path, config={"eos_token_id": 3, "time_step_limit": [0, float("inf")]})
+    assert load_generation_defaults(tmp_path).eos_token_ids == {3}
+    (tmp_path / "config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match=r"/config\.json"):
+        load_generation_defaults(tmp_path)
+
+
+# --- What it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_it_needs_neither_torch_nor_transformers() -> None:
+    modules = imported_by("import lorax_server.text.tokenizer, lorax_server.text.chat_template")
+    assert "tokenizers" in modules
+    assert not modules & {"torch", "numpy", "transformers", "safetensors", "lorax_server.text.conversion_program"}
