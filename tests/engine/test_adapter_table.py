@@ -1269,5 +1269,5 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None, database=None
+    max_examples=75, stateful_step_count=40, derandomize=True, deadline=None, database=None
 )
