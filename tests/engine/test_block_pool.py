@@ -222,5 +222,5 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=200, stateful_step_count=40, derandomize=True, deadline=None, database=None
+    max_examples=100, stateful_step_count=40, derandomize=True, deadline=None, database=None
 )

@@ -923,6 +923,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=150, stateful_step_count=30, derandomize=True, deadline=None, database=None
-)
+TestMachine.settings = settings(max_examples=75, stateful_step_count=30, derandomize=True, deadline=None, database=None)

@@ -286,7 +286,7 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
 def test_what_is_shown_is_what_the_definition_says(pieces: list[str], stop: list[str], include: bool) -> None:
     check(pieces, stop, include)

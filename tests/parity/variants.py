@@ -6,7 +6,9 @@ would prove nothing.
 """
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -196,16 +198,23 @@ TOLERANCE = {name: 2e-2 if "fp8" in name else 1e-4 for name in VARIANTS}
 LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope" in name]
 
 
-@torch.no_grad()
 def make_oracle(name: str, spread: float = 0.3) -> Any:
     """The variant in transformers, every parameter random: no bias is zero and no norm is one, as they start out."""
+    model, random_state = _build_oracle(name, spread)
+    torch.set_rng_state(random_state)
+    return deepcopy(model)  # a test may change it
+
+
+@cache
+@torch.no_grad()
+def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(sum(name.encode()))
     model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
         parameter.normal_(0, spread)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):
             parameter.add_(1)  # a norm's weight
-    return model
+    return model, torch.get_rng_state()
 
 
 def make_weights(

@@ -132,7 +132,7 @@ def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
     assert streamed(make_detokenizer(kind.tokenizer), ids, range(6)) == "é\ufffdé"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=12), st.data())
 def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
     kind = byte_level()

@@ -483,7 +483,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=50)
+TestMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=50)
 
 RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, Machine.step, Machine.time_passes]
 
