@@ -92,7 +92,7 @@ def measure_list() -> list[Record]:
     async def answer(identities: Sequence[str]) -> list[AdapterState]:
         return [states[identity] for identity in identities]  # what the engine does is measured below
 
-    parts: Any = SimpleNamespace(names=names, seen=seen, engine=SimpleNamespace(list_adapters=answer))
+    parts: Any = SimpleNamespace(model_names=names, seen=seen, engine=SimpleNamespace(list_adapters=answer))
     page = everything[:1000]
     last = Asked(after=f"name:{names.listing.names[-1001]}")
 

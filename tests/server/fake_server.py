@@ -67,7 +67,7 @@ class Routes(Bench):
         names = ModelNames("base", default_source=default_source)
         names.set_folder(folder or [])
         rate_limits = RateLimits(1000, new_adapters_per_minute=new_adapters_per_minute)
-        self.parts = replace(self.parts, keys=keys, names=names, rate_limits=rate_limits)
+        self.parts = replace(self.parts, keys=keys, model_names=names, rate_limits=rate_limits)
         self.answers: dict[str, Resolved | LoraxError] = {}
         self.engine._send = self._obey  # type: ignore[method-assign]
         self.app, self.service = _shared()

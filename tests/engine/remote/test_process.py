@@ -100,7 +100,7 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     peer.start()
     received = [peer.receive(), peer.receive()]
     assert all(isinstance(message, messages.Outputs) for message in received)
-    tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in messages]
+    tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in received]
     assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
     stop(peer)
 
