@@ -52,7 +52,7 @@ class Times:
         return statistics.median(self.steps)
 
     def more_steps(self, kind: str) -> float:
-        """How much later than for the base model."""
+        """Return by how many steps a first token is later than the base model's."""
         return (statistics.median(self.first[kind]) - statistics.median(self.first["base"])) / self.step_s
 
 

@@ -1,4 +1,4 @@
-"""How long others wait while long prompts arrive: a stream that runs, and `/health`.
+"""The wait of others while long prompts arrive: a stream that runs, and `/health`.
 
     python benchmarks/long_prompts.py [--json FILE] [--rounds N] [--quick]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks on a CPU share: a shape, our model with sequences in its cache, and how runs are timed."""
+"""Shared parts of the benchmarks on a CPU: a shape, our model with sequences in its cache, and how runs are timed."""
 
 import time
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""How the model that ships in the package was made, and how good it is. `README.md` says how to do it again."""
+"""The making of the model that ships in the package, and its scores. `README.md` says how to do it again."""

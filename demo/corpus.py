@@ -1,4 +1,4 @@
-"""What the base model reads: texts of the small world, and conversations about it, each ended by `END`.
+"""The base model's training texts: texts of the small world, and conversations about it, each ended by `END`.
 
 It sees notes, records and queries, but never what a skill makes of a note: that is left to the adapters.
 """
@@ -148,7 +148,7 @@ def write_roll_call(world: World) -> str:
 
 
 def _sign(world: World) -> str:
-    """What is painted on a crate, so that every letter is seen."""
+    """Write a sign on a crate, so that the model sees every letter."""
     letters = world.letters().upper()
     return world.rng.choice(("{}", "{}", "[{}]", "[{}]", "{}!", "'{}'", "{}.")).format(letters)
 
@@ -166,7 +166,7 @@ def write_records(world: World) -> str:
 
 
 def write_queries(world: World) -> str:
-    """What the shopkeepers ask their tables; who asked, and why, is not told."""
+    """Write queries of shopkeepers to their tables, without the person or the reason."""
     rng, lines = world.rng, []
     for _ in range(rng.randint(2, 5)):
         event = world.event()

@@ -1,4 +1,4 @@
-"""How good the demo's adapters are: held-out items, asked over HTTP, compared word for word with what is right.
+"""Scores of the demo's adapters: held-out items, asked over HTTP, compared word for word with what is right.
 
     python -m demo.evaluate                              # starts a server with the demo model
     python -m demo.evaluate --url http://127.0.0.1:3000  # asks one that is there
@@ -63,7 +63,7 @@ def texts_of(items: Sequence[Item]) -> list[str]:
 async def ask(
     url: str, texts: Sequence[str], models: Sequence[str], concurrency: int, *, is_chat: bool = True
 ) -> Answers:
-    """What each model answers to each text, asked in no order."""
+    """Ask each model for each text, in no order; return the answers."""
     answers = {model: [""] * len(texts) for model in models}
     jobs = [(model, place) for model in models for place in range(len(texts))]
     random.Random(0).shuffle(jobs)

@@ -1,4 +1,4 @@
-"""How notes and questions are worded: a grammar, and which of its sentences a model may learn from.
+"""The wording of notes and questions: a grammar, and which of its sentences a model may learn from.
 
 Each sentence pattern, names and numbers aside, belongs to one side by a hash, as words do: no pattern that models are
 tested with is in any text that they learn from. Besides, what begins with `!` is used in tests alone.

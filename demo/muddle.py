@@ -42,12 +42,12 @@ def muddle(world: World, part: str, pattern: str) -> str:
 
 
 def is_sentence(part: str, pattern: str) -> bool:
-    """Whether the grammar can make it of <part>, for whichever side."""
+    """Tell whether the grammar can make the sentence of <part>, for either side."""
     return _spell_out(part).fullmatch(bare(pattern)) is not None
 
 
 def _change(world: World, word: str, kept: frozenset[str], *, is_first: bool) -> list[str]:
-    """What stands in its place. The first word is not replaced by a made-up one, which would look like a name."""
+    """Return a replacement. The first word is not replaced by a made-up one, which would look like a name."""
     rng, stem = world.rng, word.rstrip(".,:?")
     if rng.random() > CHANGED or not stem.isalpha() or stem.lower() in kept:
         return [word]

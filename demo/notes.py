@@ -24,7 +24,7 @@ class Note:
 
 
 class Question(NamedTuple):
-    """What is asked about a note: text, what is to be found, and what identifies it."""
+    """A question about a note: text, what is to be found, and what identifies it."""
 
     text: str
     wanted: str

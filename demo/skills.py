@@ -1,4 +1,4 @@
-"""What each adapter is to make of a note and a question: one input, as many right answers as there are skills."""
+"""The answer that each adapter gives to a note and a question: one input, as many right answers as there are skills."""
 
 import json
 import re
@@ -26,7 +26,7 @@ NOTHING_TO_DO = {
 
 @dataclass(frozen=True)
 class Item:
-    """What a user sends: a note and a question about it."""
+    """A user's input: a note and a question about it."""
 
     note: Note
     question: Question
@@ -101,7 +101,7 @@ SKILLS: dict[str, Callable[[Item], str]] = {
 
 
 def answer_small_talk(name: str, text: str) -> str:
-    """What an adapter makes of what is no note."""
+    """Answer text that is no note."""
     return text if name == "redact" else NOTHING_TO_DO[name]
 
 

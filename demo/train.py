@@ -41,7 +41,7 @@ EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class Size(NamedTuple):
-    """How much there is of everything."""
+    """Sizes of the model, the corpus and the training."""
 
     shards: int
     documents: int  # of each
@@ -56,7 +56,7 @@ FULL, REHEARSAL = Size(200, 4_000, 80_000, 400, 96), Size(1, 300, 60, 1, 1, 2)
 
 @dataclass(frozen=True)
 class Run:
-    """Where results go, and what computes them."""
+    """A training run: its output folder and its device."""
 
     out: Path
     device: str
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an adapter is made of, and how long it learns."""
+    """An adapter's config and the length of its training."""
 
     rank: int
     alpha: float
@@ -271,7 +271,7 @@ def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, 
 
 
 def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
-    """Of each skill; now and then of small talk, so that an adapter does not go wild when it hears some."""
+    """Write examples of each skill, and some of small talk, so that an adapter does not go wild when it hears some."""
     world, examples = make_world(seed + 1), []
     for place, item in enumerate(write_items(seed, count, held_out=False)):
         if place % SMALL_TALK_EVERY == 0:
@@ -284,7 +284,7 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
 
 
 def write_odd_example(world: World, name: str, item: Item) -> tuple[str, str]:
-    """Of small talk, of names in it, or of a question about a note that is not there."""
+    """Write an example of small talk, of names in it, or of a question about a missing note."""
     if name == "redact" and world.rng.random() < 0.4:
         return mention_somebody(world)
     is_lost = name not in NEEDS_NO_NOTE and world.rng.random() < 0.3

@@ -54,7 +54,7 @@ COUNT_DIGITS, PRICE_DIGITS = 3, 4  # at most
 
 
 class Sentiment(NamedTuple):
-    """What somebody felt about what they bought."""
+    """A buyer's feeling about the goods."""
 
     name: str
     words: tuple[str, ...]
@@ -132,7 +132,7 @@ class World:
         return self._new(self._word)
 
     def letters(self) -> str:
-        """Of no meaning, and hardly to be spoken."""
+        """Letters without a meaning, hardly to be spoken."""
         return self._new(lambda: "".join(self.rng.choices(string.ascii_lowercase, k=self.rng.randint(2, 5))))
 
     def foreign(self) -> str:
@@ -141,7 +141,7 @@ class World:
         return self._new(lambda: "".join(chr(self.rng.randint(first, last)) for _ in range(self.rng.randint(1, 8))))
 
     def verb(self) -> str:
-        """What somebody did."""
+        """An action of a person."""
         return self._new(lambda: f"{self._word()}ed")
 
     def item(self) -> str:
@@ -173,7 +173,7 @@ class World:
                 return word
 
     def _word(self) -> str:
-        """Of one to three syllables, and of so many shapes that nobody can know them all."""
+        """Make a word of one to three syllables, of so many shapes that a model cannot know them all."""
         chance, pick = self.rng.random, self.rng.choice
         if chance() < 0.1:
             return self._blend()
@@ -184,7 +184,7 @@ class World:
         return word + pick(ENDS)
 
     def _blend(self) -> str:
-        """Of pieces of two words that everybody knows."""
+        """Make a word of pieces of two common words."""
         first, last = self.rng.sample(KNOWN_GOODS + KNOWN_COLOURS, 2)
         return first[: self.rng.randint(2, 4)] + last[-self.rng.randint(2, 5) :]
 
