@@ -1,4 +1,4 @@
-"""Costs that one caller can put on all others, now and as it was before: lists of many adapters, misspelt names, many keys,
+"""Costs that one caller can put on all others, now and before: lists of many adapters, misspelt names, many keys,
 watermarks.
 
     python benchmarks/shared_costs.py [--json FILE]
