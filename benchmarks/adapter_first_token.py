@@ -52,7 +52,7 @@ class Times:
         return statistics.median(self.steps)
 
     def more_steps(self, kind: str) -> float:
-        """How much later than for the base model."""
+        """Return the delay against the base model, in steps."""
         return (statistics.median(self.first[kind]) - statistics.median(self.first["base"])) / self.step_s
 
 

@@ -1,4 +1,4 @@
-"""How a matrix should be stored on a CPU: `[out, in]`, `[in, out]`, or packed by oneDNN, by the number of rows.
+"""Storage of a matrix on a CPU, by the number of rows: `[out, in]`, `[in, out]`, or packed by oneDNN.
 
 We keep `[out, in]` for single rows and the packed form for batches. A record is the speed of that choice relative to
 the best of the three; the goal is to be within a tenth of it everywhere.

@@ -147,7 +147,7 @@ def measure_prefill(model: Any, arena: AdapterArena) -> Record:
 
 
 def measure_growth(model: Any, folder: Path, arena: AdapterArena) -> list[Record]:
-    """What 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
+    """Measure the time that 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
     arenas = {RANK: arena}
     for rank in OTHER_RANKS:
         base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()

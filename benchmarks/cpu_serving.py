@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass
 class Served:
-    """What came out, and when, in seconds since the start."""
+    """The tokens of each request and their times, in seconds since the start."""
 
     arrivals: dict[int, float]
     shown: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))

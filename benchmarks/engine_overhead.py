@@ -1,4 +1,4 @@
-"""What a step costs besides the model: deciding it, writing the plan, making the inputs, taking note of the result.
+"""The cost of a step besides the model: deciding it, writing the plan, making the inputs, taking note of the result.
 
 The engine, its scheduler, its adapter table, the worker and the runner with its tables are the real ones. The model is
 replaced by one that computes nothing: its hidden states are zeros, and of eight tokens one is always the best. All

@@ -1,4 +1,4 @@
-"""How long somebody's small request waits beside another's large one: rows are shared between tenants.
+"""The wait of one tenant's small requests beside another tenant's large one: tenants share the rows.
 
 A server is started as users start it, with the demo model and without keys. From one address (127.0.0.1) comes a
 request for 128 long answers, which takes all rows. From another (127.0.0.2) come small requests for an adapter, one
@@ -36,7 +36,7 @@ TAKEN_BACK = "lorax_rows_taken_back_total "
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is asked for."""
+    """The size of the load."""
 
     choices: int = 128
     tokens: int = 256

@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(error)
 
     def _end(self, error: str) -> None:
-        """What is left of such a response is not waited for."""
+        """Close the connection without waiting for the rest of the response."""
         self.is_open = False
         self._transport.close()
         self._finish(error)

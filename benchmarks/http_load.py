@@ -1,4 +1,4 @@
-"""What HTTP costs: the same requests to a bare engine, and over sockets to a server in front of one.
+"""The cost of HTTP: the same requests to a bare engine, and over sockets to a server in front of one.
 
 64 requests are under way at any time, each for one of 8 adapters, with answers of 32 to 96 tokens; when one ends, the
 next comes. (With `--equal` all have 64, so that all end and come together, which no crowd does.) The bare engine runs
@@ -64,7 +64,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured."""
+    """The size of the load."""
 
     pairs: int = 3
     requests: int = 256

@@ -1,4 +1,4 @@
-"""How long others wait while long prompts arrive: a stream that runs, and `/health`.
+"""The waits of other clients while long prompts arrive: of a running stream, and of `/health`.
 
     python benchmarks/long_prompts.py [--json FILE] [--rounds N] [--quick]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks on a CPU share: a shape, our model with sequences in its cache, and how runs are timed."""
+"""Shared code of the CPU benchmarks: a shape, our model with sequences in its cache, and the timing of runs."""
 
 import time
 from collections.abc import Callable

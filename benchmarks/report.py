@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: a table for people, a JSON file for machines."""
+"""Reports of the benchmarks' figures: a table for people, a JSON file for machines."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What one caller can make everybody pay, now and as it was before: lists of many adapters, misspelt names, many keys,
+"""Costs that one caller can cause for all others, now and before: lists of many adapters, misspelt names, many keys,
 watermarks.
 
     python benchmarks/shared_costs.py [--json FILE]
@@ -141,7 +141,7 @@ def measure_keys() -> list[Record]:
 
 
 def measure_watermark() -> list[Record]:
-    """Of a vocabulary of 128k, for 32 rows."""
+    """Measure the watermark of a vocabulary of 128k, for 32 rows."""
     torch.set_num_threads(1)  # so that this thread's time is all
     scores, hashes = torch.randn(ROWS, VOCAB), hash_tokens(VOCAB)
     previous = torch.randint(VOCAB, (ROWS,))

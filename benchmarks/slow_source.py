@@ -1,4 +1,4 @@
-"""What steps cost while adapters come from a source that takes five seconds, or that fails, against steps without.
+"""The cost of steps while adapters come from a source that takes five seconds or fails, against steps without.
 
 16 requests for the base model decode all the time. In every second phase, requests name adapters that are not here:
 each of them is fetched from a source that waits for five seconds and then delivers, or that waits and fails. So in

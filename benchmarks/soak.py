@@ -1,4 +1,4 @@
-"""What a server keeps of the requests that it has served: nothing, if all is well.
+"""The memory, files and threads that a server keeps after its requests: none, if all is well.
 
 `lorax serve` runs a tiny model with six adapters (`--demo`: the bundled ones, which takes six times as long). Rounds of
 requests come over sockets, 48 at a time: streams, whole answers and chats, with prompts and answers of random lengths,
@@ -59,7 +59,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is asked."""
+    """The size of the load."""
 
     requests: int = 20_000
     warm_up: int = 2_000
@@ -83,7 +83,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has taken."""
+    """The memory, files and threads of a process."""
 
     rss: int
     files: int
@@ -251,7 +251,7 @@ async def answer_alone(server: "Server", chance: random.Random, count: int) -> l
 
 
 async def send_all(server: "Server", load: Sequence[Wanted]) -> list[str]:
-    """What was wrong with the answers."""
+    """Send the load and return the problems with its answers."""
     left, problems = iter(load), []
 
     async def work() -> None:
@@ -334,7 +334,7 @@ class Server:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What it is for, by how it was started."""
+    """Return the process's purpose, by the way it was started."""
     words = " ".join(process.cmdline())
     kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "template_worker": "template worker"}
     return next((name for sign, name in kinds.items() if sign in words), "API")

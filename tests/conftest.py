@@ -94,7 +94,7 @@ def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where tests run in several processes, each hands its tables to the one that prints them."""
+    """Hand this process's tables to the process that prints them, if tests run in several."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["tables"] = [session.config.stash.get(key, {}) for key in (AGREEMENT, ADAPTER_SCORES)]
@@ -140,7 +140,7 @@ def seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """What tests share does not depend on which test asks for it first."""
+    """Seed before each shared fixture: its values must not depend on the test that asks for it first."""
     if fixturedef.scope != "function":
         seed()
 

@@ -198,7 +198,7 @@ class Watch:
 
 
 def _wait_for(allowed: set[Thing], find: Callable[[], set[Thing]] = find_all) -> set[Thing]:
-    """What is left beside `allowed` after a while, at once if that is nothing."""
+    """Return the things left beside `allowed`: at once if there are none, else after a grace period."""
     if not (left := find() - allowed):
         return left
     gc.collect()  # sockets of who left no reference; Python warns of its own, which fails the test

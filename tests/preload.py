@@ -1,4 +1,4 @@
-"""What the processes of tests have in common, imported once by the process that they are forked from."""
+"""Common imports of the processes of tests, done once by the process that they are forked from."""
 
 import gc
 import os

@@ -36,7 +36,7 @@ class RankPool:
             theirs.close()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(group, *args)` returns on each rank; the first failure is raised here."""
+        """Run `function(group, *args)` on each rank and return the results; raise the first failure."""
         for connection in self._connections[:size]:
             connection.send_bytes(pickle.dumps((size, function, args)))  # whole: torch would leave what shares tensors
         replies = []

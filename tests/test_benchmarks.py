@@ -1,4 +1,4 @@
-"""What the benchmarks share: a record's goal is judged by its value, and the JSON holds what it should."""
+"""The shared code of the benchmarks: a record's value is judged by its goal, and the JSON is complete."""
 
 import json
 import runpy

@@ -402,7 +402,7 @@ def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
 
 
 def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a token adds is seen as a whole, though the thread that brings it may be stopped anywhere in between."""
+    """A reader sees a token's effects all at once, though the thread that applies them may stop anywhere in between."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)
     parts = [next(stream).text]

@@ -78,7 +78,7 @@ def test_targets_exist(command: str) -> None:
 
 @pytest.mark.parametrize("command", lines("shell"))
 def test_flags_exist(command: str) -> None:
-    """Those for models that have to be fetched first are read as far as that is possible."""
+    """Parse and check the flags, as far as possible for models that have to be fetched first."""
     words = shlex.split(command)
     environ = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
     program, *flags = words[len(environ) :]

@@ -1,4 +1,4 @@
-"""What a request may ask for: everything else is refused, and the message says which parameter it is about."""
+"""Parameters of requests: bad values are refused with a message that names the parameter."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an adapter becomes for one rank, against direct computations on whole matrices."""
+"""Adapters prepared for one rank, against direct computations on whole matrices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ BASE, BIAS = normal(VOCAB, SIZE, seed=1), normal(VOCAB, seed=2)  # of a linear: 
 
 
 def make_target(kind: Kind, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> AdapterTarget:
-    """What a rank holds: some of the vocabulary or of a linear's outputs, all of a norm."""
+    """Make a rank's target: its part of the vocabulary or of a linear's outputs, or all of a norm."""
     shard = shard_vocab(group, VOCAB)
     weight, columns = shard.take(BASE, 0).to(dtype), slice(0, shard.size)
     if kind is Kind.EMBEDDING:
@@ -114,7 +114,7 @@ def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
 
 
 def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[tuple[int, int]]:
-    """Where each piece begins and ends, from the table alone."""
+    """Return the begin and end of each piece, from the table alone."""
     found = []
     for target, values in zip(targets.values(), adapter.table.tolist(), strict=True):
         fields = dict(zip(Field, values, strict=True))

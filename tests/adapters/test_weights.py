@@ -156,7 +156,7 @@ FUSED = {"r": 4, "target_modules": ["c_attn"]}
 
 
 def blocks(nblocks: int, rank: int) -> tuple[Any, Damage, Any, str]:
-    """Of a size that the matrix cannot be cut into."""
+    """Make a case with a number of blocks that the matrix cannot be cut into."""
 
     def damage(tensors: Tensors) -> None:
         tensors |= {key: torch.ones(rank, 32 // nblocks) for key in tensors if key.endswith(A)}

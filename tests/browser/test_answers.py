@@ -1,4 +1,4 @@
-"""What is asked is answered: side by side, as it comes, with all that is to be known of it."""
+"""Answers in the playground: side by side, streamed, with the details of each token and request."""
 
 import json
 import math

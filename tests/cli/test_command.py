@@ -133,7 +133,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """What would be served."""
+    """Collect the configs that the command would serve."""
     configs: list[ServerConfig] = []
 
     def serve_forever(config: ServerConfig) -> int:

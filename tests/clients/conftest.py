@@ -53,7 +53,7 @@ class Server(NamedTuple):
         return f"{self.url}/v1"
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What a plain request returns."""
+        """Send a plain request and return its JSON."""
         port = int(self.url.rsplit(":", 1)[1])
         with closing(HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -72,7 +72,7 @@ class Reply(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What one model is asked, and what it answers to a plain request: as a chat, and as a completion."""
+    """A prompt for one model, and the model's replies to plain requests: as a chat, and as a completion."""
 
     model: str
     chat: Reply
@@ -94,7 +94,7 @@ class Pages(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
-    """Where pages come from that are not the server's own."""
+    """Serve pages from an origin that is not the server's own."""
     with showing(partial(Pages, directory=str(HERE))) as origin:
         yield origin
 

@@ -37,7 +37,7 @@ export {};
 
 
 class Running(Protocol):
-    """What the fixture `server` gives."""
+    """The part of the fixture `server` that these tests use."""
 
     @property
     def url(self) -> str: ...

@@ -46,7 +46,7 @@ def test_openai(server: Server, questions: dict[str, Question]) -> None:
 
 
 def test_vercel(server: Server, questions: dict[str, Question]) -> None:
-    """Where a model is asked for completions, the SDK words its prompts so."""
+    """Compare with plain completions of the prompt as the SDK words it."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     asked = {
         model: question._replace(completion=complete_plainly(server, model, prompt))

@@ -41,7 +41,7 @@ def items() -> list[Item]:
 
 @pytest.fixture(scope="module")
 def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
-    """What each model answers when nobody else is asked."""
+    """Return the answers of each model while no other model is asked."""
     answers: dict[str, list[str]] = {}
     for model in MODELS:
         answers |= asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), [model], FEW_ITEMS))

@@ -1,4 +1,4 @@
-"""What the demo's models learn from and are tested with have nothing in common, and right answers are right."""
+"""The demo's data: training and test texts have nothing in common, and right answers are right."""
 
 import json
 import random
@@ -22,7 +22,7 @@ OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose va
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    """What the base model reads."""
+    """Return documents that the base model is trained on."""
     return write_documents(5, 6_000)
 
 
@@ -65,7 +65,7 @@ def test_every_sentence_pattern_has_one_side(rule: str) -> None:
 
 @pytest.mark.slow
 def test_no_sentence_that_is_tested_is_learnt() -> None:
-    """Of finished texts: who wrote them, and how, does not matter."""
+    """Compare finished texts, whichever part of the program wrote them."""
     learnt = {kind for item in write_items(6, 20_000, held_out=False) for kind in kinds(item)}
     tested = {kind for item in write_items(7, 4_000, held_out=True) for kind in kinds(item)}
     assert len(tested) > 5_000

@@ -1,4 +1,4 @@
-"""What clients that mean no good send, and what may come of it."""
+"""Requests of hostile clients, and the statuses that may answer them."""
 
 import json
 from collections.abc import Callable, Iterator

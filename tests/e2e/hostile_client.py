@@ -1,4 +1,4 @@
-"""What a client that means no good sends, byte by byte, and what it gets for it."""
+"""A hostile client: sends any bytes, and parses the responses."""
 
 import json
 import socket

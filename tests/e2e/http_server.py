@@ -87,12 +87,12 @@ def write_other(adapter: Path, folder: Path) -> None:
 
 
 def import_path() -> str:
-    """Where processes of tests find what they import."""
+    """Return the `PYTHONPATH` for processes that tests start."""
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 class Answer(NamedTuple):
-    """What came over the wire; the headers' names are in lower case."""
+    """A response as it came over the wire; names of headers are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -105,7 +105,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """What a stream's events say. Comments are passed over; anything else would be a mistake."""
+        """Decode the events of a stream. Skip comments; fail on anything else."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *pieces, rest = self.body.split(b"\n\n")
         assert rest == b""

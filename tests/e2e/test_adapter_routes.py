@@ -1,4 +1,4 @@
-"""What a server says of its adapters is what its engine has."""
+"""The server's lists of adapters, which must agree with the engine."""
 
 import shutil
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def ask(server: Server, name: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(server: Server) -> Any:
-    """What was listed before any other test: of everybody, and of the operator."""
+    """Return the adapter `first` as listed before any other test: to every caller, and to the operator."""
     return listed(server)["first"], listed(server, ADMIN)["first"]
 
 

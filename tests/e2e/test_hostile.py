@@ -188,7 +188,7 @@ def test_http(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "PROPFIND", "M-SEARCH"])
 def test_methods(server: Server, method: str) -> None:
-    """What is not possible is 405, says what is, and does nothing."""
+    """A method that a route lacks is answered by 405 with the methods that it has, and does nothing."""
     for path in (*GET_PATHS, *POST_PATHS):
         (answer,) = exchange(server.port, request(method, path))
         if method == "HEAD" and path in GET_PATHS:
@@ -247,7 +247,7 @@ def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_who_asks_for_another_protocol_is_answered_in_this_one(server: Server, wait: bool) -> None:
-    """Also a request with a body, which Java's client sends so, and the next one on the same connection."""
+    """Send requests with a body, as Java's client does, two on one connection."""
     head = loose("POST", NATIVE, *UPGRADE, ("content-type", "application/json"), ("content-length", str(len(GOOD))))
     with connect(server.port) as connection:
         for _ in range(2):

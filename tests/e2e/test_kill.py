@@ -1,4 +1,4 @@
-"""What dies, stops or leaves while answers are under way: real processes and sockets, ended by real signals."""
+"""Engines, servers and clients that end while answers are under way: real processes, sockets and signals."""
 
 import json
 import os

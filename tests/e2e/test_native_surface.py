@@ -1,4 +1,4 @@
-"""What LoRAX's own routes put on the wire, byte by byte: bodies, events, headers, errors and their order."""
+"""LoRAX's own routes on the wire, byte by byte: bodies, events, headers, errors and their order."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""What the OpenAI routes, the adapters' routes and keys do on the wire: names, templates, files that change, limits."""
+"""The OpenAI routes, the adapters' routes and keys on the wire: names, templates, files that change, limits."""
 
 import http.client
 import json

@@ -71,7 +71,7 @@ def _with_events(document: Any) -> Any:
 
 
 def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
-    """How often each operation was answered by each status, and what was wrong."""
+    """Return how often each operation was answered by each status, and the failures."""
     calls: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
     for event in from_schema(schema).execute():

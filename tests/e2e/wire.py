@@ -129,7 +129,7 @@ def count_logged(server: Server, request_id: str) -> int:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Of a server: its engine, what renders templates, and Python's tracker of resources."""
+    """Return the process ids of a server's children: engine, template renderer, Python's resource tracker."""
     found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes()

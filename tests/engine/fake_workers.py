@@ -40,7 +40,7 @@ def token_after(chained: int) -> int:
 
 
 def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a request gets that runs by itself."""
+    """Return the tokens of a request that runs by itself."""
     chained, tokens = seed_of(identity), []
     for token in prompt:
         chained = chain(chained, token)
@@ -192,7 +192,7 @@ class Workers:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it will notify."""
+        """Return True if a preparation or a load is under way, which will notify the engine."""
         return bool(self._preparing or self._loads)
 
     def tick(self) -> None:
@@ -266,7 +266,7 @@ class Workers:
             load.is_written = True
 
     def _end_loads(self) -> None:
-        """Those whose time has come."""
+        """End the loads whose time has come."""
         loaded = []
         for index, load in self._loads.items():
             load.turns_left -= 1
@@ -439,7 +439,7 @@ class World:
             self.engine.abort(asked.request_id)
 
     def turn(self, passes_s: float = 0.1) -> bool:
-        """Whether the engine had something to do."""
+        """Let time pass and call the engine if it is due; return True if it was."""
         self.num_turns += 1
         self.now += passes_s
         self.workers.tick()

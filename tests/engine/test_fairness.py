@@ -201,7 +201,7 @@ def test_further_answers_of_a_call_give_way_to_other_calls_of_its_tenant(depth: 
 
 
 def test_the_only_row_of_a_call_is_kept() -> None:
-    """Also if it is that of a further answer."""
+    """Keep the row although it belongs to a further answer of the call."""
     engine = Engine(replace(LIMITS, max_rows=2), 200)
     short = make_request(0, [1, 2, 3], 4, eos=False, tenant="one")
     further = make_request(1, [1, 2, 3], 40, eos=False, tenant="one", first_id=0)

@@ -28,12 +28,12 @@ SIZE = 4
 
 
 def next_token(adapter: int, tokens: list[int]) -> int:
-    """What the model of the tests says after these tokens: it depends on all of them and on the adapter."""
+    """Return the test model's next token, which depends on all tokens and on the adapter."""
     return sha256(bytes([adapter, *tokens])).digest()[0] % VOCAB
 
 
 def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
-    """What a request gets if it runs by itself."""
+    """Return the tokens of a request that runs by itself."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < stop.max_new_tokens:
         tokens.append(next_token(adapter, tokens))

@@ -245,7 +245,7 @@ def test_many_stop_strings() -> None:
 
 
 def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
-    """Of all that occurs the one that ends first, and of those the longest."""
+    """Cut the text at the stop string that ends first; of several that end there, at the longest."""
     for end in range(1, len(text) + 1):
         lengths = [len(string) for string in stop if text[:end].endswith(string)]
         if lengths:

@@ -142,7 +142,7 @@ def written_cache(
     shapes: Shapes,
     kept: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What a cache is to be once the new tokens, or those `kept`, are stored."""
+    """Return the expected cache once the new tokens, or only those in `kept`, are stored."""
     cache, block_size = cache.clone(), cache.shape[2]
     tokens = new_tokens(shapes)
     kept = range(len(tokens)) if kept is None else kept

@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `generate` can be asked the same."""
+        """Return True if `generate` can be asked the same."""
         return not self.parameters and not self.stop
 
 

@@ -1,4 +1,4 @@
-"""What `CausalLM` loads, what it makes of configs and tokenizers, and what it refuses."""
+"""Loading a `CausalLM`: files, configs, tokenizers, and models that are refused."""
 
 import logging
 import shutil

@@ -219,7 +219,7 @@ class Zoo:
         self._pairs: dict[str, Pair] = {}
 
     def folder(self, name: str) -> Path:
-        """Where the model is stored; not to be changed."""
+        """Return the folder of the model, which tests must not change."""
         folder = self._folder / name
         if name not in self._oracles:
             self._oracles[name] = make_model(ALL[name]())

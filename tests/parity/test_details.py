@@ -134,7 +134,7 @@ def test_prefix(device: torch.device) -> None:
 
 
 def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None:
-    """What `reorder_and_upcast_attn` asks for: scores that overflow float16, all by the same amount, change nothing."""
+    """`reorder_and_upcast_attn` computes scores in float32: a shift of all scores beyond float16 changes nothing."""
     tensors = {name: tensor.clone() for name, tensor in checkpoint("gpt2", make_oracle("gpt2")).items()}
     for layer in range(3):
         weight, bias = (tensors[f"transformer.h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))

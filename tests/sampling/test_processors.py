@@ -1,4 +1,4 @@
-"""What is done to scores, against transformers' classes that do the same to one row at a time."""
+"""Processors of scores, against transformers' classes that do the same to one row at a time."""
 
 import math
 from collections import Counter

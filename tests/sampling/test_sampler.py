@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
-    """Of all rows in one batch; what is beyond a row's length is `garbage`."""
+    """Sample all rows in one batch; cells beyond a row's length are `garbage`."""
     width = max(len(row.ids) for row in rows) + extra
     ids = torch.tensor([[*row.ids, *[garbage] * (width - len(row.ids))] for row in rows], device=device)
     lengths = torch.tensor([len(row.ids) for row in rows], device=device)
@@ -222,7 +222,7 @@ def test_temperature_0_is_greedy_beside_whatever(more: dict[str, Any], do_sample
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-38, 1e-45, 1e-300])
 def test_the_colder_the_greedier(temperature: float, device: torch.device) -> None:
-    """Also where the scores, divided by it, or the temperature itself would be no number of 32 bits any more."""
+    """Cover temperatures so low that they, or the scores divided by them, do not fit into a 32-bit float."""
     for seed in range(20):
         logits = torch.randn(257, generator=torch.Generator().manual_seed(seed)) * 10
         sampled = choose_alone(Row(SamplingParams(True, temperature, seed=seed), (0,), 1, logits), device)

@@ -26,7 +26,7 @@ def is_green(previous: int, token: int) -> bool:
 
 
 def z_score(tokens: list[int]) -> float:
-    """How many standard deviations more green tokens there are than without a mark."""
+    """Return the excess of green tokens over text without a mark, in standard deviations."""
     green = sum(is_green(previous, token) for previous, token in pairwise(tokens))
     count = len(tokens) - 1
     return (green - GREEN_SHARE * count) / math.sqrt(count * GREEN_SHARE * (1 - GREEN_SHARE))
@@ -75,7 +75,7 @@ def test_the_half_does_not_depend_on_how_wide_the_batch_is() -> None:
 
 
 def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all rows at once: a permutation for each row and step held up everybody."""
+    """Mark all rows at once: a permutation for each row and step held up all requests."""
     for name in ("randperm", "rand", "randint"):
         monkeypatch.setattr(torch, name, None)
     for name in ("tolist", "item", "cpu", "numpy"):

@@ -111,7 +111,7 @@ PLACES = 3
 
 
 class Peer:
-    """Who reads. `before_send` may wait, or raise, before a message is taken."""
+    """The client that reads. `before_send` may wait, or raise, before a message is taken."""
 
     def __init__(self, before_send: Callable[[Message], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []

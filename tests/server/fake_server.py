@@ -33,7 +33,7 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Of an error, on either surface."""
+        """Return the message of an error, on either surface."""
         error = self.json["error"]
         return str(error if isinstance(error, str) else error["message"])
 

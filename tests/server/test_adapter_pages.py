@@ -78,7 +78,7 @@ def test_the_engine_is_asked_for_a_page_at_most() -> None:
 
 
 def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever polls the first page of many thousand pays for one page."""
+    """A client that polls the first page of many thousand names causes the work of one page."""
     bench, looks = Pages(3000), []
     monkeypatch.setattr(Key, "may_use", lambda *named: looks.append(named) or True)
     bench.page(limit=10)

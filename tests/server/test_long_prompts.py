@@ -40,7 +40,7 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Of the tokenizer that all routes share."""
+    """Spy on the tokenizer that all routes share."""
     spy = Spy(tokenizer()._backend)
     monkeypatch.setattr(tokenizer(), "_backend", spy)
     return spy
@@ -134,7 +134,7 @@ def own() -> TextTokenizer:
 def test_long_texts_become_tokens_one_after_the_other(
     is_own: bool, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is tokenized at once is one long text, and as many others, each of bounded length, as there are threads."""
+    """At any time, one long text is tokenized, and as many texts of bounded length as there are threads."""
     stuck, used = Stuck([7]), own() if is_own else tokenizer()
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""Which names mean which adapters."""
+"""The memory of names and the identities that they have meant."""
 
 import pytest
 

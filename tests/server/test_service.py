@@ -1,4 +1,4 @@
-"""What surrounds a request: who asks, for how long, what it holds, what is noted; the engine is a script."""
+"""The service around a request: caller, deadline, resources, records; the engine is a script."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ def test_one_that_is_cancelled_gives_back_its_place(records: Records) -> None:
 
 @pytest.mark.parametrize("work", [whole, for_adapter, streamed])
 def test_what_takes_too_long_is_given_up(work: Work, records: Records) -> None:
-    """Also before the engine has been asked, or has said whom the adapter's name means."""
+    """Time out before the engine is asked, too, and before it has resolved the adapter's name."""
 
     async def check() -> None:
         bench = Bench(request_timeout_s=0.01)
@@ -207,7 +207,7 @@ def test_a_stream_ends_its_call_itself(records: Records) -> None:
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_client_that_leaves_in_the_middle_ends_the_engines_work(has_begun: bool, records: Records) -> None:
-    """Also one to whom not even the head could be written."""
+    """Cover a client to which not even the head of the response could be written."""
 
     async def check() -> None:
         bench = Bench()

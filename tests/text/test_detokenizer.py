@@ -101,7 +101,7 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_any_tokens_in_any_order(name: str) -> None:
-    """Also special ones, those that do not exist, and bytes that are no character."""
+    """Mix special tokens, unknown ids, and bytes that are no character."""
     kind, rng = BYTE_KINDS[name](), random.Random(6)
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS // 2):
@@ -271,7 +271,7 @@ def test_special_and_unknown_tokens_add_nothing_to_others(name: str) -> None:
 
 
 def test_a_window_holds_no_more_than_a_character() -> None:
-    """Of many tokens at once, the last of which begins a character, all the others are shown."""
+    """Many tokens come at once, and the last begins a character: all the others are shown."""
     tokenizer = PythonTokenizer()
     detokenizer, ids = make_detokenizer(tokenizer), [*b"many tokens \xe2\x82\xac"]
     assert [progress.text for progress, _ in stream(detokenizer, ids, [0, 13, 14, 15])] == ["many tokens ", "", "€"]

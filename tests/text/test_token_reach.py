@@ -1,4 +1,4 @@
-"""What is known of a tokenizer without asking it: a text is never said to have more tokens than it has."""
+"""A lower bound on the tokens of a text, known without asking the tokenizer."""
 
 import json
 from collections.abc import Callable

@@ -84,7 +84,7 @@ class Kind(NamedTuple):
 
 
 def shown(spelled: bytes) -> str:
-    """What of a text can be shown when more may follow: all but a character that is not complete."""
+    """Return the text that can be shown when more may follow: all but an incomplete character at the end."""
     return codecs.utf_8_decode(spelled, "replace", False)[0]
 
 

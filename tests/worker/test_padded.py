@@ -375,7 +375,7 @@ def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
 
 
 def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
-    """Those of the model's own scores, whatever is wanted of the tokens."""
+    """Prompt logprobs are those of the model's own scores, whatever the sampling parameters."""
     engine = Engine(pair.served)
     engine.step(Running(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
@@ -406,7 +406,7 @@ def test_neither_eos_nor_stop_strings_end_anything(lm: CausalLM) -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before: int) -> None:
-    """Also those of one that comes with some of its minimum."""
+    """Cover sequences that come in with some of their minimum generated."""
     stop = StopParams(
         max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
     )

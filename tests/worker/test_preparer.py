@@ -112,7 +112,7 @@ def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
 def test_what_is_ready_is_what_preparing_gives(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
-    """Also where all is read into memory at first, since the file is young."""
+    """Cover young files, which are read into memory as a whole first."""
     specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
     for spec in specs:
         preparer.start(spec)
@@ -334,7 +334,7 @@ def beside(group: TorchGroup, size: int) -> HostGroup | None:
 
 
 def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
-    """What is taken on this rank: of one that fails on the last rank, if it shall, and then of others."""
+    """Prepare adapters on this rank: first, if `spoilt`, one that fails on the last rank, and then others."""
     second = beside(group, size)
     if second is None:
         return None
@@ -364,7 +364,7 @@ def make_specs(folder: Path) -> list[AdapterSpec]:
 
 
 def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
-    """What another machine may see of the same adapter."""
+    """Return the spec of the same adapter as another machine may see it."""
     (part,) = spec.parts
     parts = {
         "vanished": replace(part, folder=folder / "nowhere"),

@@ -1,4 +1,4 @@
-"""What all tests of sources have in common."""
+"""Fixtures for all tests of sources."""
 
 from collections.abc import Iterator
 

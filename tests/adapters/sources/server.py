@@ -28,7 +28,7 @@ class Reply:
 
 @dataclass
 class Fault:
-    """What goes wrong with a reply, for this many requests."""
+    """A fault in the replies to the next `times` requests."""
 
     times: float = float("inf")
     reply: Reply | None = None  # sent instead

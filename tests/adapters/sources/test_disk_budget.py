@@ -235,7 +235,7 @@ def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clo
 def test_what_has_come_so_far_does_not_count_twice(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
 ) -> None:
-    """Of 10 MB that are free, 5 are for adapters, however much of the 3 that are being fetched has come."""
+    """Adapters may take 5 of 10 free MB. A fetch of 3 MB counts as 3 MB, however much of it has arrived."""
     budget = make_budget(tmp_path, clock, max_bytes)
     free = 10 * MB
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))

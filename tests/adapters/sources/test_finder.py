@@ -102,7 +102,7 @@ def swap_at(root: Path, what: str) -> Swap:
 
 
 def read_vouched(found: Found, root: Path) -> dict[str, bytes]:
-    """What the stamps of the answer stand for, if it is inside."""
+    """Return the content of the stamped files, which must lie inside the root."""
     names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
     assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)
     return {str(path.relative_to(root / "poet")): path.read_bytes() for path in names}

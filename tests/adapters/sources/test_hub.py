@@ -46,7 +46,7 @@ def source(hub: HubServer, tmp_path: Path) -> HubSource:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """What an unfinished download left in the cache."""
+    """Return the names of partial files that an unfinished download left in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part")]
 
 

@@ -126,7 +126,7 @@ def source(make: Make) -> S3Source:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """What an unfinished download left in the cache."""
+    """Return the names of non-empty partial files that an unfinished download left in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part") if path.stat().st_size]
 
 

@@ -1,4 +1,4 @@
-"""Who a name means: never an old one, never somebody else's, and nobody waits for what does not concern them."""
+"""Names become identities: never an outdated one, never another caller's, and no request waits for unrelated work."""
 
 import gc
 import itertools
@@ -284,7 +284,7 @@ def test_what_the_base_model_cannot_serve_is_refused(
 
 
 def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
-    """Also for folders, which are looked at for each request: their base model may lie with a hub that hangs."""
+    """Ask once for folders too, though each request looks at them: their base model may lie on a hub that hangs."""
     bench.fake.base_types["owner/llama"] = "llama"
     for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
         bench.put(name, 1, base_model_name_or_path=base)

@@ -261,7 +261,7 @@ CHOICES = st.integers(0, 59)  # what is chosen is the remainder
 
 @dataclass(frozen=True)
 class Content:
-    """What is loaded for a key once; a key that comes back brings another content."""
+    """The content of one load of a key; a key that comes back brings another content."""
 
     key: Hashable
     load: int
@@ -327,7 +327,7 @@ class Worker:
         self.reading = []
 
     def completed(self, num_in_flight: int) -> None:
-        """Of the steps in flight the first ends: it must have run, the others may have."""
+        """End the first of the steps in flight: it must have run, the others may have."""
         if len(self.waiting) == num_in_flight:
             self.run_next()
         if len(self.waiting) == num_in_flight - 1:
@@ -402,7 +402,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=CHOICES)
     def compact(self, which: int) -> None:
-        """What is free in all is one hole when steps have ended, unless a load is in the way; then nothing is moved."""
+        """Make one hole of all free units once steps have ended. If a load is in the way, nothing moves."""
         num_free = self.space.num_free_units
         num_scattered = num_free - self.space.largest_hole
         if num_scattered == 0:

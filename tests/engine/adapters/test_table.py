@@ -68,7 +68,7 @@ class Desk:
         self.table.prepared(Prepared(identity, units, units * UNIT_BYTES, VOCAB, error))
 
     def steps(self, count: int = 6) -> list[str]:
-        """Who has arrived."""
+        """Run some steps and return the identities of the adapters that have arrived."""
         for _ in range(count):
             self.step()
         self.table.advance()
@@ -1061,7 +1061,7 @@ def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, h
 
 
 def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
-    """Whether a request could fail for this reason."""
+    """Return True if a request may fail for this reason."""
     if "is damaged" in failure:
         return spec.identity in world.workers.failing
     if "bytes of host memory" in failure:

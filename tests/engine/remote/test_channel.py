@@ -1,4 +1,4 @@
-"""What is sent between processes arrives as it was."""
+"""Messages between processes arrive unchanged."""
 
 import asyncio
 import dataclasses

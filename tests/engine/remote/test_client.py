@@ -51,7 +51,7 @@ logging.getLogger("lorax_server.engine.remote.client").setLevel(logging.CRITICAL
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines leave a file each, in a folder of its own beside that of the sockets; all of it is gone after."""
+    """Return the folder where each engine leaves a file. No socket and no process may be left after the test."""
     with tempfile.TemporaryDirectory() as whole:  # not `tmp_path`, which is too long for a socket
         starts, sockets = Path(whole, "s"), Path(whole, "t")
         starts.mkdir()

@@ -1,4 +1,4 @@
-"""What is computed: every prompt once, then one token for each row and step. Who joins computes nothing anew."""
+"""The amount of computing: each prompt once, then one token per row and step. Joining computes nothing again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +73,7 @@ def test_starting_together_computes_the_padded_prompts_in_one_forward(
 def test_only_the_last_column_of_a_prompt_goes_through_the_head(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the model can be told so: a vocabulary of scores for every token of a long prompt is a lot of memory."""
+    """Models that support it score one column only: scores for every token of a long prompt take a lot of memory."""
     lm = zoo.served(name)
     head, seen = lm.model.get_output_embeddings(), []
     hook = head.register_forward_hook(lambda *args: seen.append(args[-1].shape[1]))
@@ -85,7 +85,7 @@ def test_only_the_last_column_of_a_prompt_goes_through_the_head(
 
 
 def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
-    """What joining must not be: right, but every token of everyone is computed once more."""
+    """Join batches the wasteful way: the result is right, but every token of every request is computed again."""
     lists = {
         name: [each for batch in batches for each in getattr(batch, name)]
         for name in ("requests", "next_token_choosers", "stopping_criterias", "prefix_offsets", "read_offsets")

@@ -47,7 +47,7 @@ def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
 
 
 def check(answer: Answer, expected: Sequence[int]) -> int:
-    """How many tokens were compared."""
+    """Compare an answer with the expected tokens and return the number compared."""
     compared = min(len(answer.token_ids), len(expected))
     assert answer.token_ids[:compared] == list(expected[:compared])
     return compared

@@ -1,4 +1,4 @@
-"""What is counted for whom: refused requests on the adapter that they name, if the server knows it."""
+"""Counts by adapter and by tenant: a refused request counts for the adapter it names, if the server knows it."""
 
 import re
 from collections import Counter
@@ -117,7 +117,7 @@ class Elsewhere(Routes):
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
     def ask(self, key: str | None = None) -> tuple[set[str], list[int]]:
-        """Of whom the engine was asked, and how many answers each call is known to have."""
+        """Send requests; return the tenants that the engine saw, and the number of answers of each call."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
         assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200

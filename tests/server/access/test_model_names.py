@@ -21,7 +21,7 @@ def make(**options: Any) -> ModelNames:
 
 
 def place(choice: Choice) -> Named:
-    """Of one adapter."""
+    """Return the place of the choice's only adapter."""
     (ref,) = choice.refs
     return Named(ref.source, ref.name)
 

@@ -1,4 +1,4 @@
-"""What callers of OpenAI's routes are told: in their words, with the field and a code that programs look for."""
+"""Errors of OpenAI's routes: in OpenAI's words, with the field and a code that programs look for."""
 
 from typing import Any, Union, get_args, get_origin
 

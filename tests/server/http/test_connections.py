@@ -1,4 +1,4 @@
-"""How many connections there may be: what gives way, what is refused, and what is said of it."""
+"""Limits on connections: the ones that give way, the ones that are refused, and the replies to those."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What stands before all routes, on a socket: without a key no body is read, and what is refused is written down."""
+"""The middleware before all routes, on a socket: without a key no body is read, and each refusal is logged."""
 
 import asyncio
 import logging
@@ -117,7 +117,7 @@ def test_what_needs_no_key_still_needs_none(path: str, keyed: Shared) -> None:
 
 
 def test_every_other_route_needs_one(keyed: Shared) -> None:
-    """Also those that are added after this was written: all that the schema knows is asked for."""
+    """Ask for all routes of the schema, so that routes added later are covered too."""
     paths = keyed.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     guarded = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
@@ -329,7 +329,7 @@ def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, keyed:
 
 
 def test_a_body_that_nobody_wants_does_not_keep_a_connection_open(keyed: Shared) -> None:
-    """Also where the answer has been given already, a byte now and then is not enough."""
+    """A byte now and then does not keep a connection open, even after the answer was sent."""
 
     async def check(server: Edge) -> None:
         wire = await server.connect()

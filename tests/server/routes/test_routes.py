@@ -1,4 +1,4 @@
-"""What routes tell their callers: of adapters that are misspelt, new or somewhere, of fields, of too much at once."""
+"""Replies of routes about misspelt and new adapters, where an adapter was, fields, and too much at once."""
 
 import asyncio
 from collections import Counter
@@ -260,7 +260,7 @@ def test_what_is_fetched_again_is_owed(keys_file: Path) -> None:
 
 
 def ask_together(routes: Routes, name: str, key: str, count: int) -> Counter[int]:
-    """How many of so many requests at once had which status."""
+    """Send `count` requests at once and count their statuses."""
     body, headers = generate(adapter_id=name, adapter_source="hub"), {"authorization": f"Bearer {key}"}
 
     async def send() -> list[Reply]:

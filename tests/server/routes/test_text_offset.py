@@ -1,4 +1,4 @@
-"""Where tokens are in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
+"""Offsets of tokens in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
 
 import copy
 from functools import cache
@@ -114,7 +114,7 @@ def test_special_tokens_that_the_prompt_spells_out_take_their_room() -> None:
 
 
 def test_text_that_was_held_back_counts() -> None:
-    """What might become a stop string is shown later, and is where it is all the same."""
+    """Text that might become a stop string is shown later, and its offsets are right all the same."""
     routes = Scored("byte-level", "a+=b+==c+=-d")
     text, tokens, offsets = routes.ask(prompt="x", echo=True, stop="+=-")
     assert text == "xa+=b+==c"
