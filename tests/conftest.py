@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
 
 
 def let_torch_propagate() -> None:
-    """pytest adds its handlers to each logger that does not, six times for every test; torch has 80 of these."""
+    """Let torch's loggers propagate: pytest adds its handlers to each of 80 that do not, six times for every test."""
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -80,7 +80,7 @@ AGREEMENT = pytest.StashKey[dict[str, tuple[float, float]]]()
 
 @pytest.fixture(scope="session")
 def agreement(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """The largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
+    """Collect the largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
     return request.config.stash.setdefault(AGREEMENT, {})
 
 
@@ -89,7 +89,7 @@ ADAPTER_SCORES = pytest.StashKey[dict[str, tuple[str, float]]]()
 
 @pytest.fixture(scope="session")
 def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float]]:
-    """By adapter: its kind, and the largest difference of logits to PEFT. Printed at the end."""
+    """Collect by adapter its kind and the largest difference of logits to PEFT. Printed at the end."""
     return request.config.stash.setdefault(ADAPTER_SCORES, {})
 
 
@@ -132,7 +132,7 @@ def seeded() -> None:
 
 
 def seed() -> None:
-    """`torch.manual_seed`, without the milliseconds in which it tells devices that are not there."""
+    """Seed torch as `torch.manual_seed` does, without its milliseconds for devices that are not there."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
@@ -147,7 +147,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Demo]:
-    """The server that `make serve` starts."""
+    """Run the server that `make serve` starts."""
     with serving_demo() as demo:
         yield demo
 
@@ -160,7 +160,7 @@ def forks() -> Iterator[ForkServerContext]:
 
 @pytest.fixture
 def forked_engines(forks: ForkServerContext) -> Iterator[None]:
-    """Engines of this test need not import torch: that takes longer than the test."""
+    """Fork the engines of this test: importing torch would take longer than the test."""
     with engines_of(forks):
         yield
 

@@ -39,7 +39,7 @@ def parse(**changes: Any) -> AdapterConfig:
 
 @cache
 def module_names() -> tuple[str, ...]:
-    """Every module, leaf or not, of four architectures, and some that are in none."""
+    """Return the names of all modules of four architectures, and some that are in none."""
     names = {"", "q_proj", "layers.0", "experts.layers.1.experts.0.q_proj", "0.1.2.q_proj"}
     for variant in ("llama-gqa", "gpt2", "opt-pre-norm", "neox-parallel"):
         with torch.device("meta"):

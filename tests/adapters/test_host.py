@@ -83,7 +83,7 @@ class Prepared:
 
 
 def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch.Tensor:
-    """The one matrix that an adapted embedding, head or linear amounts to."""
+    """Return the one matrix that an adapted embedding, head or linear amounts to."""
     rows = base if weights.weight is None else weights.weight
     if weights.token_rows is not None:
         rows = F.pad(rows, (0, 0, 0, max(0, max(weights.token_ids) + 1 - len(rows)))).clone()
@@ -248,7 +248,7 @@ VOCABULARIES = {
 
 
 def with_vocabulary(name: str, kind: Kind, *, low_rank: bool, dora: bool) -> tuple[ModuleWeights, int]:
-    """An adapter that changes the vocabulary in one of these ways, and the size it has then."""
+    """Return an adapter that changes the vocabulary in one of these ways, and its size then."""
     changes = VOCABULARIES[name]
     vocab_size = max(len(changes.get("weight", BASE)), 1 + max(changes.get("token_ids", (0,))))
     return replace(factors(kind, vocab_size, dora=dora) if low_rank else ModuleWeights(), **changes), vocab_size
@@ -314,7 +314,7 @@ def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, g
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None:
-    """As bits of a float these are infinite, not a number, or not normal."""
+    """Use token ids whose bits, read as a float, are infinite, not a number, or not normal."""
     ids = [1, 31744, 31745, 32385, 32640, 32641, 65408, 65535, 98689]
     target = AdapterTarget("x", Kind.HEAD, whole(1), whole(99000), slice(0, 99000), torch.zeros(99000, 1), None)
     adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)

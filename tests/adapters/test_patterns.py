@@ -89,7 +89,7 @@ def test_a_pattern_that_runs_wild_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def try_many(ours: Patterns) -> None:
-    """Each is quick, but there are many."""
+    """Match many names, each of which is quick."""
     for number in range(100_000):
         ours.match(f"x{number}", "q_proj")
 

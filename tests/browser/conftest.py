@@ -72,7 +72,7 @@ def server(folder: Path, elsewhere: str) -> Iterator[Server]:
 
 @pytest.fixture
 def visit(browser: Browser, server: Server) -> Iterator[Callable[..., Playground]]:
-    """A page that is not open yet; options are those of a browser's context."""
+    """Make a page that is not open yet; options are those of a browser's context."""
     with ExitStack() as stack:
 
         def begin(url: str = server.url, **options: Any) -> Playground:

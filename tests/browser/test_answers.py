@@ -48,7 +48,7 @@ PACE = r"""() => {
     };
 }"""
 
-# What the server says: that clients left so many requests, and that none is under way.
+# Metrics of the server: the number of requests that clients left, and that none is under way.
 DROPPED = """async (count) => {
     const text = await (await fetch("../metrics")).text();
     return text.includes(`lorax_request_failure{err="dropped"} ${count}.0\\n`);
@@ -122,7 +122,7 @@ def test_tokens_that_come_in_one_piece_have_no_rate(playground: Playground, step
 
 
 def answer(playground: Playground, *events: dict[str, Any]) -> None:
-    """So the server answers from now on."""
+    """Answer chats with these events from now on."""
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 

@@ -1,4 +1,4 @@
-"""The page itself: whoever uses it, on whatever screen, also when the server is away."""
+"""The page itself: for all users, on any screen, also when the server is away."""
 
 import json
 import shutil
@@ -191,7 +191,7 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
 
 
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
-    """As a proxy has it that puts the server below a path."""
+    """Open the page behind a proxy that puts the server below a path."""
     playground = visit()
     prefix = f"{server.url}/some/where"
     playground.page.route(
@@ -210,7 +210,7 @@ def test_everything_has_a_name(playground: Playground) -> None:
     assert playground.page.evaluate(nameless) == []
 
 
-# --- What is asked ----------------------------------------------------------------------------------------------------
+# --- Parameters of requests -------------------------------------------------------------------------------------------
 
 
 def test_parameters_reach_the_request(playground: Playground) -> None:
@@ -243,7 +243,7 @@ BAD_VALUES = (
 
 
 def test_bad_values_are_refused(playground: Playground) -> None:
-    """One page for all: opening it takes longer than a value."""
+    """Use one page for all values: opening it takes longer than trying a value."""
     for name, value in BAD_VALUES:
         before = playground.at(f"#{name}").input_value()
         playground.set(**{name: value})

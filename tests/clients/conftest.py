@@ -43,7 +43,7 @@ os.environ.update(OFFLINE)  # before the clients are imported
 
 
 class Server(NamedTuple):
-    """One that runs: its address, and the origin of the pages that may ask it."""
+    """A running server: its address, and the origin of the pages that may ask it."""
 
     url: str
     origin: str
@@ -89,7 +89,7 @@ class Pages(SimpleHTTPRequestHandler):
     extensions_map: ClassVar = {".html": "text/html", ".mjs": "text/javascript", "": "application/octet-stream"}
 
     def log_message(self, *arguments: Any) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def origin() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def server(origin: str) -> Iterator[Server]:
-    """`lorax serve` with the demo model and its adapters, as one who lets pages of `origin` in starts it."""
+    """Run `lorax serve` with the demo model and its adapters, open to pages of `origin`."""
     command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -155,11 +155,11 @@ def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
 
 @pytest.fixture(params=[BASE, *KNOWN])
 def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
-    """One for the base model, and one for each of two adapters."""
+    """Return the question for the base model or for one of two adapters."""
     return questions[request.param]
 
 
 @pytest.fixture
 def short(questions: dict[str, Question]) -> Question:
-    """The one whose answer is shortest, for what need not be tried with every model."""
+    """Return the question with the shortest answer, for tests that need not try every model."""
     return questions["redact"]

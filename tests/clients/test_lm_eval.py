@@ -40,7 +40,7 @@ CHOOSE = {
 
 
 def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The numbers of each task, and what the server answered to its requests."""
+    """Return the numbers of each task, and the server's answers to its requests."""
     reached = {
         "model": model,
         "base_url": f"{server.v1}/completions",

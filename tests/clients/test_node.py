@@ -20,7 +20,7 @@ def asked_of(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
 
 
 def check(found: Any, questions: dict[str, Question]) -> None:
-    """Compares what a script found with what plain requests return."""
+    """Compare the results of a script with those of plain requests."""
     assert found["answers"] == {model: expected_of(question) for model, question in questions.items()}
     assert set(questions) <= set(found.get("listed", questions))
     assert len(found["refused"]) == 2

@@ -28,7 +28,7 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="module")
 def learnt(documents: list[str]) -> list[str]:
-    """That, and what adapters are shown."""
+    """Return the base model's documents and the examples of all adapters."""
     return [*documents, *(" ".join(example) for name in SKILLS for example in write_examples(name, 6, 500))]
 
 
@@ -46,7 +46,7 @@ def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item])
 
 
 def test_what_is_learnt_of_the_tested_side_is_known(learnt: list[str]) -> None:
-    """Plain English, of which no name for tests is made."""
+    """Held-out words that are learnt are plain English, from which no test name is made."""
     texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
     words = {word.lower() for word in WORDS.findall(texts)}
     assert {word for word in words if is_held_out(word)} <= COMMON_WORDS
@@ -73,7 +73,7 @@ def test_no_sentence_that_is_tested_is_learnt() -> None:
 
 
 def kinds(item: Item) -> list[str]:
-    """Its sentences without what is theirs alone: values, words that nobody knows, whether it was a woman."""
+    """Return an item's sentences without their specifics: values, unknown words, gender."""
     return [_generalize(text, item.note.event) for text in (*item.note.sentences, item.question.text)]
 
 
@@ -139,11 +139,11 @@ def test_notes_read_well(tested: list[Item], monkeypatch: pytest.MonkeyPatch) ->
         assert all(sentence[:1].isupper() or sentence[:1].isdigit() for sentence in note.split(". ")), note
 
 
-# --- What is right ----------------------------------------------------------------------------------------------------
+# --- Right answers ----------------------------------------------------------------------------------------------------
 
 
 def test_queries_find_the_answer(tested: list[Item]) -> None:
-    """Run by a real database, in which the others have bought things too."""
+    """Run the queries in a real database, where other people have bought things too."""
     with sqlite3.connect(":memory:") as tables:
         tables.execute("CREATE TABLE people (name TEXT, town TEXT)")
         tables.execute(

@@ -165,7 +165,7 @@ VALUES: list[tuple[str, str, Any, int]] = [
 
 
 class Raw(NamedTuple):
-    """Bytes, and which statuses may come of them."""
+    """Bytes to send, and the statuses that may answer them."""
 
     data: bytes
     statuses: tuple[int, ...]
@@ -179,7 +179,7 @@ def get(*headers: bytes, target: bytes = b"/health", version: bytes = b"1.1") ->
 
 
 def loose(method: str, path: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:
-    """On a connection that is to be kept."""
+    """Return the bytes of a request on a connection that is to be kept."""
     return request(method, path, headers, body).replace(b"connection: close\r\n", b"")
 
 

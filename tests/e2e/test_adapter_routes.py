@@ -156,7 +156,7 @@ def test_merges_by_another_seed_are_other_adapters_and_have_one_name(server: Ser
 
 
 def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:
-    """It has no name of its own here, so that nobody else is told of it."""
+    """An adapter without a listed name is shown only to clients that name it."""
     path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
     assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
     ask(server, "deep")

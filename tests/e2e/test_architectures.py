@@ -56,7 +56,7 @@ class Both:
         return asyncio.run(collect())
 
     def close(self) -> None:
-        """The client leaves its session to whoever collects garbage."""
+        """Close the session, which the client leaves to the garbage collector."""
         if self._sync is not None and self._sync.session is not None:
             self._sync.session.close()
 

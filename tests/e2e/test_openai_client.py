@@ -179,7 +179,7 @@ def _ends(texts: list[str]) -> list[int]:
 
 
 def _choose_ids(world: World, adapter: str, prompt: list[int], logs: Any, names: list[str]) -> list[int]:
-    """The tokens of an answer, by their names and, where several have the same, by how likely they were."""
+    """Return the tokens of an answer by their names; where several share a name, by their log probabilities."""
     ids = list(prompt)
     for name, value in list(zip(logs.tokens, logs.token_logprobs, strict=True))[len(prompt) :]:
         at = world.logprobs(ids, len(prompt), adapter)[-1]

@@ -57,7 +57,7 @@ class Client:
         return json.loads(self.response.read())
 
     def events(self) -> Iterator[Any]:
-        """Until the body has ended, as HTTP says that it has."""
+        """Yield events until the body has ended by the rules of HTTP."""
         assert self.status == 200, self.text()
         for line in self.response:
             if line.startswith(b"data: "):
@@ -75,7 +75,7 @@ class Client:
 
 @contextmanager
 def all_of(*clients: Client) -> Iterator[tuple[Client, ...]]:
-    """Closed at the end, whatever happens."""
+    """Close all clients at the end, whatever happens."""
     with ExitStack() as stack:
         for client in clients:
             stack.callback(client.close)
@@ -139,7 +139,7 @@ def children(pid: int) -> dict[str, int]:
 
 
 def usage(pid: int) -> tuple[int, int]:
-    """Files and threads."""
+    """Return the numbers of open files and threads."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 

@@ -26,7 +26,7 @@ SECRET = "hf_do_not_show_this"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ssl_context() -> Iterator[None]:
-    """Reading the system's certificates takes longer than all that a test does."""
+    """Share one context: reading the system's certificates takes longer than a test."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpx2, "create_ssl_context", lambda: context)
@@ -178,7 +178,7 @@ def test_a_name_that_is_no_repository_goes_nowhere(hub: HubServer, tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
-# --- who may
+# --- permissions
 
 
 def test_anonymous_sends_no_token(hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch) -> None:
