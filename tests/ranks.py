@@ -20,7 +20,7 @@ TIMEOUT_S = 120
 
 
 class RankPool:
-    """Runs a function on the first ranks of a pool of processes, each in a group of the size asked for."""
+    """A pool of processes that runs a function on its first ranks, each in a group of the requested size."""
 
     def __init__(self, context: BaseContext) -> None:
         self._folder = tempfile.TemporaryDirectory()

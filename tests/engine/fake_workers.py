@@ -51,7 +51,7 @@ def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec:
-    """It takes as many units as its numbers, each of a unit's size."""
+    """Make a spec of an adapter that takes this many units."""
     return AdapterSpec(identity, name or identity.split("@", maxsplit=1)[0], (), units)
 
 
@@ -131,7 +131,7 @@ class Workers:
         self._tables: dict[int, dict[int, int]] = {}
         self._cache: dict[int, int] = {}
 
-    # --- What the engine does -----------------------------------------------------------------------------------------
+    # --- Calls of the engine ------------------------------------------------------------------------------------------
 
     def on_news(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -196,7 +196,7 @@ class Workers:
         return bool(self._preparing or self._loads)
 
     def tick(self) -> None:
-        """Something may happen beside the engine."""
+        """Let preparations, loads and steps make some progress beside the engine."""
         for identity in list(self._preparing):
             self._preparing[identity][1] -= 1
         ready = [identity for identity, (_, left) in self._preparing.items() if left <= 0]
@@ -340,7 +340,7 @@ class Workers:
 
 @dataclass
 class Names:
-    """Stands in for the resolver: what each name means now."""
+    """A stand-in for the resolver: the spec that each name means now."""
 
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
     num_fetching: int = 0
@@ -418,7 +418,7 @@ class World:
         return self.now
 
     def put(self, name: str, version: int, units: int) -> AdapterSpec:
-        """Another content under a name."""
+        """Put another content under a name."""
         spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
         return spec
 
@@ -478,7 +478,7 @@ class World:
         raise AssertionError(f"{len(self.open)} requests are not finished after {most} turns")
 
     def settle(self, most: int = 200) -> None:
-        """Until the engine sleeps."""
+        """Let time pass until the engine sleeps."""
         while self.turn() or self.workers.is_at_work:
             most -= 1
             assert most > 0, "it never sleeps"
@@ -517,7 +517,7 @@ class World:
             assert asked.tokens == alone(asked.identity, asked.prompt, len(asked.tokens)), "stale tokens"
 
     def check_nothing_is_left(self) -> None:
-        """When nobody needs anything, all that was taken comes back."""
+        """Check that all memory comes back once no request needs it."""
         assert not self.open
         self.settle()
         assert self.pool.num_free == self.pool.num_blocks

@@ -44,9 +44,9 @@ def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
 
 @dataclass
 class Device:
-    """Rows of tokens, tables of blocks, and a cache that remembers which token of whom was written to each slot.
+    """Rows of tokens, tables of blocks, and a cache that remembers the adapter and the tokens behind each slot.
 
-    A step reads all keys and values of a sequence, as attention does, and so notices any that are another's.
+    A step reads all keys and values of a sequence, as attention does, and so notices foreign ones.
     """
 
     num_rows: int
@@ -391,17 +391,17 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
         Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
 
 
-# --- What is reported, refused and given up ---------------------------------------------------------------------------
+# --- Reports, refusals and timeouts -----------------------------------------------------------------------------------
 
 
 def code(tokens: list[int], position: int) -> float:
-    """The logprob, in these tests, of the token at a position: it says which token it is, and where."""
+    """Return the made-up logprob of the token at a position, which tells the token and the position."""
     return -(position + tokens[position] / 10)
 
 
 @dataclass
 class ReportingDevice(Device):
-    """Reports on prompts and on alternatives; what begins with a 6 comes to nothing at its third new token."""
+    """A device that reports prompts and alternatives. A sequence that begins with a 6 fails at its third new token."""
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -426,7 +426,7 @@ class ReportingDevice(Device):
 
 
 class ReportingEngine(Engine):
-    """Keeps all that is told, on a clock that is told the time."""
+    """An engine that keeps all outputs, on a clock that a test sets."""
 
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.now = 0.0
@@ -570,7 +570,7 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
 def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps those behind it in the queue of who gives up
+    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps later requests in the queue with timeouts
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
     engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter="1"))
     engine.adapters.missing.remove("1")
@@ -623,7 +623,7 @@ def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> N
 
 
 def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> None:
-    """It chose the weights."""
+    """The request chose the weights, so the error is its own."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
     engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter="1"))
@@ -800,7 +800,7 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
 def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
     priority: int, num_blocks: int, max_chunk: int | None
 ) -> None:
-    """Short requests never end to come, and take whatever block is free."""
+    """Short requests keep coming, and take any block that is free."""
     engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False, priority=priority)
     num_short = 0
@@ -821,7 +821,7 @@ def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
 
 
 def crowd(seed: int) -> Engine:
-    """A hundred requests with few different beginnings, in a cache that holds a few of them."""
+    """Run a hundred requests with few different beginnings, in a cache that holds a few of them."""
     rng = random.Random(seed)
     limits = Limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
     engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))

@@ -76,7 +76,7 @@ SPECS = [random_spec(random.Random(i)) for i in range(100)]
 
 
 class Batches(RuleBasedStateMachine):
-    """Set `oracle`, `lm` and `alone` before it runs."""
+    """Batches at random. Set `oracle`, `lm` and `alone` before it runs."""
 
     oracle: ClassVar[Any]
     lm: ClassVar[CausalLM]
@@ -112,7 +112,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def filter(self, data: st.DataObject) -> None:
-        """Some leave, finished or not, and the others change places; now and then all leave."""
+        """Remove some requests, finished or not, and shuffle the others; now and then remove all."""
         batch = data.draw(st.sampled_from(self.batches))
         ids = [each.id for each in batch.requests]
         kept = data.draw(st.permutations(ids))[: data.draw(st.sampled_from([0, 1, 2, 3, 3, len(ids)]))]
@@ -121,7 +121,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: any(len(batch) > 1 for batch in self.batches))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """One leaves, and all others go on: those that are finished too."""
+        """Remove one request; all others go on, finished ones too."""
         batch = data.draw(st.sampled_from([batch for batch in self.batches if len(batch) > 1]))
         ids = [each.id for each in batch.requests]
         ids.remove(data.draw(st.sampled_from(ids)))

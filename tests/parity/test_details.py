@@ -95,7 +95,7 @@ def test_slot_of_minus_one_writes_nothing(device: torch.device) -> None:
 
 
 def test_create_layer_fn(device: torch.device) -> None:
-    """Layers of one's own: here every second one is left out."""
+    """Build layers by a function of the caller: here the second of three does nothing."""
     oracle, _ = make("llama-gqa", device)
     made = []
 

@@ -35,7 +35,7 @@ VOCABS = [1, 2, 7, 257, 5003]
 
 
 def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Rows of every kind that is hard on something."""
+    """Make rows of scores, each hard for some processor."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(14, vocab, generator=generator)
     normal[1] *= 10
@@ -70,7 +70,7 @@ def of_each(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides by a number."""
+    """Compare bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides."""
     rtol = 0 if found.device.type == "cpu" else 1e-6
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""The mark in generated text: which half is green, that it is found, and that it is cheap."""
+"""The mark in generated text: its green half is the documented one, it is found, and it is cheap."""
 
 import math
 from itertools import pairwise
@@ -14,7 +14,7 @@ VOCAB = 257
 
 
 def hash_of(number: int) -> int:
-    """As `docs/generation.md` says it, in plain Python."""
+    """Hash a number as `docs/generation.md` defines it, in plain Python."""
     x = number % 2**32
     x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
     x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
@@ -90,7 +90,7 @@ def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: py
 
 
 def generate(params: list[SamplingParams], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Sequences of a model that has no idea, each from a token of its own."""
+    """Generate sequences from random logits, each from a token of its own."""
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler([RowSampling(each) for each in params], VOCAB, device)
     ids = torch.arange(len(params), device=device)[:, None] + 10

@@ -1,4 +1,4 @@
-"""Real processes and real sockets; only the engine is not, but one that repeats prompts."""
+"""The client with real processes and sockets, and a fake engine that repeats prompts."""
 
 import asyncio
 import fcntl
@@ -78,7 +78,7 @@ def run_with(config: FakeConfig, test: Test, restart: bool = True) -> None:
 
 
 def wait_for_end(folder: str | Path) -> None:
-    """Until no engine lives that was started with this folder: each holds a lock on its file. No zombies either."""
+    """Wait until all engines of this folder have ended: each holds a lock on its file. No zombies may be left."""
     for path in Path(folder).iterdir():
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ async def until_healthy(client: EngineClient) -> None:
 
 
 async def aborted(client: EngineClient, request_id: int) -> None:
-    """Until the engine was told to."""
+    """Wait until the engine has been told to abort a request."""
     await client.resolve([AdapterRef("aborted", str(request_id))])
 
 
@@ -238,7 +238,7 @@ def test_a_request_that_fails_raises_its_error(
         assert type(caught.value) is kind
         assert (caught.value.status, caught.value.retry_after_s) == (status, retry_after_s)
         assert str(caught.value).startswith(message)
-        assert await good == list(range(50))  # and harms nobody else
+        assert await good == list(range(50))  # and harms no other request
 
     shared(test)
 

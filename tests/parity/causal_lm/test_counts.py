@@ -16,7 +16,7 @@ COUNT = 9
 
 
 class Counted:
-    """Notes the shape of the ids of every forward."""
+    """A record of the shapes of the ids of every forward."""
 
     def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -30,7 +30,7 @@ class Counted:
 
 
 def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
-    """The tokens, and the shapes of ids that are to be computed."""
+    """Return the tokens, and the expected shapes of ids."""
     driver, expected = Driver(lm), []
     requests = [request(i, prompt, COUNT, stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     batch = driver.start(requests[0], requests[1])
@@ -112,7 +112,7 @@ def test_computing_everything_anew_would_give_the_same_tokens_and_be_noticed(
 
 
 def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Joins, and then has the padding of the shorter seen."""
+    """Join batches, but let the model see the padding of the shorter one."""
     joined = join(batches)
     joined.attention_mask = torch.cat(
         [
@@ -125,7 +125,7 @@ def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., Causal
 
 
 def shifted(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Joins, and takes all to be as long as the longest."""
+    """Join batches, but take all rows to be as long as the longest."""
     joined = join(batches)
     joined.position_ids = torch.full_like(joined.position_ids, joined.max_input_length - 1)
     return joined
