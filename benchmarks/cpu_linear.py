@@ -19,7 +19,7 @@ CACHE_BYTES = 100e6  # several copies of a matrix, so that none is found in the 
 
 
 def seconds(run: Callable[[int], object], copies: int) -> float:
-    """The best of several short stretches, going through the copies in turn."""
+    """Return the best time of several short stretches, going through the copies in turn."""
     best = float("inf")
     for _ in range(5):
         start, done = time.perf_counter(), 0

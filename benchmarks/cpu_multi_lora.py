@@ -66,7 +66,7 @@ def load_ours(model: Any, folders: list[Path]) -> AdapterArena:
 
 
 def rows(number: int) -> list[int]:
-    """The adapter of each sequence, those of one adapter together, as an engine would order them."""
+    """Return the adapter of each sequence, ordered by adapter, as an engine would order them."""
     return sorted(index % number + 1 for index in range(BATCH)) if number else [0] * BATCH
 
 
@@ -134,7 +134,7 @@ def measure(folder: Path) -> list[Record]:
 
 
 def measure_prefill(model: Any, arena: AdapterArena) -> Record:
-    """16 prompts, each of its own adapter: runs that are multiplied one by one."""
+    """Measure 16 prompts, each of its own adapter: runs that are multiplied one by one."""
     paged, ids = Paged(model, BATCH, PROMPT), torch.randint(0, VOCAB, (BATCH, PROMPT))
 
     def prefill(number: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# What torch and transformers bring themselves where there is a GPU is none of ours.
+# Modules that torch and transformers import themselves on a GPU do not count.
 OTHERS = (
     "import torch.distributed\n"
     "from transformers import AutoConfig, LlamaConfig\n"

@@ -70,7 +70,7 @@ def test_scripts_need_no_server() -> None:
 
 @pytest.mark.parametrize("command", lines("sh"))
 def test_targets_exist(command: str) -> None:
-    """Each is a target of the Makefile; running `make test` in a test of its own would not end."""
+    """Check that each is a target of the Makefile. Running `make test` within a test would not end."""
     program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
     assert run([program, "-n", target])

@@ -294,7 +294,7 @@ def fail(route: Route) -> None:
     route.fulfill(status=503, json={"error": "not now"})
 
 
-# --- What the server has, and whether it is there ---------------------------------------------------------------------
+# --- Adapters of the server, and a server that is away ----------------------------------------------------------------
 
 
 def test_a_thousand_adapters(visit: Visit) -> None:

@@ -184,7 +184,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: 
     asyncio.run(run())
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("forked_engines")

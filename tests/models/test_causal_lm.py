@@ -294,7 +294,7 @@ def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.
     assert seen == {i: answer.token_ids for i, answer in enumerate(whole)}
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_refused(lm: CausalLM) -> None:

@@ -24,7 +24,7 @@ from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for
 
 @pytest.fixture
 def records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Requests that were logged."""
+    """Return a function that finds the fields of logged requests."""
     with caplog.at_level(logging.INFO):
         yield lambda: [getattr(each, FIELDS) for each in caplog.records if hasattr(each, FIELDS)]
 
@@ -257,7 +257,7 @@ def test_what_goes_wrong_at_once_has_a_status_and_later_an_event(
         (424, "generation"),
         (200, "generation"),
     ]
-    assert not any(each.exc_info for each in caplog.records)  # it is no mistake of ours
+    assert not any(each.exc_info for each in caplog.records)  # it is not the server's error
 
 
 def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: pytest.LogCaptureFixture) -> None:
@@ -312,7 +312,7 @@ def test_a_deadline_within_a_stream_is_its_last_event() -> None:
     asyncio.run(check())
 
 
-# --- Adapters and who may read them -----------------------------------------------------------------------------------
+# --- Adapters and permissions to read them ----------------------------------------------------------------------------
 
 
 def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:

@@ -32,7 +32,7 @@ from tests.text.tokenizers import (
 )
 
 NUM_TEXTS = 1000
-# Those whose tokens are bytes, or can be: they can be cut within a character, and can spell what is no character.
+# Tokenizers with tokens of bytes: these can be cut within a character, and can spell invalid text.
 WITH_BYTES = ["byte-level", "sentencepiece", "sentencepiece-no-strip"]
 NO_CHARACTER = [
     *(b"\x80", b"\xff", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xf4\x90\x80\x80"),
@@ -125,7 +125,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
 
 
 def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
-    """`tokenizers` would replace the whole run, of which the first character has long been shown."""
+    """Replace invalid bytes only. `tokenizers` would replace the whole run, whose first character was shown already."""
     kind = sentencepiece(strip=False)
     ids = [kind.tokenizer.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
     assert decode(kind.tokenizer, ids) == "\ufffd" * 5
@@ -293,14 +293,14 @@ def test_random_bytes_through_a_window() -> None:
 
 
 def test_a_decoder_that_tidies_up_loses_no_words() -> None:
-    """It takes back what it showed, so the text is not exactly its own; the words are."""
+    """The decoder changes text that was shown, so the streamed text may differ from its own, but not in words."""
     tokenizer = Tokenizer.from_str(word_piece().to_str())
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
     ids = encode(tokenizer, "The dog does not mind ; it was there first .")
     assert streamed(make_detokenizer(tokenizer), ids, range(len(ids) + 1)).split()[:4] == ["The", "dog", "does", "not"]
 
 
-# --- How far back one has to look -------------------------------------------------------------------------------------
+# --- Cost of looking back ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*BYTE_KINDS, *OTHER_KINDS])
@@ -330,7 +330,7 @@ def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
 
 
 class CountingList(list[int]):
-    """Ids that count how many of them are looked at."""
+    """A list of ids that counts how many are read."""
 
     looked_at = 0
 
@@ -343,7 +343,7 @@ class CountingList(list[int]):
 @pytest.mark.parametrize("make", [lambda: byte_level().tokenizer, lambda: metaspace().tokenizer, words])
 @pytest.mark.parametrize("opening", ["", "dog"])
 def test_a_long_run_of_special_tokens_costs_no_more_than_one_look_each(make: Any, opening: str) -> None:
-    """A request that ignores the end of its text may well end it for ever."""
+    """A request that ignores the end token may repeat it for ever."""
     tokenizer = make()
     special, detokenizer, length = tokenizer.token_to_id(EOS), make_detokenizer(make()), 2000
     ids, CountingList.looked_at = CountingList(encode(tokenizer, opening)), 0

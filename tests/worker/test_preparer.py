@@ -1,4 +1,4 @@
-"""Adapters made ready beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
+"""Adapters prepared beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(originals: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
+    """Make a copy that tests may change."""
     shutil.copytree(originals, tmp_path / "adapters")
     return tmp_path / "adapters"
 
@@ -179,7 +179,7 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
 
 
 def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
-    """The engine hears from the first rank; what it then says may reach another before its own thread is done."""
+    """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
     spec, go_on = make_spec(originals / "plain", targets), threading.Event()
     found: list[Any] = []
 
@@ -228,7 +228,7 @@ def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> No
     assert len(done) == 1
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 def vanish(folder: Path) -> None:
@@ -273,7 +273,7 @@ def test_files_that_are_not_what_they_were(
 def test_a_file_that_changes_without_a_new_stamp(
     is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
-    """Twice within a tick of its file system's clock: while it is young it is looked at again."""
+    """Change a file twice within a tick of the file system's clock: a young file is read again."""
     plain, stamp = folder / "plain", (1, 2, 3, 4)
     with mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp):
         spec = make_spec(plain, targets)
@@ -326,7 +326,7 @@ def test_a_bug_or_no_memory_takes_nobody_along(
 
 
 def beside(group: TorchGroup, size: int) -> HostGroup | None:
-    """A second group of the first ranks. All have to make it."""
+    """Make a second group of the first ranks. All ranks have to call this."""
     if size == group.size():
         return group.beside()
     made = dist.new_group(list(range(size)), backend="gloo")
@@ -380,7 +380,7 @@ def spoiling(how: str) -> Any:
 
 
 def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter] | None:
-    """The same without threads and files that are read before."""
+    """Prepare the same adapters without threads and without reading files ahead."""
     second = beside(group, size)
     if second is None:
         return None

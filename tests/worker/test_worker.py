@@ -1,4 +1,4 @@
-"""A rank does what plans say, in their order; and knows what it has, and what it can."""
+"""A rank carries out plans in their order, and reports its memory and capabilities."""
 
 import multiprocessing
 import pickle
@@ -67,7 +67,7 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
 
 @dataclass
 class Record:
-    """Stands for everything below a worker, and writes down what it is told."""
+    """A stand-in for everything below a worker, which records its calls."""
 
     said: list[tuple[Any, ...]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -226,7 +226,7 @@ def test_a_real_step_with_and_without_rows() -> None:
     worker.close()
 
 
-# --- What a model can -------------------------------------------------------------------------------------------------
+# --- Capabilities of a model ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_small_cache_limits_the_length() -> None:
 
 
 class Uneven(FakeGroup):
-    """The first of two ranks, of which the other has room for three blocks."""
+    """The first of two ranks; the other has room for three blocks."""
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([x, torch.full_like(x, 3)], dim)

@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def booked(routes: Routes, name: str) -> dict[str, float]:
-    """By adapter."""
+    """Return a metric's counts by adapter."""
     text = routes.parts.metrics.prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
@@ -102,11 +102,11 @@ def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
     assert "lorax_request_generated_tokens_sum 0.0" in text
 
 
-# --- With whom a request shares the engine ----------------------------------------------------------------------------
+# --- Tenants ----------------------------------------------------------------------------------------------------------
 
 
 class Elsewhere(Routes):
-    """Requests come from an address."""
+    """Routes whose requests come from a given address."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(["poet"], **options)
@@ -131,7 +131,7 @@ class Elsewhere(Routes):
     [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
 )
 def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
-    """Whatever it asks for; the answers to one call are known as such, over all of its prompts."""
+    """Every request of an address has its tenant. The answers to all prompts of one call belong together."""
     assert Elsewhere(address).ask() == ({tenant}, [1, 2, 4])
 
 

@@ -139,7 +139,7 @@ def test_who_is_not_known_is_told_how_to_be() -> None:
     assert "www-authenticate" not in describe(ForbiddenError("you"), OPENAI).response(OPENAI).headers
 
 
-# --- What no route is asked ------------------------------------------------------------------------------------------
+# --- Requests that reach no route ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
