@@ -58,7 +58,7 @@ class Times:
 
 def main() -> None:
     args = parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the process that is started from here
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the engine process
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

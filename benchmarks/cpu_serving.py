@@ -162,7 +162,7 @@ def name_of(adapter: int) -> str:
 
 
 def make_models(folder: Path) -> Any:
-    """Write the base model and its adapters; return their folders, and PEFT's model with all of them."""
+    """Write the base model and its adapters into folders; return PEFT's model with all of them."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=768,

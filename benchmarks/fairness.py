@@ -2,9 +2,9 @@
 
 A server is started as users start it, with the demo model and without keys. From one address (127.0.0.1) comes a
 request for 128 long answers, which takes all rows. From another (127.0.0.2) come small requests for an adapter, one
-after the other, and likewise from the same address as the large one. What is measured is the time to the first token of
-each, and what the small ones cost the large one. The large one has a seed, and must get the same answers alone and
-beside others.
+after the other, and likewise from the same address as the large one. The figures are the time to the first token of
+each, and the cost of the small ones for the large one. The large one has a seed, and must get the same answers alone
+and beside others.
 """
 
 import argparse

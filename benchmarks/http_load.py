@@ -128,7 +128,7 @@ def main() -> None:
     if args.size == "135m":
         report(measure_shares(args.quick, args.pairs), args.json)
         return
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started from here
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that this one starts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)

@@ -53,7 +53,7 @@ class Served:
 
 
 Serve = Callable[[Sequence[Wanted]], Served]
-Shown = dict[int, list[tuple[float, int]]]  # by request: when, and which token
+Shown = dict[int, list[tuple[float, int]]]  # by request: time and token
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from lorax_server.worker.executor import build_executor
 
 DELAY_S = 5.0
 PHASES, PHASE_S = 6, 7.0
-BETWEEN_S = 0.05  # one request for an adapter that is not here and another for the next
+BETWEEN_S = 0.05  # between two requests for absent adapters
 ROWS = 16
 ADAPTERS = 1000
 

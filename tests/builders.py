@@ -1,4 +1,4 @@
-"""Weights and adapters in memory, for tests of what is built from them."""
+"""Weights and adapters in memory, for tests of layers and models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     let_torch_propagate()
     gc.collect()
-    gc.freeze()  # a million objects of what was imported, through which every collection would go
+    gc.freeze()  # or every collection would go through a million objects of imported modules
 
 
 def let_torch_propagate() -> None:
@@ -36,7 +36,7 @@ def let_torch_propagate() -> None:
             logger.propagate = True
 
 
-# Where tests take longest. They come first, or one process would be left with them when the other has nothing to do.
+# The slowest files. They come first, or one process would be left with them when the other has nothing to do.
 LONG = (
     "tests/demo/",
     "tests/browser/",
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-# Files that share what takes long to start: a browser and its server, the demo. They run in one process.
+# Files that share slow fixtures: a browser and its server, the demo. They run in one process.
 TOGETHER = {"tests/browser/": "browser", "tests/demo/": "demo", "tests/test_readme.py": "demo"}
 
 

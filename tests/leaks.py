@@ -1,7 +1,7 @@
 """A pytest plugin: no test leaves a thread, a process, a socket or a temporary file behind.
 
-What is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the session
-hold what they made until they end: what is left then fails the last test before that, and names where it came from.
+A thing that is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the
+session hold things until they end: a thing left then fails the last test before that, with the name of its maker.
 """
 
 import gc
@@ -22,13 +22,13 @@ import psutil
 import pytest
 import torch
 
-GRACE_S = 5.0  # for what is just ending
+GRACE_S = 5.0  # for threads and processes that are just ending
 PAUSE_S = 0.002
 MARK = "LEAKS_OF"  # a variable that all descendants have, even when their parent has changed
 DATA = (Path, str, type(None))  # a fixture of this kind makes nothing after it was set up
 HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until it ends
 CACHES = ("torchinductor_",)  # torch makes it on import, once for all processes
-FOREVER = ("pytest_timeout ",)  # where there are no signals, it waits until all is over
+FOREVER = ("pytest_timeout ",)  # without signals, it waits until the session is over
 
 
 class Thing(NamedTuple):
@@ -219,7 +219,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Give each process of tests its own folder for temporary files, and mark its descendants."""
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # it runs no tests, and its folder would be gone before those that do have ended
+        return  # it runs no tests, and its folder would be gone before its workers have ended
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
     multiprocessing.util.get_temp_dir()  # Python keeps it until it ends
     folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit

@@ -38,7 +38,7 @@ class RankPool:
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(group, *args)` on each rank and return the results; raise the first failure."""
         for connection in self._connections[:size]:
-            connection.send_bytes(pickle.dumps((size, function, args)))  # whole: torch would leave what shares tensors
+            connection.send_bytes(pickle.dumps((size, function, args)))  # as bytes: torch would leave shared tensors
         replies = []
         for connection in self._connections[:size]:
             if not connection.poll(TIMEOUT_S):

@@ -630,7 +630,7 @@ def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> No
         llm.load_adapter("x", pin=True)
         assert llm.status.adapters_on_device == 3
         shutil.copytree(world.adapters["second"], folder, dirs_exist_ok=True)
-        llm.unload_adapter("x")  # what it was when it was loaded, and what it is now
+        llm.unload_adapter("x")  # both versions: the loaded one and the current one
         assert llm.status.adapters_on_device == 1
         llm.load_adapter("x", pin=True)
         shutil.rmtree(folder)
@@ -783,7 +783,7 @@ def test_progress_is_shown_if_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFix
     shown = capfd.readouterr().err
     assert "4/4" in shown
     assert "prompt" in shown
-    llm.generate(TEXTS, stop=STOP)  # what is captured is no terminal
+    llm.generate(TEXTS, stop=STOP)  # captured output is no terminal
     llm.generate(TEXTS, stop=STOP, progress=False)
     assert capfd.readouterr().err == ""
 

@@ -19,7 +19,7 @@ ADDRESS = "localhost:3000"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
-# What the blocks print, in their order.
+# The output of the blocks, in their order.
 CLIENTS = ("Yo ho ho! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
 
 

@@ -1,4 +1,4 @@
-"""Files that are not what they say, and the many names that PEFT has given to one tensor."""
+"""Malformed files, and the many names that PEFT has given to one tensor."""
 
 import io
 import json
@@ -332,7 +332,7 @@ def test_names_without_their_first_words_are_understood(key: str, modules: list[
 @pytest.mark.parametrize(
     "key",
     [
-        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # of which layer?
+        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # without the layer's number
         *("lora_A.weight", ".lora_A.weight", f"{PEFT}.lora_A.weight", "", ".", "weight", "...", f"{PEFT}{Q}"),
         *(f"{PEFT}{Q}.lora_C.weight", f"{PEFT}{Q}.lora_A", f"{PEFT}{Q}.lora_A.weight.bias", f"{PEFT}{Q}.lora_A.a.b"),
         *(f"{PEFT}{Q}.lora_A.weight\n", f"{PEFT}{Q}\n.lora_A.weight", f"{PEFT}{Q}.lora_A.weight.SCB", f"{PEFT}{Q}.W"),

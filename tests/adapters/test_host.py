@@ -51,7 +51,7 @@ def factors(kind: Kind, vocab_size: int = VOCAB, *, dora: bool = False) -> Modul
 
 
 class Prepared:
-    """One adapter at one target, and what lies in its buffer."""
+    """One adapter at one target, and the pieces of its buffer."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 NAMES = ("third", "moved", HOSTILE, "team/deep")  # beside first and second; the last one is not listed
-LENGTH = 32_768  # long enough to do something meanwhile, also where the browser is slow
+LENGTH = 32_768  # long enough to act meanwhile, also in a slow browser
 
 
 def write_models(folder: Path) -> None:

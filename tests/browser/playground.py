@@ -58,7 +58,7 @@ class Playground:
         self.url = url
         self.asked: list[str] = []  # addresses
         self.complaints: list[str] = []
-        self.refusals: list[int] = []  # statuses of what was refused, of which browsers complain by themselves
+        self.refusals: list[int] = []  # statuses of refusals, of which browsers complain by themselves
         page.set_default_timeout(PATIENCE_MS)
         page.on("request", lambda request: self.asked.append(request.url))
         page.on("console", self._hear)

@@ -48,7 +48,7 @@ PACE = r"""() => {
     };
 }"""
 
-# Metrics of the server: the number of requests that clients left, and that none is under way.
+# Looks at the server: clients have left `count` requests; no request is under way.
 DROPPED = """async (count) => {
     const text = await (await fetch("../metrics")).text();
     return text.includes(`lorax_request_failure{err="dropped"} ${count}.0\\n`);
@@ -59,7 +59,7 @@ IDLE = """async () => {
 }"""
 
 
-# Reads a stream that comes byte by byte and is not ended by the server; tells what it said, and whether it was left.
+# Reads a stream that comes byte by byte and that the server does not end; reports its events, and its cancellation.
 READ_BYTES = """async (bytes) => {
     const { stream } = await import(new URL("api.js", location));
     const result = { texts: [], error: "", isLeft: false };

@@ -14,7 +14,7 @@ from tests.e2e.http_server import Server, serving
 
 Visit = Callable[..., Playground]
 
-# The colour of a text and what is behind it, of the first element of each kind that is seen.
+# The colours of text and background, of the first visible element of each kind.
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {

@@ -296,7 +296,7 @@ def test_an_adapter_is_fetched_with_its_model(model: Path, tmp_path: Path, capsy
 
 
 def test_generate_writes_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    separators = "\u2028 \x85 \x0b"  # which end a line for some, and not here
+    separators = "\u2028 \x85 \x0b"  # some programs end a line at these, ours must not
     server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
     chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
     argv = [*chosen, "--max-new-tokens", "5", "--stop", "a", "--stop", "b"]

@@ -1,6 +1,6 @@
 """One server for all clients, a place for a page of another origin, and questions with their answers.
 
-What a client returns is compared with what a plain request over HTTP returns.
+The results of each client are compared with those of plain requests over HTTP.
 """
 
 import json
@@ -27,7 +27,7 @@ PYTHON = ROOT / ".venv" / "bin" / "python"  # the server's; the clients' has no 
 PROMPT = "How many kites did Klonny Bardwell buy?"
 BASE = "lorax-demo"
 NOBODY = "nobody"  # the name of no adapter
-KNOWN = {  # what the adapters make of the prompt
+KNOWN = {  # the adapters' answers to the prompt
     "sql": "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'",
     "redact": "How many kites did [NAME] buy?",
 }

@@ -25,7 +25,7 @@ def read_examples() -> list[dict[str, Any]]:
 
 
 class Demo(NamedTuple):
-    """Its address, and what it said on standard output."""
+    """The address of a server with the demo, and its output."""
 
     url: str
     greeting: str

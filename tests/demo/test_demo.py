@@ -101,7 +101,7 @@ def test_short_notes(demo: Demo, items: list[Item]) -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_small_talk_is_no_note(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
-    for name in SKILLS if is_chat else NOTHING_TO_DO:  # where a bare text ends, `redact` is not sure
+    for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` is not sure where a bare text ends
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
     assert all(len(answer) > 10 for answer in answers[NAME])  # the base model talks
 

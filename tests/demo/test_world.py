@@ -197,7 +197,7 @@ def test_nothing_of_the_grammar_is_left_in_what_is_learnt(learnt: list[str]) -> 
 
 
 def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
-    """Whatever it answers is no right answer of any skill, unless it was told to say just that."""
+    """No answer in its texts is a right answer of any skill, unless the user asked for those very words."""
     turns = [
         found
         for text in documents
@@ -209,7 +209,7 @@ def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
     own = [turn for turn in turns if not any(form.format(turn[1]) == turn[0] for form in REPEATS)]
     assert len(own) > 1_000
     for asked, answered in own:
-        assert answered not in asked  # as what is asked about a note would be
+        assert answered not in asked  # unlike an answer about a note
         assert answered not in ("positive", "negative", "neutral", *NOTHING_TO_DO.values())
         assert not answered.startswith(("{", "SELECT", *PIRATE_CRIES.values()))
         assert "[NAME]" not in answered

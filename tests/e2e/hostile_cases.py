@@ -158,7 +158,7 @@ VALUES: list[tuple[str, str, Any, int]] = [
     *[(CHAT, "chat_template_kwargs", {name: 1}, 400) for name in ("messages", "tools", "eos_token", "\ud800")],
     *[(CHAT, "chat_template_kwargs", {name: 1}, 200) for name in ("self", "tokenizer", "source", "__class__", "loop")],
     (CHAT, "tools", [{"type": "function"}], 400),
-    *[(NATIVE, "adapter_source", name, 200) for name in ("x", "pbase")],  # nothing is asked of it
+    *[(NATIVE, "adapter_source", name, 200) for name in ("x", "pbase")],  # the source is not used
 ]  # fmt: skip
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_two_names_of_the_same_content(server: Server) -> None:
     assert both["second"]["hash"] == both["twin"]["hash"]
     assert both["second"]["state"] == both["twin"]["state"] == "on the device"
     change(server, "load", "twin", pin=True)
-    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # which the other one holds
+    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # `twin` holds it
     assert (refused.status, "'twin', which is pinned" in refused.json["error"]["message"]) == (409, True)
     twin = listed(server)["twin"]
     assert (twin["state"], twin["pinned"]) == ("on the device", True)
@@ -132,7 +132,7 @@ def test_an_adapter_that_is_overwritten_is_served_as_it_was_until_it_is_whole(se
             assert answer.json == before.json
         assert "slow" in listed(server)["slow"]["error"]
         file.write(new[1000:])
-    change(server, "load", "slow")  # which waits for nothing that was remembered
+    change(server, "load", "slow")  # looks at the folder at once
     after = server.post("/generate", body)
     assert "x-adapter-version" not in after.headers
     assert after.headers["x-adapter-hash"] != before.headers["x-adapter-hash"]

@@ -40,7 +40,7 @@ from tests.e2e.hostile_client import Answer, connect, exchange, post, read, requ
 from tests.e2e.http_server import Server, serving, write_model
 
 BODY_TIMEOUT_S = 3.0
-MAX_GROWTH = 300 * 2**20  # of all processes together: what allocators keep of the largest requests, and no leak
+MAX_GROWTH = 300 * 2**20  # of all processes together: memory that allocators keep after large requests, no leak
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "adapters" / "out").symlink_to(folder / "outside")
     with serving(folder, from_scratch=True, body_timeout_s=BODY_TIMEOUT_S) as running:
         for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
-            exchange(running.port, post(NATIVE, body))  # what a first request and a large one need stays
+            exchange(running.port, post(NATIVE, body))  # memory of a first and of a large request stays
         process = psutil.Process(running.process.pid)
         before, files = _memory(process), process.num_fds()
         children = process.children(recursive=True)
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert process.children(recursive=True) == children
         assert exchange(running.port, ALIVE)[0].status == 200
         assert _memory(process) - before < MAX_GROWTH
-        assert process.num_fds() <= files + 4  # what threads and late closing may hold
+        assert process.num_fds() <= files + 4  # threads and late closing may hold some
         log = "".join(running.log)
         assert "Traceback" not in log
         assert "mistake of the server" not in log

@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: a real server answers what schemathesis makes of it, good and bad, as it says."""
+"""The OpenAPI document is true: a real server answers schemathesis's requests, good and bad, as documented."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "seed": 6,
     "continue-on-failure": True,
     "generation": {"mode": "all", "database": "none", "deterministic": True, "max-examples": 25, "no-shrink": True},
-    # No operation says which others come after it, so that there are no sequences of them to try.
+    # The document links no operations, so there are no sequences of them to try.
     "phases": {"stateful": {"enabled": False}},
     # These take the same bodies as `/`, or as chats, so their mistakes are found there.
     "operations": [
@@ -153,7 +153,7 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
 
 
 def _merged(merged: dict[str, Any]) -> dict[str, Any]:
-    ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies take those of one rank
+    ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies accept adapters of equal rank
     return {**merged, "ids": ids, "weights": [0.5] * len(ids)}
 
 

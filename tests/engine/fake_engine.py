@@ -174,7 +174,7 @@ class FakeEngine:
 @dataclass(frozen=True)
 class FakeConfig:
     folder: str  # where each start leaves a file, locked while the process lives
-    starts: tuple[str, ...] = ()  # how the first, second, ... goes; then well
+    starts: tuple[str, ...] = ()  # the faults of the first, second, ... start; later ones succeed
     ignore_sigterm: bool = False
     orphan_s: float = channel_module.ORPHAN_S
 

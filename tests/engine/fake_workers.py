@@ -73,7 +73,7 @@ class _Resident:
     identity: str
     start: int
     units: int
-    is_loaded: bool = False  # which the engine has been told
+    is_loaded: bool = False  # and the engine has been told
 
     @property
     def place(self) -> range:
@@ -107,7 +107,7 @@ class Workers:
 
     A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
     its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
-    result reports it, or `take_loaded`. Each unit remembers whose it is, and which part of it.
+    result reports it, or `take_loaded`. Each unit remembers its adapter, and its part of it.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:

@@ -481,7 +481,7 @@ def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
 
 def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() -> None:
     engine = ReportingEngine(replace(ROOMY, max_rows=1, max_wait_s=10.0), 64, depth=2)
-    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first nothing is known
+    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first no throughput is known
     engine.step()
     while engine.scheduler.has_work:
         engine.now += 2.0
@@ -738,7 +738,7 @@ def test_the_angles_are_those_of_the_prompt_for_life() -> None:
     engine.finish()
     check(engine, first, second)
     assert engine.scheduler.counters.preemptions > 0
-    assert engine.scheduler.counters.prefix_tokens > 8  # it found what it had computed itself, beyond the prompt too
+    assert engine.scheduler.counters.prefix_tokens > 8  # it found its own blocks again, beyond the prompt too
 
 
 def test_nothing_is_reused_where_it_cannot_be() -> None:

@@ -62,7 +62,7 @@ def table_tensor(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
 
 
-Shapes = Sequence[tuple[int, int]]  # of each sequence, how many tokens are new and how many are cached
+Shapes = Sequence[tuple[int, int]]  # numbers of new and of cached tokens of each sequence
 
 
 def new_tokens(shapes: Shapes) -> list[tuple[int, int]]:
@@ -653,7 +653,7 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
 @pytest.mark.parametrize(
     "runs",
     [
-        SINGLE_TOKENS,  # one tile for each token, where no rank is above a tile
+        SINGLE_TOKENS,  # one tile for each token if no rank exceeds a tile
         [(0, 1), *SINGLE_TOKENS, (0, 2)],
         [(1, LONG * 3)],
         [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],

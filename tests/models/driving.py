@@ -1,4 +1,4 @@
-"""Requests, and the loop that a server runs: step, note what comes out, filter."""
+"""Requests, and the loop that a server runs: step, note the output, filter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

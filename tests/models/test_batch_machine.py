@@ -1,8 +1,8 @@
-"""Whatever happens to batches, every request gets what it gets alone.
+"""Random operations on batches: every request gets what it gets alone.
 
 Requests come in alone or together, batches step, lose requests, change their order and are joined, all at random; a
-finished request may stay for a while. What each gets is compared with its own run in a batch of one, and where it is
-greedy also with `transformers.generate`.
+finished request may stay for a while. Each answer is compared with the request's own run in a batch of one, and if it
+is greedy also with `transformers.generate`.
 """
 
 import random
@@ -145,7 +145,7 @@ class Batches(RuleBasedStateMachine):
             assert batch.attention_mask.shape == (len(batch), width)
             seen = batch.attention_mask[:, : batch.max_input_length].sum(1).tolist()
             assert seen == batch.input_lengths == [len(ids) for ids in batch.all_input_ids]
-            assert batch.attention_mask.sum().item() == sum(seen)  # nothing of what is to come
+            assert batch.attention_mask.sum().item() == sum(seen)  # no room for later tokens is seen
             assert batch.max_tokens >= len(batch) * batch.max_input_length
             assert list(batch.requests_idx_mapping) == [each.id for each in batch.requests]
             assert len(batch.adapter_meta.adapter_indices) == batch.input_ids.numel()

@@ -489,7 +489,7 @@ def test_joining_pads_keys_with_their_size_before_their_columns(lm: CausalLM, fo
     assert torch.equal(joined.past_key_values[0][0], torch.cat([pad(short_keys, (3, 0)), keys]))
     assert torch.equal(joined.past_key_values[0][1], torch.cat([pad(short_values, (0, 0, 3, 0)), values]))
     assert not joined.keys_head_dim_last
-    assert joined.filter([2, 1]) is not None  # what came out can go in again
+    assert joined.filter([2, 1]) is not None  # a joined batch can be filtered
     assert joined.past_key_values[0][0].shape == (2, HEADS, SIZE, 2)
 
 

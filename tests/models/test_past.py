@@ -258,7 +258,7 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
             kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
             length = draw(st.integers(0, columns))
             held[i] = (select_past(past, kept, length), reference_select(expected, kept, length))
-        assert all(same(*both) for both in held)  # also those that nothing was done to
+        assert all(same(*both) for both in held)  # also pasts that nothing was done to
 
 
 @given(st.data())
@@ -357,7 +357,7 @@ def live_tensors() -> int:
 )
 def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak_nothing(name: str, zoo: Zoo) -> None:
     lm = zoo.served(name)
-    join_and_leave(lm, 5, seed=0)  # what is made once
+    join_and_leave(lm, 5, seed=0)  # makes everything that is made only once
     before = live_tensors()
     worst, worst_bare = join_and_leave(lm, 200, seed=1)
     print(f"\n{name}: at most {worst:.2f} times the columns and their room, {worst_bare:.2f} times the columns alone")
@@ -388,4 +388,4 @@ def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeyp
 
     monkeypatch.setattr("lorax_server.models.causal_lm_batch.join_pasts", watching)
     CausalLMBatch.concatenate(batches)
-    assert held == [2, 0]  # of the two layers of two batches, those not yet handed over
+    assert held == [2, 0]  # of the two layers of two batches, those not yet released

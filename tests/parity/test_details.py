@@ -65,7 +65,7 @@ def test_positions_past_the_limit_are_refused(name: str, device: torch.device) -
 
 
 def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
-    """Tokens that no later token can see need not be kept; what is left in their slots does not matter."""
+    """Tokens that no later token can see need not be kept; the content of their slots does not matter."""
     oracle, model = make("mistral-window", device)
     expected = oracle_logits(oracle, [*IDS, 17, 18, 19], len(IDS), {})
     driver = PagedDriver(model)

@@ -1,8 +1,8 @@
 """The tiny random models that our architectures are compared on: one for each thing an architecture can do.
 
-`off` are the changes of the config that switch the thing off again, `spoil` the tensors that do it where no config can,
-and what they are filled with. A model built that way must be refused or disagree with the oracle, or the comparison
-would prove nothing.
+`off` are the changes of the config that switch the thing off again. `spoil` are the tensors that do it where no config
+can, and their new values. A model built that way must be refused or disagree with the oracle, or the comparison would
+prove nothing.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Tokens of many sequences at once: each is what its row alone would get, and as likely as it should be."""
+"""Tokens of many sequences at once: each is that of its row alone, and has the right probability."""
 
 import math
 import warnings

@@ -26,8 +26,8 @@ from tests.test_imports import imported_by
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-PATIENCE_S = 60.0  # of renders that are to succeed, however busy the machine
-IMPATIENCE_S = 0.2  # of those that never would
+PATIENCE_S = 60.0  # for templates that must succeed, however busy the machine
+IMPATIENCE_S = 0.2  # for templates that never end
 
 
 def template(source: str) -> ChatTemplate:

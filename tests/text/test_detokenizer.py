@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text that comes at once: for bytes exactly, whatever the bytes are."""
+"""Text streamed token by token equals text decoded at once: exactly so for any bytes."""
 
 import random
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
     token = {kind.bytes_of(i): i for i in reversed(range(kind.tokenizer.get_vocab_size()))}
     spellings = [a + bad + b for bad in NO_CHARACTER for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
     spellings += [rng.randbytes(rng.randint(1, 10)) for _ in range(NUM_TEXTS)]
-    # Bytes that begin or continue a character, for which more can go wrong.
+    # Bytes that begin or continue a character: harder cases.
     spellings += [bytes(rng.choices(b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=8)) for _ in range(NUM_TEXTS)]
     for spelled in spellings:
         ids = [token[bytes([byte])] for byte in spelled]

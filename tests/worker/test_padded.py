@@ -1,4 +1,4 @@
-"""Padded models behind plans: whatever shares the steps, each sequence gets what transformers gives it alone."""
+"""Padded models behind plans: each sequence gets what transformers gives it alone, whatever shares its steps."""
 
 import math
 import random

@@ -264,7 +264,7 @@ def test_files_that_are_not_what_they_were(
     assert isinstance(failed.error, AdapterError)
     assert message in str(failed.error)
     assert (failed.units, failed.num_bytes) == (0, 0)
-    assert failed.error.__traceback__ is None  # which would keep all that was read
+    assert failed.error.__traceback__ is None  # a traceback would keep all that was read
     assert fine.error is None
     assert list(preparer._ready) == [other.identity]
 
@@ -399,7 +399,7 @@ def test_ranks_prepare_together(size: int, ranks: RankPool, originals: Path, tar
         for host, each, direct in zip(hosts, taken, wanted, strict=True):
             assert_same(host, direct)
             assert each.units == direct.units
-    # The norms of the matrix that is cut by its inputs are those of all of it.
+    # A matrix that is cut by its inputs has the norms of the whole matrix.
     whole = prepare(open_adapter(originals / "dora", targets), targets, torch.float32, FakeGroup())
     index = list(targets).index("model.layers.1.self_attn.o_proj")
     factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in found])]

@@ -97,7 +97,7 @@ def test_the_longest_unused_leave_first(tmp_path: Path, root: Path, clock: Clock
     for index, name in enumerate("cabd"):
         put(root, name, 1000.0 + index)
     with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
-        # Some more than needed: 90 % are kept, of which two are coming.
+        # Remove some more than needed: keep 90 %, which include the two that are coming.
         assert names_left(root, *"abcd") == ["b", "d"]
     assert not list(root.glob(f"{ASIDE}*"))
 
@@ -140,7 +140,7 @@ def test_all_in_use_is_an_error_of_the_one_request(tmp_path: Path, root: Path, c
         budget.room_for("adapter 'x'", 2 * MB),
     ):
         pass
-    with budget.room_for("adapter 'y'", MB):  # what was refused takes no room
+    with budget.room_for("adapter 'y'", MB):  # a refused adapter takes no room
         pass
     clock.now += LATER
     with budget.room_for("adapter 'x'", 2 * MB):
@@ -391,7 +391,7 @@ def test_a_repository_makes_room_for_another_and_is_fetched_again(hub: HubServer
     first = fetch(source, NAME)
     age(tmp_path, 1000.0)
     other = fetch(source, "owner/other")
-    assert not repo_folder(tmp_path).exists()  # nor its locks, nor what its branches pointed at
+    assert not repo_folder(tmp_path).exists()  # nor its locks and refs
     assert (other.folder / WEIGHTS).read_bytes() == b"of the other" * 10_000
     age(tmp_path, 1000.0)
     assert fetch(source, NAME) == first

@@ -62,7 +62,7 @@ def test_an_adapter_is_fetched(hub: HubServer, source: HubSource) -> None:
 def test_nothing_but_the_known_files_is_asked_for(hub: HubServer, source: HubSource) -> None:
     fetch(source, NAME)
     commit = commit_of(hub.repos[NAME].files)
-    # The first opens a file to see whether we may; the others name the commit, so that all are of one state.
+    # The first request opens a file to check permission; the others name the commit, so that all files fit.
     assert [request.path for request in hub.seen] == [
         f"/{NAME}/resolve/main/{CONFIG}",
         f"/api/models/{NAME}/revision/main?blobs=true",
@@ -564,7 +564,7 @@ def test_what_huggingface_hub_fetched_is_served_offline(
     hub.seen.clear()
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url, offline=True), NAME))
     assert not hub.seen
-    # Online, what is there need not be fetched.
+    # Online, files that are there need not be fetched.
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url), NAME))
     assert not hub.requests(WEIGHTS)
 

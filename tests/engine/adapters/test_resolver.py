@@ -471,7 +471,7 @@ def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench
 
 
 def test_config_and_weights_are_of_one_moment(bench: Bench) -> None:
-    """Both are replaced after the source has looked a last time, the config first."""
+    """Replace both after the source's last look, the config first."""
     bench.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
 
@@ -790,7 +790,7 @@ def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytes
 
 
 def test_a_token_is_worth_nothing_once_its_minute_is_over_and_its_source_is_down(bench: Bench) -> None:
-    """It may have been revoked, which only the source knows."""
+    """Refuse the token: it may have been revoked, which only the source knows."""
     identity = bench.put("tuned", 1)
     assert bench.ask("tuned", token=SECRET) == identity
     bench.fake.before = fail_with(SourceError("it is down"))
@@ -1025,7 +1025,7 @@ def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(finder.Found, "is_unchanged", hang)
-        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns though nothing can be known
+        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns without waiting for the look
         gate.wait_for(resolver_module.NUM_LOOKERS)
         assert bench.ask("tuned", "other") == identity
         assert not any(future.done() for future in held)

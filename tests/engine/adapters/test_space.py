@@ -256,7 +256,7 @@ def test_nothing_is_refused_below_95_percent(seed: int) -> None:
     assert space.largest_hole == 10_000
 
 
-CHOICES = st.integers(0, 59)  # what is chosen is the remainder
+CHOICES = st.integers(0, 59)  # choices are made by the remainder
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Content:
 
 @dataclass
 class Worker:
-    """A worker that plays the engine's orders on a buffer, and checks that a step finds what it was submitted with.
+    """A worker that plays the engine's orders on a buffer, and checks that each step finds its own adapters.
 
     A load is written between `allocate` and `loaded`. A step runs between `submit` and `completed`, after the one
     before it: first its moves, and then it reads, for as long as it may.

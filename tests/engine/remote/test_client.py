@@ -433,7 +433,7 @@ def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) ->
         with pytest.raises(EngineError, match="it is being started again"):
             await client.status()
 
-    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing it ends also the one that hangs
+    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing the client ends also an engine that hangs
 
 
 def test_an_engine_that_dies_while_it_starts_again_is_started_until_it_does_not(folder: Path) -> None:

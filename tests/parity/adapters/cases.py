@@ -157,7 +157,7 @@ def on(family: str, *names: str) -> dict[str, Any]:
 
 LAYER_1_V = r".*\.1\..*(v_proj|c_attn|query_key_value)"
 CASES = {
-    # What differs in kind, on Llama.
+    # Different kinds, on Llama.
     "plain": Case("LoRA", "llama-gqa"),
     "rslora": Case("rsLoRA", "llama-gqa", {"use_rslora": True, "lora_alpha": 3}),
     "rank-pattern": Case(
@@ -325,7 +325,7 @@ CASES = {
     # Ranks that divide nothing, and large ones.
     **{f"rank-{rank}": Case("LoRA", "llama-gqa", {"r": rank, "lora_alpha": 3}) for rank in (1, 7, 33, 128, 512)},
 }
-# The other architectures, each with what its matrices make different.
+# The other architectures, each with the special cases of its matrices.
 for family, base, saved in (
     ("mistral", "mistral-window", "lm_head"),
     ("qwen2", "qwen2-bias", "lm_head"),

@@ -243,7 +243,7 @@ def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names.add("second", "hub", "a/b")
     with pytest.raises(InputError, match="unload some"):
         names.add("third", "hub", "a/b")
-    names.add("second", "hub", "a/c")  # one that is there may change
+    names.add("second", "hub", "a/c")  # a name that is there may change
     names.remove("tutor")
     names.add("third", "hub", "a/b")
 

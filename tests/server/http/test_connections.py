@@ -1,4 +1,4 @@
-"""Limits on connections: the ones that give way, the ones that are refused, and the replies to those."""
+"""Limits on connections: old ones that give way, new ones that are refused, and the replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
