@@ -807,7 +807,7 @@ def test_news_are_told_until_they_are_taken() -> None:
 
 @pytest.mark.parametrize("kind", ["to load", "to load where nothing leaves", "to prepare", "to be named"])
 def test_many_that_wait_take_time_by_their_number(kind: str) -> None:
-    """Count the lines that one `advance` runs: ten times as many for ten times as many adapters, about."""
+    """Count the lines that one `advance` runs: about ten times as many for ten times as many adapters."""
 
     def count(number: int) -> int:
         desk = Desk(units=number, host=number if kind in ("to prepare", "to be named") else 3 * number)
