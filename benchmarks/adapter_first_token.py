@@ -1,4 +1,4 @@
-"""The price of a name: how much later the first token comes of a request that names a resident adapter.
+"""The price of a name: the delay of the first token of a request that names a resident adapter.
 
 Three kinds of requests take turns: for the base model, for an adapter whose name was resolved before, and for an
 adapter by its name, as a server serves it: first `resolve`, then the request. Each begins at a random moment, alone and
@@ -36,7 +36,7 @@ RANK, MODULES = 8, ("q_proj", "v_proj")
 PROMPT, LENGTH, CROWD = 8, 1024, 16
 ADAPTER = AdapterRef("local", "tuned")
 GOAL = 0.3  # of a step
-SETTLE_S = 2.5  # until the adapter's files are no longer new, as most are
+SETTLE_S = 2.5  # until the adapter's files are no longer new, as in most servers
 KINDS = ("base", "resolved before", "by name")
 
 
@@ -52,13 +52,13 @@ class Times:
         return statistics.median(self.steps)
 
     def more_steps(self, kind: str) -> float:
-        """Return by how many steps a first token is later than the base model's."""
+        """Return the delay against the base model, in steps."""
         return (statistics.median(self.first[kind]) - statistics.median(self.first["base"])) / self.step_s
 
 
 def main() -> None:
     args = parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the process that is started from here
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the engine process
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,7 +123,7 @@ async def measure(folder: Path, rounds: int) -> tuple[Times, Times]:
 
 
 async def time_requests(client: EngineClient, identity: str, rounds: int, times: Times, chance: random.Random) -> None:
-    for kind in KINDS:  # whatever happens only once
+    for kind in KINDS:  # work that happens only once
         await first_token_s(client, kind, identity, chance)
     for _ in range(rounds):
         for kind in chance.sample(KINDS, len(KINDS)):
@@ -142,7 +142,7 @@ async def first_token_s(client: EngineClient, kind: str, identity: str, chance: 
 
 
 async def time_steps(client: EngineClient, num_tokens: int, times: list[float]) -> None:
-    """Note the times between tokens of one sequence."""
+    """Record the times between tokens of one sequence."""
     last = None
     async for _ in client.stream(make_request(client, "", num_tokens, random.Random(0))):
         now = time.perf_counter()
@@ -153,7 +153,7 @@ async def time_steps(client: EngineClient, num_tokens: int, times: list[float]) 
 
 @asynccontextmanager
 async def crowd(client: EngineClient, times: Times) -> AsyncIterator[None]:
-    """Sequences of the base model that run all the time; the time between two tokens of the first."""
+    """Run sequences of the base model all the time, and record the times between tokens of the first."""
 
     async def run(place: int) -> None:
         while True:

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def make_files(folder: Path, count: int = MANY) -> None:
-    """A model, and adapters as PEFT writes them, each with numbers of its own."""
+    """Write a model, and adapters as PEFT writes them, each with numbers of its own."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -101,7 +101,7 @@ def make_files(folder: Path, count: int = MANY) -> None:
 def write_adapter(
     folder: Path, chance: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
 ) -> None:
-    """As PEFT saves it, with random numbers, for square matrices of a Llama's attention."""
+    """Write an adapter as PEFT saves it, with random numbers, for square matrices of a Llama's attention."""
     folder.mkdir(parents=True)
     settings = {
         "peft_type": "LORA",

@@ -53,7 +53,7 @@ def measure_prefill(name: str, ours: Any, theirs: Any) -> Record:
 
 
 def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, runs: int, goal: float) -> Record:
-    """The caches are filled with the same noise: what is in them does not change the time."""
+    """Measure decode with caches full of the same noise: their content does not change the time."""
     ids = torch.randint(0, VOCAB, (batch, 1))
     times = {}
     for attention in ATTENTIONS:
@@ -74,7 +74,7 @@ def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, 
 
 
 def compare(name: str, times: dict[str, list[float]], goal: float, difference: torch.Tensor) -> Record:
-    """Our best time against the best of their faster attention."""
+    """Compare our best time with the best of their faster attention."""
     mine = min(ours for ours, _ in times.values())
     fastest = min(times, key=lambda attention: times[attention][1])
     other, peer = times[fastest][1], f"transformers ({fastest})"

@@ -1,4 +1,4 @@
-"""Layouts of a matrix on a CPU: `[out, in]`, `[in, out]`, or packed by oneDNN, by the number of rows.
+"""Storage of a matrix on a CPU, by the number of rows: `[out, in]`, `[in, out]`, or packed by oneDNN.
 
 We keep `[out, in]` for single rows and the packed form for batches. A record is the speed of that choice relative to
 the best of the three; the goal is to be within a tenth of it everywhere.
@@ -19,7 +19,7 @@ CACHE_BYTES = 100e6  # several copies of a matrix, so that none is found in the 
 
 
 def seconds(run: Callable[[int], object], copies: int) -> float:
-    """The best of several short stretches, going through the copies in turn."""
+    """Return the best time of several short stretches, going through the copies in turn."""
     best = float("inf")
     for _ in range(5):
         start, done = time.perf_counter(), 0

@@ -66,7 +66,7 @@ def load_ours(model: Any, folders: list[Path]) -> AdapterArena:
 
 
 def rows(number: int) -> list[int]:
-    """The adapter of each sequence, those of one adapter together, as an engine would order them."""
+    """Return the adapter of each sequence, ordered by adapter, as an engine would order them."""
     return sorted(index % number + 1 for index in range(BATCH)) if number else [0] * BATCH
 
 
@@ -134,7 +134,7 @@ def measure(folder: Path) -> list[Record]:
 
 
 def measure_prefill(model: Any, arena: AdapterArena) -> Record:
-    """16 prompts, each of its own adapter: runs that are multiplied one by one."""
+    """Measure 16 prompts, each of its own adapter: runs that are multiplied one by one."""
     paged, ids = Paged(model, BATCH, PROMPT), torch.randint(0, VOCAB, (BATCH, PROMPT))
 
     def prefill(number: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def measure_prefill(model: Any, arena: AdapterArena) -> Record:
 
 
 def measure_growth(model: Any, folder: Path, arena: AdapterArena) -> list[Record]:
-    """Measure what 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
+    """Measure the time that 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
     arenas = {RANK: arena}
     for rank in OTHER_RANKS:
         base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()

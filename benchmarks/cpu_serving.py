@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass
 class Served:
-    """Tokens, and when each came, in seconds since the start."""
+    """The tokens of each request and their times, in seconds since the start."""
 
     arrivals: dict[int, float]
     shown: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -70,7 +70,7 @@ class Served:
 
     @property
     def gaps(self) -> list[float]:
-        """Between one token of a request and the next."""
+        """Return the times between tokens of a request."""
         return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         folder = Path(name)
         peer = make_models(folder)
         engine = make_engine(folder, args.rows)
-        run_ours(engine, load[:2], [0.0] * 2)  # what is slow only once
+        run_ours(engine, load[:2], [0.0] * 2)  # work that is slow only once
         run_peer(peer, load[:2], [0.0] * 2, args.rows)
         at_once = [0.0] * len(load)
         ours, theirs = run_ours(engine, load, at_once), run_peer(peer, load, at_once, args.rows)
@@ -122,7 +122,7 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: flo
 
 
 def same_tokens(ours: Served, theirs: Served) -> float:
-    """The share of requests. Where two logits are close, rounding decides, which differs between the sides."""
+    """Return the share of requests with equal tokens. Where two logits are close, rounding may differ."""
     tokens = [([t for _, t in ours.shown[i]], [t for _, t in shown]) for i, shown in theirs.shown.items()]
     return statistics.mean(mine == other for mine, other in tokens)
 
@@ -162,7 +162,7 @@ def name_of(adapter: int) -> str:
 
 
 def make_models(folder: Path) -> Any:
-    """The base model and its adapters in folders, and PEFT's model with all of them."""
+    """Write the base model and its adapters into folders; return PEFT's model with all of them."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=768,
@@ -235,7 +235,7 @@ def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) 
 
 
 class Watch:
-    """Called by `generate` after each token of a batch."""
+    """A callback of `generate`, called after each token of a batch."""
 
     def __init__(self, start: float) -> None:
         self.start = start

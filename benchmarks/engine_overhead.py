@@ -56,7 +56,7 @@ class NoModel:
 
 
 class Ready:
-    """Adapters that are there as soon as they are asked for, and hold nothing."""
+    """Adapters that are loaded at once, and hold nothing."""
 
     def __init__(self) -> None:
         self.notify = lambda: None
@@ -94,7 +94,7 @@ def make_engine(num_rows: int) -> Engine:
 
 
 def measure(num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT) -> float:
-    """Milliseconds of a step in which so many sequences decode. After short answers, others take their place."""
+    """Return the milliseconds of a step in which so many sequences decode. After short answers, others follow."""
     engine = make_engine(num_rows)
     for i in range(NUM_ADAPTERS):
         engine._table.register(AdapterSpec(str(i), str(i), (), 1))

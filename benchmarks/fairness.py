@@ -1,10 +1,10 @@
-"""The wait of a small request beside another tenant's large one: rows are shared between tenants.
+"""The wait of one tenant's small requests beside another tenant's large one: tenants share the rows.
 
 A server is started as users start it, with the demo model and without keys. From one address (127.0.0.1) comes a
 request for 128 long answers, which takes all rows. From another (127.0.0.2) come small requests for an adapter, one
-after the other, and likewise from the same address as the large one. What is measured is the time to the first token of
-each, and what the small ones cost the large one. The large one has a seed, and must get the same answers alone and
-beside others.
+after the other, and likewise from the same address as the large one. The figures are the time to the first token of
+each, and the cost of the small ones for the large one. The large one has a seed, and must get the same answers alone
+and beside others.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TAKEN_BACK = "lorax_rows_taken_back_total "
 
 @dataclass(frozen=True)
 class Amounts:
-    """Numbers of requests and tokens."""
+    """The size of the load."""
 
     choices: int = 128
     tokens: int = 256
@@ -93,7 +93,7 @@ def measure(url: str, amounts: Amounts) -> list[Record]:
 
 
 def beside_large(url: str, amounts: Amounts, address: str) -> tuple[list[float], Large, float]:
-    """The waits of small requests as long as a large one runs, the large one, and how many rows it gave back."""
+    """Send small requests while a large one runs; return their waits, the large one, and the rows it gave back."""
     before = read_counter(url)
     with ThreadPoolExecutor(1) as pool:
         large: Future[Large] = pool.submit(ask_large, url, amounts)
@@ -114,7 +114,7 @@ def ask_large(url: str, amounts: Amounts) -> Large:
 
 
 def ask_small(url: str, address: str, amounts: Amounts) -> float:
-    """Seconds to the first token."""
+    """Return the seconds to the first token."""
     parameters = {"adapter_id": "json", "max_new_tokens": amounts.small_tokens, "ignore_eos_token": True}
     since = time.perf_counter()
     lines = post(url, address, "/generate_stream", {"inputs": "Klonny went", "parameters": parameters})
@@ -125,7 +125,7 @@ def ask_small(url: str, address: str, amounts: Amounts) -> float:
 
 
 def post(url: str, address: str, path: str, body: dict[str, Any]) -> Iterator[bytes]:
-    """Lines of an answer."""
+    """Send a request and yield the lines of its answer."""
     there = urlsplit(url)
     connection = http.client.HTTPConnection(there.hostname or "", there.port, source_address=(address, 0))
     try:
@@ -146,7 +146,7 @@ def read_counter(url: str) -> float:
 
 @contextmanager
 def serving(rows: int) -> Iterator[str]:
-    """The address of a server with the demo model, until it is left."""
+    """Run a server with the demo model, and yield its address."""
     command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0", "--max-rows", str(rows)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

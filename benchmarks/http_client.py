@@ -1,4 +1,4 @@
-"""Sends requests for streams or whole answers to a server, many at once, in a process of its own: the other side of
+"""Send requests for streams or whole answers to a server, many at once, in a process of its own: the other side of
 `http_load.py`.
 
 It must leave a core to the server, so it parses nothing: a stream is searched for the bytes that a token and an end
@@ -23,7 +23,7 @@ HEAD = "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r
 OK = b"HTTP/1.1 200 "
 TOKEN = b'"token":{'
 END = b"\r\n0\r\n\r\n"  # the last chunk of a body, which has no length
-TAIL = len(TOKEN) - 1  # of what came before: not enough to count a token twice
+TAIL = len(TOKEN) - 1  # bytes kept of the data before: too few to count a token twice
 HEAD_END = b"\r\n\r\n"
 GENERATED = re.compile(rb"x-generated-tokens: (\d+)")
 LENGTH = re.compile(rb"content-length: (\d+)")
@@ -31,7 +31,7 @@ LENGTH = re.compile(rb"content-length: (\d+)")
 
 @dataclass
 class Sample:
-    """One request, as it was seen here. Times are seconds since the first request was sent."""
+    """One request as the client saw it. Times are seconds since the first request was sent."""
 
     sent_s: float = 0.0
     first_s: float = 0.0
@@ -41,7 +41,7 @@ class Sample:
 
 
 class Connection(asyncio.Protocol):
-    """One request after the other."""
+    """A connection for one stream after the other."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._end(f"the connection was lost: {exc}")
 
     async def ask(self, request: bytes) -> str:
-        """Send it and wait for the end of the answer; what was wrong with it, if anything."""
+        """Send a request and wait for the end of the answer; return its error, if any."""
         self.tokens, self.first_at, self._tail = 0, 0.0, b""
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -84,14 +84,14 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(error)
 
     def _end(self, error: str) -> None:
-        """Close the connection without waiting for the rest of a response."""
+        """Close the connection without waiting for the rest of the response."""
         self.is_open = False
         self._transport.close()
         self._finish(error)
 
 
 class WholeConnection(Connection):
-    """One request for a whole answer after the other."""
+    """A connection for one whole answer after the other."""
 
     def data_received(self, data: bytes) -> None:
         self._tail += data
@@ -107,7 +107,7 @@ class WholeConnection(Connection):
 
 
 class Load:
-    """All requests, and what became of them."""
+    """All requests and their results."""
 
     def __init__(self, url: str, path: str, bodies: Sequence[Any]) -> None:
         parsed = urlsplit(url)
@@ -121,13 +121,13 @@ class Load:
         self._start = 0.0
 
     async def run(self, at_once: int) -> float:
-        """The seconds that all took."""
+        """Run all requests and return the seconds they took."""
         self._start = time.perf_counter()
         await asyncio.gather(*[self._work() for _ in range(min(at_once, len(self.samples)))])
         return max(sample.end_s for sample in self.samples)
 
     async def _work(self) -> None:
-        """As long as there are any: the next request, on the same connection if it is still open."""
+        """Send the next request as long as there is one, on the same connection if it is still open."""
         connection = None
         for number in self._left:
             sample = self.samples[number]

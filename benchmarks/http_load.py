@@ -2,7 +2,7 @@
 
 64 requests are under way at any time, each for one of 8 adapters, with answers of 32 to 96 tokens; when one ends, the
 next comes. (With `--equal` all have 64, so that all end and come together, which no crowd does.) The bare engine runs
-in a process of its own, as always, and is given token ids; nobody makes text of what comes back. The server is the
+in a process of its own, as always, and is given token ids; its output is not turned into text. The server is the
 command as users start it, read by a load generator in a process of its own (`http_client.py`), every token as an event.
 Either engine computes on one core, and takes part in no measurement but its own. Both are warm, prompts are never the
 same twice, and the two are measured in turn, since machines have moods.
@@ -64,7 +64,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Amounts:
-    """Sizes of a measurement."""
+    """The size of the load."""
 
     pairs: int = 3
     requests: int = 256
@@ -77,7 +77,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's."""
+    """The shape of a Llama."""
 
     hidden: int = HIDDEN
     layers: int = LAYERS
@@ -128,7 +128,7 @@ def main() -> None:
     if args.size == "135m":
         report(measure_shares(args.quick, args.pairs), args.json)
         return
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started from here
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that this one starts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
@@ -150,7 +150,7 @@ def parse_args() -> argparse.Namespace:
 
 
 async def measure_pairs(folder: Path, server: "Server", amounts: Amounts) -> tuple[list[Run], list[Run]]:
-    """The bare engine and the server, in turn."""
+    """Measure the bare engine and the server, in turn."""
     bare, http = [], []
     client = make_client(engine_config(folder))
     await client.start()
@@ -204,11 +204,11 @@ def count(many: "Served", crowd: Sequence[Wanted]) -> list[Record]:
     ]
 
 
-# --- What is left of the tokens that `LLM` makes ----------------------------------------------------------------------
+# --- Throughput of the server as a share of `LLM`'s -------------------------------------------------------------------
 
 
 def measure_shares(quick: bool, num_pairs: int | None) -> list[Record]:
-    """The same requests to `LLM` in this process and over HTTP, in turn, while the other one is idle."""
+    """Send the same requests to `LLM` in this process and over HTTP, in turn, while the other one is idle."""
     pairs, answer = (1, 4) if quick else (num_pairs or 7, 48)
     cases = [(at_once, path) for at_once in (1, 8) for path in (STREAM, WHOLE)]
     lost: dict[tuple[int, str], list[tuple[float, float, Run]]] = {case: [] for case in cases}
@@ -235,14 +235,14 @@ def rate_of(run: Run) -> float:
 
 
 def plain_load(seed: int, at_once: int, answer: int) -> list[Wanted]:
-    """For the base model; of one sequence at a time two requests."""
+    """Make requests for the base model; two of them if one runs at a time."""
     chance = random.Random(-1 - seed)
     prompts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz     ", k=90)) for _ in range(max(2, at_once))]
     return [Wanted(prompt, None, answer) for prompt in prompts]
 
 
 def in_script(llm: LLM, load: Sequence[Wanted], at_once: int) -> float:
-    """Tokens per second."""
+    """Return the tokens per second."""
     start = time.perf_counter()
     for first in range(0, len(load), at_once):
         some = load[first : first + at_once]
@@ -273,7 +273,7 @@ def share_records(case: tuple[int, str], runs: Sequence[tuple[float, float, Run]
 
 
 def make_files(folder: Path, shape: Shape = SMALL) -> None:
-    """A model, its tokenizer, and adapters as PEFT writes them."""
+    """Write a model, its tokenizer, and adapters as PEFT writes them."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
@@ -300,7 +300,7 @@ def make_files(folder: Path, shape: Shape = SMALL) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte."""
+    """Make a tokenizer with a token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: place for place, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -313,7 +313,7 @@ def name_of(adapter: int) -> str:
 
 
 def make_load(seed: int, count: int, answer: int, spread: float) -> list[Wanted]:
-    """Other prompts for another seed."""
+    """Make requests, with other prompts for another seed."""
     chance = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz     "
     return [
@@ -330,7 +330,7 @@ def make_load(seed: int, count: int, answer: int, spread: float) -> list[Wanted]
 
 
 def engine_config(folder: Path) -> EngineConfig:
-    """The same as the server's."""
+    """Return the same config as the server's."""
     sources = SourceConfig((folder / "adapters",))
     return EngineConfig(ModelConfig(folder / "model"), max_rows=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
 
@@ -379,13 +379,13 @@ class Served:
         return sorted({sample["error"] for sample in self.result["samples"] if sample["error"]})
 
     def num_whole(self, load: Sequence[Wanted]) -> int:
-        """Answers that have all of their tokens."""
+        """Return the number of answers with all of their tokens."""
         pairs = zip(self.result["samples"], load, strict=True)
         return sum(not sample["error"] and sample["tokens"] == wanted.answer for sample, wanted in pairs)
 
 
 class Server:
-    """One that runs, in a process of its own."""
+    """A running server, in a process of its own."""
 
     def __init__(self, url: str, process_id: int, folder: Path) -> None:
         self._url = url
@@ -419,7 +419,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, more: dict[str, object] | None = None) -> Iterator[Server]:
-    """`lorax serve` until it is left."""
+    """Run `lorax serve`."""
     log = folder / "log"
     flags = {
         "--model-id": folder / "model",

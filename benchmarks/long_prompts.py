@@ -1,11 +1,11 @@
-"""The wait of others while long prompts arrive: a stream that runs, and `/health`.
+"""The waits of other clients while long prompts arrive: of a running stream, and of `/health`.
 
     python benchmarks/long_prompts.py [--json FILE] [--rounds N] [--quick]
 
 A server with the bundled model streams one answer after the other to a client. While nothing else happens, and while
 each kind of long request arrives, the longest time between two events of a stream is measured, and the slowest
 `/health`. Each round does all of it; a machine with other work to do shows it in the medians, so the best round is
-told as well, and how busy the machine was with what is neither the server nor this script. The peer of every figure is
+told as well, and the load of all other processes of the machine. The peer of every figure is
 the same one of the same rounds while no long request is there.
 
 The loads are sent by threads that hold nothing: bodies are made beforehand, and sockets wait without Python's lock.
@@ -70,7 +70,7 @@ class Watch:
             thread.start()
 
     def during(self, work: Callable[[], object]) -> tuple[float, float]:
-        """The longest gap and the slowest health while `work` goes on, in milliseconds."""
+        """Return the longest gap and the slowest health while `work` goes on, in milliseconds."""
         self._gaps, self._health = [], []
         work()
         time.sleep(2 * BETWEEN_S)
@@ -106,7 +106,7 @@ class Watch:
 
 
 class Others:
-    """The share of the machine that is used by what is neither the server nor this script."""
+    """The share of the machine that processes other than the server and this script use."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -202,7 +202,7 @@ def judge(name: str, seen: Seen, idle: Seen) -> Iterator[Record]:
 
 
 def send_all(server: Server, load: Load) -> None:
-    """Send as many as there are at once, and wait for their answers."""
+    """Send all requests at once, and wait for their answers."""
     statuses: list[int] = []
     threads = [threading.Thread(target=lambda: statuses.append(send(server, load))) for _ in range(load.count)]
     for thread in threads:
@@ -243,7 +243,7 @@ def resident_mb(server: Server) -> float:
 
 
 def peak_mb(server: Server) -> float:
-    """The most that the API process has ever had, as Linux counts it."""
+    """Return the API process's peak memory, as Linux counts it."""
     lines = Path(f"/proc/{server.processes()[0].pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM")), 0.0)
 

@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass
 class Served:
-    """When each request got its tokens, in seconds since it arrived."""
+    """The tokens of each request and their times, in seconds since it arrived."""
 
     seconds: float
     first_token: list[float]
@@ -53,7 +53,7 @@ class Served:
 
 
 Serve = Callable[[Sequence[Wanted]], Served]
-Shown = dict[int, list[tuple[float, int]]]  # by request: when, and which token
+Shown = dict[int, list[tuple[float, int]]]  # by request: time and token
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
         "generate": lambda load: serve_static(model, load),
     }
     for serve in sides.values():
-        serve(load[:2])  # what is slow only once
+        serve(load[:2])  # work that is slow only once
     best: dict[str, Served] = {}
     for run in range(RUNS):
         for name, serve in sides.items():
@@ -96,7 +96,7 @@ def compare(ours: Served, peer: Served, total: int) -> list[Record]:
 
 
 def same_tokens(ours: Served, peer: Served) -> float:
-    """The share of requests. All but for those where two logits are so close that rounding decides."""
+    """Return the share of requests with equal tokens: all but those where rounding decides between close logits."""
     return statistics.mean(ours.tokens[i] == tokens for i, tokens in peer.tokens.items())
 
 
@@ -154,7 +154,7 @@ def serve_joining(model: CausalLM, load: Sequence[Wanted]) -> Served:
 
 
 def step(model: CausalLM, batch: CausalLMBatch, shown: Shown, start: float) -> CausalLMBatch | None:
-    """One step, after which what is finished leaves."""
+    """Run one step, then remove finished requests."""
     generations, after = model.generate_token(batch)
     now = time.perf_counter() - start
     for generation in generations:
@@ -206,7 +206,7 @@ def serve_static(model: CausalLM, load: Sequence[Wanted]) -> Served:
 
 
 class Watch:
-    """A streamer of transformers that only looks at the clock; it is called with the prompt first."""
+    """A streamer of transformers that only records times; it is called with the prompt first."""
 
     def __init__(self, start: float) -> None:
         self.start = start
@@ -223,7 +223,7 @@ class Watch:
 
 
 def take_arrived(waiting: list[Wanted], most: int, start: float, wait: bool) -> list[Wanted]:
-    """Take what has arrived off the queue; wait for the next if there is nothing else to do."""
+    """Take requests that have arrived off the queue; wait for the next if there is nothing else to do."""
     if wait and waiting:
         time.sleep(max(0.0, waiting[0].arrival - (time.perf_counter() - start)))
     now = time.perf_counter() - start

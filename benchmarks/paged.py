@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks on a CPU: a shape, our model with sequences in its cache, and how runs are timed."""
+"""Shared code of the CPU benchmarks: a shape, our model with sequences in its cache, and the timing of runs."""
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Paged:
         self.batch = batch
 
     def forward(self, ids: torch.Tensor, cached: int, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        """Logits of the last token of each sequence; `ids` is `[batch, new tokens]`."""
+        """Return the logits of the last token of each sequence; `ids` is `[batch, new tokens]`."""
         new = ids.shape[1]
         positions = torch.arange(cached, cached + new).repeat(self.batch)
         rows = torch.arange(self.batch).repeat_interleave(new)
@@ -88,7 +88,7 @@ def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
 
 
 def best_of(runs: int, *sides: Callable[[], object]) -> list[float]:
-    """The fastest run of each side in seconds, the sides taking turns."""
+    """Return the fastest run of each side in seconds, the sides taking turns."""
     best = [float("inf")] * len(sides)
     for _ in range(runs):
         for index, side in enumerate(sides):

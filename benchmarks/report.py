@@ -1,4 +1,4 @@
-"""Figures of a benchmark: a table for people, a JSON file for machines."""
+"""Reports of the benchmarks' figures: a table for people, a JSON file for machines."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Record:
-    """One measured claim. `met` is worked out from the value and the goal, never given."""
+    """One measured claim. `met` is computed from the value and the goal, never given."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""Costs that one caller can put on all others, now and before: lists of many adapters, misspelt names, many keys,
+"""Costs that one caller can cause for all others, now and before: lists of many adapters, misspelt names, many keys,
 watermarks.
 
     python benchmarks/shared_costs.py [--json FILE]
@@ -41,7 +41,7 @@ MISSPELT = ("team-poet-brad-000017", "x", "z" * 128, "teem-legal-sql-000500")
 
 
 def milliseconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The median of this thread's CPU time."""
+    """Return the median of this thread's CPU time."""
     times = []
     for _ in range(rounds):
         began = time.thread_time()
@@ -60,7 +60,7 @@ def make_names() -> list[str]:
 
 
 def make_table(names: Sequence[str]) -> AdapterTable:
-    """An engine's table that knows all of them."""
+    """Make an engine's table that knows all adapters."""
     capabilities = Capabilities(300, 8, 128, 8, 16, num_adapter_units=8)
     table = AdapterTable(capabilities, host_bytes=2**30)
     for name in names:
@@ -69,7 +69,7 @@ def make_table(names: Sequence[str]) -> AdapterTable:
 
 
 def list_as_before(names: ModelNames, seen: Seen) -> list[str]:
-    """The loop that there was, for one caller, while nothing is loaded yet."""
+    """List adapters by the former loop, for one caller, while nothing is loaded yet."""
     states: dict[str, AdapterState] = {}
     listed, named = [], sorted(dict(names.adapters))
     for name in (*named, *dict.fromkeys(name for name in () if name not in named)):
@@ -90,7 +90,7 @@ def measure_list() -> list[Record]:
     states = {each: table.list_adapters([each])[0] for each in everything}
 
     async def answer(identities: Sequence[str]) -> list[AdapterState]:
-        return [states[identity] for identity in identities]  # what the engine does is measured below
+        return [states[identity] for identity in identities]  # the engine's work is measured below
 
     parts: Any = SimpleNamespace(model_names=names, seen=seen, engine=SimpleNamespace(list_adapters=answer))
     page = everything[:1000]
@@ -141,8 +141,8 @@ def measure_keys() -> list[Record]:
 
 
 def measure_watermark() -> list[Record]:
-    """Measure 32 rows with a vocabulary of 128k."""
-    torch.set_num_threads(1)  # so that this thread's time is all
+    """Measure the watermark of a vocabulary of 128k, for 32 rows."""
+    torch.set_num_threads(1)  # so that this thread does all work
     scores, hashes = torch.randn(ROWS, VOCAB), hash_tokens(VOCAB)
     previous = torch.randint(VOCAB, (ROWS,))
 

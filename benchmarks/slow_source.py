@@ -1,4 +1,4 @@
-"""The cost of steps while adapters come from a source that takes five seconds, or that fails, against steps without.
+"""The cost of steps while adapters come from a source that takes five seconds or fails, against steps without.
 
 16 requests for the base model decode all the time. In every second phase, requests name adapters that are not here:
 each of them is fetched from a source that waits for five seconds and then delivers, or that waits and fails. So in
@@ -28,13 +28,13 @@ from lorax_server.worker.executor import build_executor
 
 DELAY_S = 5.0
 PHASES, PHASE_S = 6, 7.0
-BETWEEN_S = 0.05  # one request for an adapter that is not here and another for the next
+BETWEEN_S = 0.05  # between two requests for absent adapters
 ROWS = 16
 ADAPTERS = 1000
 
 
 class SlowSource(LocalSource):
-    """A folder that is far away."""
+    """A slow folder."""
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
         time.sleep(DELAY_S / 2)  # it is asked twice: for the config, and for all
@@ -42,7 +42,7 @@ class SlowSource(LocalSource):
 
 
 class FailingSource(LocalSource):
-    """One that is not there."""
+    """A slow source that fails."""
 
     def find(self, name: str, token: str | None) -> AdapterFiles:
         time.sleep(DELAY_S)
@@ -50,7 +50,7 @@ class FailingSource(LocalSource):
 
 
 class Traffic:
-    """Requests that always run, and those that wait for what is far away."""
+    """Requests that always run, and requests that wait for adapters of slow sources."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -61,7 +61,7 @@ class Traffic:
         self.num_adapted = self.num_failed = 0
 
     def step(self) -> None:
-        """One step, with all rows decoding but for those that have just come."""
+        """Run one step, in which all rows decode but for those that have just come."""
         while len(self.running) < ROWS:
             request_id = next(self.ids)
             prompt = [1 + (request_id + i) % 1000 for i in range(16)]

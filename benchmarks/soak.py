@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads that a server keeps after requests: none, if all is well.
+"""The memory, files and threads that a server keeps after its requests: none, if all is well.
 
 `lorax serve` runs a tiny model with six adapters (`--demo`: the bundled ones, which takes six times as long). Rounds of
 requests come over sockets, 48 at a time: streams, whole answers and chats, with prompts and answers of random lengths,
@@ -46,7 +46,7 @@ MOST_GROWTH = 0.02
 AT_ONCE = 48
 DROPPED, CHECKED, CHATS, WHOLE = 0.25, 0.1, 0.1, 0.2  # of the requests
 QUIET_S, ANSWER_S = 60, 120
-REST_S = 1.5  # until an idle engine has given back what it does not need
+REST_S = 1.5  # until an idle engine has returned unneeded memory
 QUIET = {"lorax_batch_current_size": 0.0, "lorax_queue_length": 0.0, "lorax_waiting_for_adapters": 0.0}
 BLOCKS, FREE = "lorax_kv_blocks", "lorax_kv_blocks_free"
 HEAD = (
@@ -59,7 +59,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Amounts:
-    """Numbers of requests and rounds."""
+    """The size of the load."""
 
     requests: int = 20_000
     warm_up: int = 2_000
@@ -83,7 +83,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of a process."""
+    """The memory, files and threads of a process."""
 
     rss: int
     files: int
@@ -125,7 +125,7 @@ def parse_args() -> argparse.Namespace:
 
 
 async def soak(server: "Server", amounts: Amounts) -> list[Seen]:
-    """All rounds, the one that ends the warm-up first."""
+    """Run all rounds; return their results, the one that ends the warm-up first."""
     chance, done = random.Random(0), 0
     probes = await answer_alone(server, chance, amounts.probes)
     end_at = time.monotonic() + amounts.minutes * 60
@@ -159,7 +159,7 @@ def judge(seen: Sequence[Seen], blocks: float) -> list[Record]:
 
 
 def judge_process(name: str, usage: Sequence[Usage]) -> list[Record]:
-    """Memory by the median of some rounds, since what is free at one moment is chance."""
+    """Judge memory by the median of some rounds, since the amount at one moment is chance."""
     some = max(1, min(5, len(usage) // 4))
     before = statistics.median(each.rss for each in usage[:some])
     after = statistics.median(each.rss for each in usage[-some:])
@@ -185,7 +185,7 @@ def print_round(seen: Seen, seconds: float) -> None:
 
 
 def make_files(folder: Path) -> list[str]:
-    """A model and its adapters; the flags to serve them with."""
+    """Write a model and its adapters; return the flags to serve them with."""
     transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -241,7 +241,7 @@ def make_body(prompt: str, adapter: str | None, count: int, **parameters: Any) -
 
 
 async def answer_alone(server: "Server", chance: random.Random, count: int) -> list[Wanted]:
-    """Greedy requests with their answers, each of which was the only one under way."""
+    """Return greedy requests with their answers, each sent while no other was under way."""
     probes = []
     for number in range(count):
         body = make_body(make_prompt(chance), NAMES[number % len(NAMES)], chance.randint(4, 24))
@@ -251,7 +251,7 @@ async def answer_alone(server: "Server", chance: random.Random, count: int) -> l
 
 
 async def send_all(server: "Server", load: Sequence[Wanted]) -> list[str]:
-    """Send all requests; return what was wrong with the answers."""
+    """Send the load and return the problems with its answers."""
     left, problems = iter(load), []
 
     async def work() -> None:
@@ -274,7 +274,7 @@ async def find_problem(server: "Server", wanted: Wanted) -> str:
 
 
 async def ask(server: "Server", wanted: Wanted) -> bytes:
-    """The answer's body; of one that is dropped, whatever came."""
+    """Return the answer's body; of a dropped request, the part that came."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         content = json.dumps(wanted.body).encode()
@@ -301,7 +301,7 @@ async def read_body(reader: asyncio.StreamReader, dropped_after: int | None) -> 
 
 
 class Server:
-    """One that runs, and all of its processes."""
+    """A running server, and all of its processes."""
 
     def __init__(self, url: str, process_id: int) -> None:
         parsed = urlsplit(url)
@@ -319,7 +319,7 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     async def be_quiet(self) -> float:
-        """Wait until nothing is under way; the blocks that are free then."""
+        """Wait until nothing is under way; return the number of blocks that are free then."""
         deadline = time.monotonic() + QUIET_S
         while True:
             found = self.metrics()
@@ -334,7 +334,7 @@ class Server:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Name a process by its command."""
+    """Return the process's purpose, by the way it was started."""
     words = " ".join(process.cmdline())
     kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "template_worker": "template worker"}
     return next((name for sign, name in kinds.items() if sign in words), "API")
@@ -347,7 +347,7 @@ def usage_of(process: psutil.Process) -> Usage:
 
 @contextmanager
 def serving(log: Path, flags: Sequence[str]) -> Iterator[Server]:
-    """`lorax serve` until it is left."""
+    """Run `lorax serve`."""
     command = [sys.executable, "-m", "lorax_server.cli", "serve", "--port", "0", *flags]
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT) as process:
         try:

@@ -1,4 +1,4 @@
-"""Weights and adapters in memory, for tests of what is built from them."""
+"""Weights and adapters in memory, for tests of layers and models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this
 
 
 def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, pack: bool = False) -> dict[str, Any]:
-    """What `Weights` asks for besides tensors: one rank of a group that does not communicate, on a CPU."""
+    """Return the arguments of `Weights` besides tensors: one rank of a group that does not communicate, on a CPU."""
     group = FakeGroup(rank, ranks)
     return {"device": CPU, "dtype": dtype, "process_group": group, "ops": select_ops(CPU), "pack": pack}
 

@@ -26,17 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     let_torch_propagate()
     gc.collect()
-    gc.freeze()  # a million objects of what was imported, through which every collection would go
+    gc.freeze()  # or every collection would go through a million objects of imported modules
 
 
 def let_torch_propagate() -> None:
-    """pytest adds its handlers to each logger that does not, six times for every test; torch has 80 of these."""
+    """Let torch's loggers propagate: pytest adds its handlers to each of 80 that do not, six times for every test."""
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 
-# Where tests take longest. They come first, or one process would be left with them when the other has nothing to do.
+# The slowest files. They come first, or one process would be left with them when the other has nothing to do.
 LONG = (
     "tests/demo/",
     "tests/browser/",
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-# Files that share what takes long to start: a browser and its server, the demo. They run in one process.
+# Files that share slow fixtures: a browser and its server, the demo. They run in one process.
 TOGETHER = {"tests/browser/": "browser", "tests/demo/": "demo", "tests/test_readme.py": "demo"}
 
 
@@ -80,7 +80,7 @@ AGREEMENT = pytest.StashKey[dict[str, tuple[float, float]]]()
 
 @pytest.fixture(scope="session")
 def agreement(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """The largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
+    """Collect the largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
     return request.config.stash.setdefault(AGREEMENT, {})
 
 
@@ -89,12 +89,12 @@ ADAPTER_SCORES = pytest.StashKey[dict[str, tuple[str, float]]]()
 
 @pytest.fixture(scope="session")
 def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float]]:
-    """By adapter: its kind, and the largest difference of logits to PEFT. Printed at the end."""
+    """Collect by adapter its kind and the largest difference of logits to PEFT. Printed at the end."""
     return request.config.stash.setdefault(ADAPTER_SCORES, {})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where tests run in several processes, each hands its tables to the one that prints them."""
+    """Hand this process's tables to the process that prints them, if tests run in several."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["tables"] = [session.config.stash.get(key, {}) for key in (AGREEMENT, ADAPTER_SCORES)]
@@ -132,7 +132,7 @@ def seeded() -> None:
 
 
 def seed() -> None:
-    """`torch.manual_seed`, without the milliseconds in which it tells devices that are not there."""
+    """Seed torch as `torch.manual_seed` does, without its milliseconds for devices that are not there."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
@@ -140,14 +140,14 @@ def seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """What tests share does not depend on which test asks for it first."""
+    """Seed before each shared fixture: its values must not depend on the test that asks for it first."""
     if fixturedef.scope != "function":
         seed()
 
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Demo]:
-    """The server that `make serve` starts."""
+    """Run the server that `make serve` starts."""
     with serving_demo() as demo:
         yield demo
 
@@ -160,7 +160,7 @@ def forks() -> Iterator[ForkServerContext]:
 
 @pytest.fixture
 def forked_engines(forks: ForkServerContext) -> Iterator[None]:
-    """Engines of this test need not import torch: that takes longer than the test."""
+    """Fork the engines of this test: importing torch would take longer than the test."""
     with engines_of(forks):
         yield
 

@@ -1,4 +1,4 @@
-"""Processes for tests that are there in no time: forked from one that has imported torch already."""
+"""Fast processes for tests: forked from one that has imported torch already."""
 
 import multiprocessing
 import traceback
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def forking() -> Iterator[ForkServerContext]:
-    """A process to fork from; it ends with the last of its children."""
+    """Start a process to fork from; it ends with the last of its children."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.preload"])
     forkserver.ensure_running()
@@ -24,7 +24,7 @@ def forking() -> Iterator[ForkServerContext]:
 
 @contextmanager
 def engines_of(made: ForkServerContext) -> Iterator[None]:
-    """Engines that start meanwhile are forked instead of being started from scratch."""
+    """Fork the engines that start meanwhile, instead of starting them from scratch."""
     contexts = context._concrete_contexts  # type: ignore[attr-defined]
     spawn, contexts["spawn"] = contexts["spawn"], made
     try:
@@ -36,7 +36,7 @@ def engines_of(made: ForkServerContext) -> Iterator[None]:
 def run_apart(
     forks: ForkServerContext, folder: Path, function: Callable[..., Any], *args: Any
 ) -> tuple[int | None, str]:
-    """The exit code of a process that calls a function, and what it printed."""
+    """Call a function in a process; return the exit code and the output."""
     process = forks.Process(target=_run, args=(folder / "printed", function, args))
     process.start()
     process.join()

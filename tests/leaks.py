@@ -1,7 +1,7 @@
 """A pytest plugin: no test leaves a thread, a process, a socket or a temporary file behind.
 
-What is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the session
-hold what they made until they end: what is left then fails the last test before that, and names where it came from.
+A thing that is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the
+session hold things until they end: a thing left then fails the last test before that, with the name of its maker.
 """
 
 import gc
@@ -22,23 +22,23 @@ import psutil
 import pytest
 import torch
 
-GRACE_S = 5.0  # for what is just ending
+GRACE_S = 5.0  # for threads and processes that are just ending
 PAUSE_S = 0.002
-MARK = "LEAKS_OF"  # a variable that all descendants have, whoever is their parent by then
+MARK = "LEAKS_OF"  # a variable that all descendants have, even when their parent has changed
 DATA = (Path, str, type(None))  # a fixture of this kind makes nothing after it was set up
 HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until it ends
 CACHES = ("torchinductor_",)  # torch makes it on import, once for all processes
-FOREVER = ("pytest_timeout ",)  # where there are no signals, it waits until all is over
+FOREVER = ("pytest_timeout ",)  # without signals, it waits until the session is over
 
 
 class Thing(NamedTuple):
-    """Something that a test can leave behind: its kind, and what tells it from all others of that kind."""
+    """Something that a test can leave behind: its kind, and its key among others of that kind."""
 
     kind: str
     key: Any
 
 
-# --- What there is ----------------------------------------------------------------------------------------------------
+# --- Things that exist ------------------------------------------------------------------------------------------------
 
 
 def find_all() -> set[Thing]:
@@ -56,7 +56,7 @@ def find_threads() -> Iterator[Thing]:
 
 
 def find_processes() -> Iterator[Thing]:
-    """Children that run; one that has ended and was not waited for disturbs nobody."""
+    """Find children that run. One that has ended and was not reaped does no harm."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -67,7 +67,7 @@ def find_processes() -> Iterator[Thing]:
 
 
 def find_orphans() -> Iterator[Thing]:
-    """Descendants whose parents have ended. It reads the variables of all processes, which takes 10 ms."""
+    """Find descendants whose parents have ended. Reading the variables of all processes takes 10 ms."""
     mark = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -104,7 +104,7 @@ def find_files() -> Iterator[Thing]:
             yield Thing("temporary file", name)
 
 
-# --- What it is called ------------------------------------------------------------------------------------------------
+# --- Descriptions -----------------------------------------------------------------------------------------------------
 
 
 def describe(thing: Thing) -> str:
@@ -158,11 +158,11 @@ DESCRIBE: dict[str, Callable[[Any], str]] = {
 }
 
 
-# --- Whose it is ------------------------------------------------------------------------------------------------------
+# --- Owners -----------------------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """Knows what there was before a test, what fixtures hold, and what to say about the rest."""
+    """A watch that knows the things from before a test and those of fixtures, and reports the rest."""
 
     def __init__(self) -> None:
         self._known = find_all()
@@ -174,7 +174,7 @@ class Watch:
         held.update((thing, held.get(thing, owner)) for thing in things - self._known)
 
     def after_test(self, owner: str, is_shared: bool) -> str:
-        """Names what a test left. `is_shared`: a fixture of its module may have made it, which shows at its end."""
+        """Report a test's leftovers. If `is_shared`, a fixture may own them, so wait for the end of the module."""
         allowed = self._known | self._of_session.keys() | self._of_module.keys()
         left = find_all() - allowed
         if left and not is_shared:
@@ -185,7 +185,7 @@ class Watch:
         return "" if is_shared else self._report(dict.fromkeys(left, ""))
 
     def after_module(self, is_last: bool) -> str:
-        """Names what its fixtures and tests left; once the session's fixtures have ended, also what those did."""
+        """Report leftovers of a module's fixtures and tests, and after the last one those of the session's fixtures."""
         held = self._of_module | (self._of_session if is_last else {})
         allowed = self._known if is_last else self._known | self._of_session.keys()
         left = _wait_for(allowed, find_everything)
@@ -198,10 +198,10 @@ class Watch:
 
 
 def _wait_for(allowed: set[Thing], find: Callable[[], set[Thing]] = find_all) -> set[Thing]:
-    """What is left beside `allowed` after a while, at once if that is nothing."""
+    """Return the things left beside `allowed`: at once if there are none, else after a grace period."""
     if not (left := find() - allowed):
         return left
-    gc.collect()  # sockets of who left no reference; Python warns of its own, which fails the test
+    gc.collect()  # closes unreferenced sockets; Python warns of its own ones, which fails the test
     end = time.monotonic() + GRACE_S
     while (left := find() - allowed) and time.monotonic() < end:
         time.sleep(PAUSE_S)
@@ -216,10 +216,10 @@ FOLDER = pytest.StashKey[tuple[str, str | None, str | None]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Each process of tests has its own folder for temporary files, and marks its descendants."""
+    """Give each process of tests its own folder for temporary files, and mark its descendants."""
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # it runs no tests, and its folder would be gone before those that do have ended
+        return  # it runs no tests, and its folder would be gone before its workers have ended
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
     multiprocessing.util.get_temp_dir()  # Python keeps it until it ends
     folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit
@@ -276,6 +276,6 @@ def _fixtures(item: pytest.Item) -> list[Any]:
 
 
 def _may_grow(fixture: pytest.FixtureDef[Any]) -> bool:
-    """A fixture of the module made something that may start a thread later, when a test uses it."""
+    """Return True if a module's fixture made something that may start a thread later, when a test uses it."""
     made = fixture.cached_result
     return fixture.scope in ("module", "class") and made is not None and not isinstance(made[0], DATA)

@@ -1,4 +1,4 @@
-"""Drives a paged model in tests: hands out blocks, builds the inputs of a forward, returns logits."""
+"""A driver of paged models: hands out blocks, builds the inputs of a forward, returns logits."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class PagedDriver:
 
     @torch.no_grad()
     def forward(self, feeds: Sequence[Feed], arena: AdapterArena | None = None, **kwargs: Any) -> list[torch.Tensor]:
-        """Logits of every token fed, one tensor per feed."""
+        """Return the logits of every token fed, one tensor per feed."""
         inputs = self.inputs(feeds, arena)
         logits, speculative = self.model(**inputs, **kwargs)
         assert speculative is None

@@ -1,4 +1,4 @@
-"""What the processes of tests have in common, imported once by the process that they are forked from."""
+"""Common imports of the processes of tests, done once by the process that they are forked from."""
 
 import gc
 import os
@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM  # noqa: F401
 
 import lorax_server.build  # noqa: F401
 
-# A process that was forked forks its own from here too, e.g. an engine its ranks, where it would use "spawn". Python
-# means it to, but forgets to tell it where this process listens.
+# A forked process also forks its children from here instead of spawning them, e.g. an engine its ranks. Python intends
+# this, but does not tell the forked process where this one listens.
 context._concrete_contexts["spawn"] = context._concrete_contexts["forkserver"]  # type: ignore[attr-defined]
 if found := re.search(r"forkserver import main; main\((\d+),", sys.orig_argv[-1]):
     with socket.socket(fileno=os.dup(int(found[1]))) as listener:
@@ -23,4 +23,4 @@ if found := re.search(r"forkserver import main; main\((\d+),", sys.orig_argv[-1]
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
 
 gc.collect()
-gc.freeze()  # a child neither looks through what was imported nor copies it
+gc.freeze()  # a child neither collects nor copies imported objects

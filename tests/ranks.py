@@ -20,7 +20,7 @@ TIMEOUT_S = 120
 
 
 class RankPool:
-    """Runs a function on the first ranks of a pool of processes, each in a group of the size asked for."""
+    """A pool of processes that runs a function on its first ranks, each in a group of the requested size."""
 
     def __init__(self, context: BaseContext) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -36,9 +36,9 @@ class RankPool:
             theirs.close()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(group, *args)` returns on each rank; the first failure is raised here."""
+        """Run `function(group, *args)` on each rank and return the results; raise the first failure."""
         for connection in self._connections[:size]:
-            connection.send_bytes(pickle.dumps((size, function, args)))  # whole: torch would leave what shares tensors
+            connection.send_bytes(pickle.dumps((size, function, args)))  # as bytes: torch would leave shared tensors
         replies = []
         for connection in self._connections[:size]:
             if not connection.poll(TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a record's goal is judged by its value, and the JSON holds what it should."""
+"""The shared code of the benchmarks: a record's value is judged by its goal, and the JSON is complete."""
 
 import json
 import runpy
@@ -45,6 +45,6 @@ def test_every_script_takes_json(script: Path, forks: ForkServerContext, tmp_pat
 
 
 def ask_for_help(script: Path) -> None:
-    """As `python benchmarks/SCRIPT --help`, in a process of its own that need not import torch."""
+    """Run `python benchmarks/SCRIPT --help`, in a process of its own that need not import torch."""
     sys.argv, sys.path[0] = [str(script), "--help"], str(FOLDER)
     runpy.run_path(str(script), run_name="__main__")

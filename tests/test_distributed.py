@@ -151,7 +151,7 @@ def talk_alone(meeting: Path) -> None:
 
 @pytest.mark.gpu
 def test_nccl_group_of_one(tmp_path: Path) -> None:
-    """The real backend of a GPU, as far as one GPU goes; in a process of its own, since NCCL keeps its sockets."""
+    """Use the real backend of a GPU, as far as one GPU goes; in a process of its own, since NCCL keeps its sockets."""
     process = get_context("spawn").Process(target=talk_alone, args=(tmp_path / "meeting",))
     process.start()
     process.join()

@@ -1,4 +1,4 @@
-"""What an import costs. Each test starts a fresh interpreter: this one has imported everything already."""
+"""The cost of imports. Each test starts a fresh interpreter: this one has imported everything already."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# What torch and transformers bring themselves where there is a GPU is none of ours.
+# Modules that torch and transformers import themselves on a GPU do not count.
 OTHERS = (
     "import torch.distributed\n"
     "from transformers import AutoConfig, LlamaConfig\n"
@@ -33,7 +33,7 @@ def imported_by(statement: str) -> frozenset[str]:
 
 @cache
 def imported_beside_others() -> dict[str, frozenset[str]]:
-    """What each of ours imports that torch and transformers do not. They are imported once; then it forks."""
+    """Return the modules that each of ours imports beyond torch and transformers."""
     code = f"import os, sys\n{OTHERS}\nbefore = set(sys.modules)\nfor name, statement in {OURS!r}.items():\n"
     code += "    child = os.fork()\n    if not child:\n        exec(statement)\n"
     code += "        print(name, *sorted(set(sys.modules) - before), flush=True)\n        os._exit(0)\n"

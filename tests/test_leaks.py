@@ -1,4 +1,4 @@
-"""The plugin that looks for what tests leave behind, run on tests that leave it."""
+"""The plugin that finds leftovers of tests, run on tests that leave some."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_the_last_one(): pass
 
 
 def run(folder: Path, tests: str) -> dict[str, str]:
-    """By test that failed: what it is said to have left behind. Those that passed are empty."""
+    """Run tests; return the reported leftovers of each, empty for tests that passed."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "test_it.py"]

@@ -1,4 +1,4 @@
-"""The engine in a script, on tiny models and adapters in folders: what comes out is what transformers and PEFT give."""
+"""The engine in a script, on tiny models and adapters in folders: its output is that of transformers and PEFT."""
 
 import copy
 import gc
@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
 
 
 def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **settings: Any) -> Path:
-    """As PEFT saves it."""
+    """Write an adapter as PEFT saves it."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT explains what it is doing
@@ -94,7 +94,7 @@ class World:
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, ids: list[int], count: int = NEW_TOKENS) -> tuple[list[int], str]:
-    """Greedy tokens of transformers, and their text."""
+    """Return the greedy tokens of transformers, and their text."""
     done = model.generate(
         input_ids=torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
@@ -125,7 +125,7 @@ def shared_llm(world: World) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """The same for all, who leave nothing behind."""
+    """Return the LLM that all tests share; a test must leave no work behind."""
     yield shared_llm
     assert_idle(shared_llm)
 
@@ -144,7 +144,7 @@ def texts(completions: Sequence[Completion]) -> list[str]:
 
 @pytest.fixture
 def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
-    """Do something in the middle of the n-th step from now on."""
+    """Return a function that does something in the middle of the n-th step from now."""
 
     def when(number: int, do: Callable[[], object]) -> None:
         executor = llm._engine._executor
@@ -208,7 +208,7 @@ def test_one_adapter_for_all(world: World, llm: LLM) -> None:
 
 
 def test_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
-    """10,000 by default, beyond which a server answers that it is overloaded."""
+    """Take any number of prompts. A server lets 10,000 wait by default, and refuses more."""
     assert llm._engine._scheduler.limits.max_waiting is None
     completions = llm.generate([[5, 6]] * 300, stop=StopParams(max_new_tokens=1))
     assert len({completion.text for completion in completions}) == 1
@@ -247,7 +247,7 @@ def check_logprobs(model: Any, prompts: Sequence[Sequence[int]], found: Sequence
 
 
 def stop_within(text: str, tokens: Sequence[int], tokenizer: Any) -> str:
-    """A string of several tokens from the middle of an answer, cut within tokens where it can be."""
+    """Return a string of several tokens from the middle of an answer, cut within tokens where possible."""
     middle = len(text) // 2
     assert len(tokenizer(text[middle - 1 : middle + 3])["input_ids"]) > 1
     return text[middle - 1 : middle + 3]
@@ -325,7 +325,7 @@ def test_a_stream_that_is_forgotten_frees_everything(llm: LLM) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_stream_that_is_forgotten_in_the_middle_of_a_step(llm: LLM, in_submit: Any) -> None:
-    """The garbage collector may come at any time, also to a thread that holds the lock."""
+    """The garbage collector may run at any time, also in a thread that holds the lock."""
 
     def forget() -> "weakref.ref[Any]":
         stream = llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True))
@@ -402,7 +402,7 @@ def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
 
 
 def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a token adds is seen as a whole, though the thread that brings it may be stopped anywhere in between."""
+    """A reader sees a token's effects all at once, though the thread that applies them may stop anywhere in between."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)
     parts = [next(stream).text]
@@ -530,7 +530,7 @@ def test_wrong_numbers_and_words(llm: LLM) -> None:
 
 
 def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that are not numbers; what was said before is kept."""
+    """Make scores NaN in the middle: the text so far is kept."""
     plain = llm.generate(TEXTS[:2], stop=STOP)
     executor = llm._engine._executor
     collect, count = executor.collect, itertools.count()
@@ -561,7 +561,7 @@ def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.Monke
 def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
     world: World, tmp_path: Path, poison: dict[str, Any]
 ) -> None:
-    """Each of its numbers is one, but what they come to is not. Neighbours share its steps, then get its blocks."""
+    """Its weights are numbers, but its scores are not. Neighbours share its steps, then get its blocks."""
     write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
     adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
     with LLM(world.model, adapters, **SMALL) as llm:
@@ -591,7 +591,7 @@ def test_a_folder_of_adapters(world: World, tmp_path: Path) -> None:
 
 
 def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative ones, two names for one folder, and links as in the cache of the hub."""
+    """Use relative paths, two names for one folder, and links as in the cache of the hub."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     shutil.copytree(world.adapters["second"], blobs)
     snapshot.mkdir(parents=True)
@@ -630,7 +630,7 @@ def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> No
         llm.load_adapter("x", pin=True)
         assert llm.status.adapters_on_device == 3
         shutil.copytree(world.adapters["second"], folder, dirs_exist_ok=True)
-        llm.unload_adapter("x")  # what it was when it was loaded, and what it is now
+        llm.unload_adapter("x")  # both versions: the loaded one and the current one
         assert llm.status.adapters_on_device == 1
         llm.load_adapter("x", pin=True)
         shutil.rmtree(folder)
@@ -657,7 +657,7 @@ def test_loading_pinning_and_unloading(world: World) -> None:
 
 
 def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None:
-    """Tokens that the base model has not: it is tokenised, served and shown as PEFT does."""
+    """An adapter adds tokens that the base model lacks: they are tokenized, served and shown as by PEFT."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(ADDED[:-1])
     tokenizer.add_special_tokens({"additional_special_tokens": ADDED[-1:]})
@@ -699,7 +699,7 @@ def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None
 def test_tokenizers_of_adapters_are_kept_up_to_a_number(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are they read by transformers in this process, which has no limits."""
+    """Keep few of them, and never read them by transformers in this process, which has no limits."""
     monkeypatch.setattr(adapter_tokenizers, "MAX_TOKENIZERS", 2)
     folders = {str(number): tmp_path / str(number) for number in range(4)}
     for number, folder in folders.items():
@@ -749,7 +749,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("transformers was asked in this process")
 
 
-# --- Models that there is no code of ours for -------------------------------------------------------------------------
+# --- Models without code of our own -----------------------------------------------------------------------------------
 
 
 def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
@@ -783,7 +783,7 @@ def test_progress_is_shown_if_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFix
     shown = capfd.readouterr().err
     assert "4/4" in shown
     assert "prompt" in shown
-    llm.generate(TEXTS, stop=STOP)  # what is captured is no terminal
+    llm.generate(TEXTS, stop=STOP)  # captured output is no terminal
     llm.generate(TEXTS, stop=STOP, progress=False)
     assert capfd.readouterr().err == ""
 
@@ -807,7 +807,7 @@ def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
-    """Ctrl-C, as a script hears it, also where the tests run without a terminal."""
+    """Return a function that raises Ctrl-C as in a script, also where tests run without a terminal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)

@@ -77,7 +77,7 @@ def test_malloc_can_be_told() -> None:
 
 
 def test_threads_share_arenas() -> None:
-    """In a process of its own, since it cannot be undone."""
+    """Run in a process of its own, since it cannot be undone."""
     script = (
         "import ctypes, threading\n"
         "from lorax_server.machine import share_arenas\n"
@@ -97,7 +97,7 @@ def test_threads_share_arenas() -> None:
 
 
 def test_large_blocks_are_returned_when_they_are_freed() -> None:
-    """Though one was freed before, after which malloc would keep them, and something small is behind them."""
+    """Return them although malloc would keep blocks after a first free, and though a small block lies behind them."""
     script = (
         "import ctypes\n"
         "from lorax_server.machine import return_large_blocks\n"

@@ -1,4 +1,4 @@
-"""The messages: generated as they are described, numbered as LoRAX's, and needed by nobody who sends none."""
+"""The messages: generated from their description, numbered as LoRAX's, and imported only where one is used."""
 
 import math
 import os
@@ -101,7 +101,7 @@ def test_the_package_is_that_of_lorax() -> None:
     assert pb.DESCRIPTOR.package == "generate.v1"
 
 
-# --- What we send -----------------------------------------------------------------------------------------------------
+# --- Messages that we send --------------------------------------------------------------------------------------------
 
 
 def there_and_back(message: Any) -> Any:

@@ -19,7 +19,7 @@ ADDRESS = "localhost:3000"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
-# What the blocks print, in their order.
+# The output of the blocks, in their order.
 CLIENTS = ("Yo ho ho! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
 
 
@@ -70,7 +70,7 @@ def test_scripts_need_no_server() -> None:
 
 @pytest.mark.parametrize("command", lines("sh"))
 def test_targets_exist(command: str) -> None:
-    """Each is a target of the Makefile; running `make test` in a test of its own would not end."""
+    """Check that each is a target of the Makefile. Running `make test` within a test would not end."""
     program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
     assert run([program, "-n", target])
@@ -78,7 +78,7 @@ def test_targets_exist(command: str) -> None:
 
 @pytest.mark.parametrize("command", lines("shell"))
 def test_flags_exist(command: str) -> None:
-    """Those for models that have to be fetched first are read as far as that is possible."""
+    """Parse and check the flags, as far as possible for models that have to be fetched first."""
     words = shlex.split(command)
     environ = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
     program, *flags = words[len(environ) :]

@@ -13,7 +13,7 @@ NEVER_RUN = {"skip", "skipif", "xfail", "gpu"}
 
 
 def rows() -> list[list[str]]:
-    """The cells of all rows that name a test."""
+    """Return the cells of all rows that name a test."""
     lines = (ROOT / "docs" / "security.md").read_text().splitlines()
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if "`tests/" in line and "::" in line
@@ -25,7 +25,7 @@ ROWS = rows()
 
 @functools.cache
 def functions_in(path: str) -> dict[str, set[str]]:
-    """The tests of a file, each with the names of its marks."""
+    """Return the tests of a file, each with the names of its marks."""
     tree = ast.parse((ROOT / path).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {function.name: marks_of(function) for function in functions}

@@ -57,7 +57,7 @@ Writer = Callable[[Path, Mapping[str, torch.Tensor]], None]
 
 
 class RecordingWeights(SafetensorsWeights):
-    """Notes how much of each tensor is read."""
+    """Weights that note how much of each tensor is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ class RecordingWeights(SafetensorsWeights):
         return tensor
 
 
-# --- what is there is found, whole and in parts
+# --- tensors are found, whole and in parts
 
 
 @pytest.mark.parametrize("write", FORMATS)
@@ -399,7 +399,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path, present: bool) -> Non
 
 
 class Hostile:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

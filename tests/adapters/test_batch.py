@@ -68,7 +68,7 @@ def test_runs_of_one_adapter_are_found(indices: list[int], bounds: list[int], ad
 
 def test_kernels_are_handed_the_arena_and_the_runs(arena: AdapterArena) -> None:
     data = adapter_batch([1, 1, 0, 2], arena)
-    assert data.lora is data.lora  # what is worked out in one layer is there for the next
+    assert data.lora is data.lora  # results computed in one layer are there for the next
     assert (data.lora.bounds, data.lora.adapters) == ([0, 2, 3, 4], [1, 0, 2])
     assert data.lora.buffer is arena.buffer
     assert data.lora.table is arena.table

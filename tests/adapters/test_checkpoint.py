@@ -1,4 +1,4 @@
-"""Files that are not what they say, and the many names that PEFT has given to one tensor."""
+"""Malformed files, and the many names that PEFT has given to one tensor."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """In this order, which the library would change."""
+    """Write the tensors in the given order, which the library would change."""
     names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
@@ -150,7 +150,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fifo_or_a_device_in_the_place_of_a_file_blocks_nobody(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")  # and nobody ever writes to it
+    os.mkfifo(tmp_path / "fifo")  # and no process ever writes to it
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
         with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*not a plain file"):
             read_header(path, NAME)
@@ -332,7 +332,7 @@ def test_names_without_their_first_words_are_understood(key: str, modules: list[
 @pytest.mark.parametrize(
     "key",
     [
-        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # of which layer?
+        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # without the layer's number
         *("lora_A.weight", ".lora_A.weight", f"{PEFT}.lora_A.weight", "", ".", "weight", "...", f"{PEFT}{Q}"),
         *(f"{PEFT}{Q}.lora_C.weight", f"{PEFT}{Q}.lora_A", f"{PEFT}{Q}.lora_A.weight.bias", f"{PEFT}{Q}.lora_A.a.b"),
         *(f"{PEFT}{Q}.lora_A.weight\n", f"{PEFT}{Q}\n.lora_A.weight", f"{PEFT}{Q}.lora_A.weight.SCB", f"{PEFT}{Q}.W"),

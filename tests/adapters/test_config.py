@@ -1,4 +1,4 @@
-"""`adapter_config.json`, as PEFT writes it and as an enemy would. PEFT itself says what its rules mean."""
+"""`adapter_config.json`, as PEFT writes it and as an attacker would. PEFT itself is the oracle of its rules."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ def parse(**changes: Any) -> AdapterConfig:
 
 @cache
 def module_names() -> tuple[str, ...]:
-    """Every module, leaf or not, of four architectures, and some that are in none."""
+    """Return the names of all modules of four architectures, and some that are in none."""
     names = {"", "q_proj", "layers.0", "experts.layers.1.experts.0.q_proj", "0.1.2.q_proj"}
     for variant in ("llama-gqa", "gpt2", "opt-pre-norm", "neox-parallel"):
         with torch.device("meta"):
@@ -146,7 +146,7 @@ def test_patterns_mean_what_they_mean_to_peft(changes: dict[str, Any]) -> None:
     assert parse(**fields).is_target(Q_PROJ) is bool(check_target_module_exists(LoraConfig(**fields), Q_PROJ))
 
 
-# --- patterns of an enemy
+# --- hostile patterns
 
 RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
 PATTERN_FIELDS = {

@@ -1,4 +1,4 @@
-"""What an adapter becomes for one rank, against direct computations on whole matrices."""
+"""Adapters prepared for one rank, against direct computations on whole matrices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ BASE, BIAS = normal(VOCAB, SIZE, seed=1), normal(VOCAB, seed=2)  # of a linear: 
 
 
 def make_target(kind: Kind, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> AdapterTarget:
-    """What a rank holds: some of the vocabulary or of a linear's outputs, all of a norm."""
+    """Make a rank's target: its part of the vocabulary or of a linear's outputs, or all of a norm."""
     shard = shard_vocab(group, VOCAB)
     weight, columns = shard.take(BASE, 0).to(dtype), slice(0, shard.size)
     if kind is Kind.EMBEDDING:
@@ -51,7 +51,7 @@ def factors(kind: Kind, vocab_size: int = VOCAB, *, dora: bool = False) -> Modul
 
 
 class Prepared:
-    """One adapter at one target, and what lies in its buffer."""
+    """One adapter at one target, and the pieces of its buffer."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Prepared:
 
 
 def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch.Tensor:
-    """The one matrix that an adapted embedding, head or linear amounts to."""
+    """Return the one matrix that an adapted embedding, head or linear amounts to."""
     rows = base if weights.weight is None else weights.weight
     if weights.token_rows is not None:
         rows = F.pad(rows, (0, 0, 0, max(0, max(weights.token_ids) + 1 - len(rows)))).clone()
@@ -114,7 +114,7 @@ def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
 
 
 def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[tuple[int, int]]:
-    """Where each piece begins and ends, from the table alone."""
+    """Return the begin and end of each piece, from the table alone."""
     found = []
     for target, values in zip(targets.values(), adapter.table.tolist(), strict=True):
         fields = dict(zip(Field, values, strict=True))
@@ -248,7 +248,7 @@ VOCABULARIES = {
 
 
 def with_vocabulary(name: str, kind: Kind, *, low_rank: bool, dora: bool) -> tuple[ModuleWeights, int]:
-    """An adapter that changes the vocabulary in one of these ways, and the size it has then."""
+    """Return an adapter that changes the vocabulary in one of these ways, and its size then."""
     changes = VOCABULARIES[name]
     vocab_size = max(len(changes.get("weight", BASE)), 1 + max(changes.get("token_ids", (0,))))
     return replace(factors(kind, vocab_size, dora=dora) if low_rank else ModuleWeights(), **changes), vocab_size
@@ -314,7 +314,7 @@ def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, g
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None:
-    """As bits of a float these are infinite, not a number, or not normal."""
+    """Use token ids whose bits, read as a float, are infinite, not a number, or not normal."""
     ids = [1, 31744, 31745, 32385, 32640, 32641, 65408, 65535, 98689]
     target = AdapterTarget("x", Kind.HEAD, whole(1), whole(99000), slice(0, 99000), torch.zeros(99000, 1), None)
     adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)

@@ -1,4 +1,4 @@
-"""Regular expressions of strangers: they mean what `re` says they mean, or they are refused."""
+"""Regular expressions of strangers: they match as `re` does, or they are refused."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from lorax_server.adapters import patterns
 from lorax_server.adapters.patterns import MAX_LENGTH, Patterns
 from lorax_server.errors import AdapterError
 
-# How PEFT puts a pattern of the config into a larger one.
+# The larger patterns into which PEFT puts a pattern of the config.
 WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<index>\d+)\.")
 USUAL = [
     *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
@@ -89,7 +89,7 @@ def test_a_pattern_that_runs_wild_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def try_many(ours: Patterns) -> None:
-    """Each is quick, but there are many."""
+    """Match many names, each of which is quick."""
     for number in range(100_000):
         ours.match(f"x{number}", "q_proj")
 

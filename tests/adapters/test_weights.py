@@ -63,7 +63,7 @@ def store(
     base: str = LLAMA,
     vocab: int = VOCAB,
 ) -> Path:
-    """An adapter as PEFT wrote it, with other tensors and other fields of the config put in."""
+    """Store an adapter as PEFT wrote it, with some tensors and fields of the config replaced."""
     config, tensors = written(base, json.dumps(settings), vocab)
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     if callable(damage):
@@ -80,7 +80,7 @@ def remove(key: str) -> Callable[[Tensors], Any]:
 
 
 def use(folder: Path, targets: Mapping[str, AdapterTarget]) -> StoredAdapter:
-    """Everything that happens to an adapter before a request can use it."""
+    """Do everything that happens to an adapter before a request can use it."""
     adapter = open_adapter(folder, dict(targets), "acme/tuned")
     prepare(adapter, targets, torch.float32, FakeGroup())
     return adapter
@@ -156,7 +156,7 @@ FUSED = {"r": 4, "target_modules": ["c_attn"]}
 
 
 def blocks(nblocks: int, rank: int) -> tuple[Any, Damage, Any, str]:
-    """Of a size that the matrix cannot be cut into."""
+    """Make a case with a number of blocks that the matrix cannot be cut into."""
 
     def damage(tensors: Tensors) -> None:
         tensors |= {key: torch.ones(rank, 32 // nblocks) for key in tensors if key.endswith(A)}
@@ -305,7 +305,7 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(later: Callable[[Pat
 
 
 def test_a_file_that_is_cut_short_while_in_use_is_an_error(tmp_path: Path) -> None:
-    """Not the end of the process, which is what reading past the end of a mapped file is."""
+    """Raise an error: reading past the end of a mapped file would end the process."""
     adapter = open_adapter(store(tmp_path, TWO), targets_of(LLAMA), "acme/tuned")
     adapter.load(adapter.modules[0])
     os.truncate(adapter.path, 4096)
@@ -341,7 +341,7 @@ def prepare_half(group: ProcessGroup, folder: Path) -> str:
 
 
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path, ranks: RankPool) -> None:
-    """Else the others would wait for it in the next sum over ranks."""
+    """Refuse on all ranks: the others would wait for the failed one in the next sum over ranks."""
     settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True}
     rows = zeros(32, 4)
     rows[-1] = 1e6  # of the last rank alone, and more than float16 holds

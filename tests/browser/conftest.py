@@ -18,7 +18,7 @@ from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 NAMES = ("third", "moved", HOSTILE, "team/deep")  # beside first and second; the last one is not listed
-LENGTH = 32_768  # long enough to do something meanwhile, also where the browser is slow
+LENGTH = 32_768  # long enough to act meanwhile, also in a slow browser
 
 
 def write_models(folder: Path) -> None:
@@ -72,7 +72,7 @@ def server(folder: Path, elsewhere: str) -> Iterator[Server]:
 
 @pytest.fixture
 def visit(browser: Browser, server: Server) -> Iterator[Callable[..., Playground]]:
-    """A page that is not open yet; options are those of a browser's context."""
+    """Make a page that is not open yet; options are those of a browser's context."""
     with ExitStack() as stack:
 
         def begin(url: str = server.url, **options: Any) -> Playground:

@@ -22,7 +22,7 @@ LIMIT_S = 600
 
 
 def find_chromium() -> str | None:
-    """The path of one that runs. Some systems have a program of that name that only says where to get it."""
+    """Return the path of a Chromium that runs. On some systems a program of that name only says where to get it."""
     given = os.environ.get("CHROMIUM")
     paths = [given] if given else [path for name in NAMES if (path := shutil.which(name))]
     return next((path for path in paths if _runs(path)), None)

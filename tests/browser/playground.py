@@ -1,4 +1,4 @@
-"""The playground as who uses it sees it: a page in a browser, and words for what is done there."""
+"""The playground as a user sees it: a page in a browser, and methods for a user's actions."""
 
 import re
 import threading
@@ -17,7 +17,7 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-PATIENCE_MS = 60_000  # so long does nothing take, also where two cores have much to do
+PATIENCE_MS = 60_000  # longer than anything takes, also on two busy cores
 DEVICE, HOST, DISK = "on the device", "in host memory", "on disk"
 FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 
@@ -29,7 +29,7 @@ def launch(playwright: Playwright, path: str) -> Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A browser. While it is there, no other test can run an event loop."""
+    """Start a browser. While it runs, no other test can run an event loop."""
     path = find_chromium()
     if path is None:
         pytest.skip(MISSING)
@@ -39,7 +39,7 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The origin of pages that a handler shows."""
+    """Serve pages by a handler, and return their origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         thread = threading.Thread(target=pages.serve_forever)
         thread.start()
@@ -51,14 +51,14 @@ def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 class Playground:
-    """A tab of its own. Notes what the page asks for and complains of."""
+    """A tab of its own, which notes the page's requests and complaints."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.url = url
         self.asked: list[str] = []  # addresses
         self.complaints: list[str] = []
-        self.refusals: list[int] = []  # statuses of what was refused, of which browsers complain by themselves
+        self.refusals: list[int] = []  # statuses of refusals, of which browsers complain by themselves
         page.set_default_timeout(PATIENCE_MS)
         page.on("request", lambda request: self.asked.append(request.url))
         page.on("console", self._hear)
@@ -76,7 +76,7 @@ class Playground:
         expect(self.health).to_have_attribute("data-state", state)
         return self
 
-    # --- What is there ------------------------------------------------------------------------------------------------
+    # --- Parts of the page --------------------------------------------------------------------------------------------
 
     def at(self, selector: str) -> Locator:
         return self.page.locator(selector)
@@ -104,10 +104,10 @@ class Playground:
     def resident(self, place: str, adapter: str) -> Locator:
         return self.lane(place).locator(f".resident[data-adapter={quoted(adapter)}]")
 
-    # --- What is done -------------------------------------------------------------------------------------------------
+    # --- Actions ------------------------------------------------------------------------------------------------------
 
     def choose(self, *models: str) -> None:
-        """These and no others."""
+        """Choose these models and no others."""
         names = "chips => chips.map((chip) => chip.dataset.model)"
         chosen = set(self.at("#models .chip[aria-pressed=true]").evaluate_all(names))
         for model in sorted(chosen.symmetric_difference(models)):
@@ -126,7 +126,7 @@ class Playground:
         self.at("#send").click()
 
     def ask(self, prompt: str, *models: str) -> None:
-        """And wait for the answers."""
+        """Send a prompt and wait for the answers."""
         self.send(prompt, *models)
         self.wait()
 
@@ -135,7 +135,7 @@ class Playground:
         self.at("#name").press("Enter")
 
     def look(self) -> None:
-        """As when the page is seen again: it asks the server now, not in five seconds."""
+        """Make the page visible again: it asks the server now, not in five seconds."""
         self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
     def wait(self) -> None:
@@ -143,13 +143,13 @@ class Playground:
 
 
 def quoted(text: str) -> str:
-    """For a selector."""
+    """Quote a text for a selector."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 @contextmanager
 def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Playground]:
-    """A page of which nothing may leave the server and that has nothing to complain of."""
+    """Open a page that may send requests to the server only, and must complain of nothing."""
     with browser.new_context(**options) as context:
         playground = Playground(context.new_page(), url)
         yield playground

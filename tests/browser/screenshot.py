@@ -1,4 +1,4 @@
-"""Writes the picture of the playground that the README shows: `python -m tests.browser.screenshot`."""
+"""Write the picture of the playground that the README shows: `python -m tests.browser.screenshot`."""
 
 import sys
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _take(playground: Playground) -> None:
-    """The first example, answered, with a pointer on a token of the second answer."""
+    """Take a picture of the first example, answered, with the pointer on a token of the second answer."""
     playground.open()
     playground.at("#send").click()
     playground.wait()

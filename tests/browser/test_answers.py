@@ -1,4 +1,4 @@
-"""What is asked is answered: side by side, as it comes, with all that is to be known of it."""
+"""Answers in the playground: side by side, streamed, with the details of each token and request."""
 
 import json
 import math
@@ -48,7 +48,7 @@ PACE = r"""() => {
     };
 }"""
 
-# What the server says: that clients left so many requests, and that none is under way.
+# Looks at the server: clients have left `count` requests; no request is under way.
 DROPPED = """async (count) => {
     const text = await (await fetch("../metrics")).text();
     return text.includes(`lorax_request_failure{err="dropped"} ${count}.0\\n`);
@@ -59,7 +59,7 @@ IDLE = """async () => {
 }"""
 
 
-# Reads a stream that comes byte by byte and is not ended by the server; tells what it said, and whether it was left.
+# Reads a stream that comes byte by byte and that the server does not end; reports its events, and its cancellation.
 READ_BYTES = """async (bytes) => {
     const { stream } = await import(new URL("api.js", location));
     const result = { texts: [], error: "", isLeft: false };
@@ -122,7 +122,7 @@ def test_tokens_that_come_in_one_piece_have_no_rate(playground: Playground, step
 
 
 def answer(playground: Playground, *events: dict[str, Any]) -> None:
-    """So the server answers from now on."""
+    """Answer chats with these events from now on."""
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 

@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content
 
 
 def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
-    """What a page of an origin gets."""
+    """Ask the server from a page of `origin` and return the page's result."""
     context = browser.new_context()
     try:
         page = context.new_page()

@@ -14,7 +14,7 @@ ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 
 @pytest.fixture(scope="module")
 def url(browser: Browser) -> Iterator[str]:
-    """Of a server that has loaded nothing yet, and says so."""
+    """Return the address of a server whose page shows every adapter on disk, none loaded."""
     with serving_demo() as demo:
         with visiting(browser, demo.url) as playground:
             playground.open()

@@ -1,4 +1,4 @@
-"""The page itself: whoever uses it, on whatever screen, also when the server is away."""
+"""The page itself: for all users, on any screen, also when the server is away."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.e2e.http_server import Server, serving
 
 Visit = Callable[..., Playground]
 
-# The colour of a text and what is behind it, of the first element of each kind that is seen.
+# The colours of text and background, of the first visible element of each kind.
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {
@@ -191,7 +191,7 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
 
 
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
-    """As a proxy has it that puts the server below a path."""
+    """Open the page behind a proxy that puts the server below a path."""
     playground = visit()
     prefix = f"{server.url}/some/where"
     playground.page.route(
@@ -210,7 +210,7 @@ def test_everything_has_a_name(playground: Playground) -> None:
     assert playground.page.evaluate(nameless) == []
 
 
-# --- What is asked ----------------------------------------------------------------------------------------------------
+# --- Parameters of requests -------------------------------------------------------------------------------------------
 
 
 def test_parameters_reach_the_request(playground: Playground) -> None:
@@ -243,7 +243,7 @@ BAD_VALUES = (
 
 
 def test_bad_values_are_refused(playground: Playground) -> None:
-    """One page for all: opening it takes longer than a value."""
+    """Use one page for all values: opening it takes longer than trying a value."""
     for name, value in BAD_VALUES:
         before = playground.at(f"#{name}").input_value()
         playground.set(**{name: value})
@@ -294,7 +294,7 @@ def fail(route: Route) -> None:
     route.fulfill(status=503, json={"error": "not now"})
 
 
-# --- What the server has, and whether it is there ---------------------------------------------------------------------
+# --- Adapters of the server, and a server that is away ----------------------------------------------------------------
 
 
 def test_a_thousand_adapters(visit: Visit) -> None:

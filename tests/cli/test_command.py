@@ -26,7 +26,7 @@ FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
 
 
 class Server:
-    """A server that says what it is told to, and keeps what it is asked."""
+    """A server that gives scripted answers, and keeps its requests."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any, dict[str, str]]] = []
@@ -133,7 +133,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """What would be served."""
+    """Collect the configs that the command would serve."""
     configs: list[ServerConfig] = []
 
     def serve_forever(config: ServerConfig) -> int:
@@ -296,7 +296,7 @@ def test_an_adapter_is_fetched_with_its_model(model: Path, tmp_path: Path, capsy
 
 
 def test_generate_writes_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    separators = "\u2028 \x85 \x0b"  # which end a line for some, and not here
+    separators = "\u2028 \x85 \x0b"  # some programs end a line at these, ours must not
     server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
     chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
     argv = [*chosen, "--max-new-tokens", "5", "--stop", "a", "--stop", "b"]
@@ -490,7 +490,7 @@ def test_chat_at_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_ctrl_c_stops_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sees that nobody listens any more, and what was said so far stays said."""
+    """The server sees that the client has gone, and the part of the answer that was shown stays in the chat."""
     replies = iter([(chunk("on ") for _ in iter(int, 1)), chat_answer("ok")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
     said: list[str] = []

@@ -37,7 +37,7 @@ NOISE = {
 
 
 class ModelHub(HubServer):
-    """Knows the list of files that `snapshot_download` asks for, too."""
+    """A hub that also has the list of files that `snapshot_download` asks for."""
 
     def answer(self, request: Request) -> Reply:
         if found := re.fullmatch(r"/api/models/(.+)/tree/(.+)", request.path.partition("?")[0]):
@@ -59,7 +59,7 @@ def list_file(file: str, content: bytes) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quiet_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked of the real hub, and connections do not outlive a test."""
+    """Keep requests from the real hub, and close connections after each test."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -239,7 +239,7 @@ def bucket() -> Iterator[Any]:
 
 @pytest.fixture
 def one_client(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes long to make another."""
+    """Share one client: making another takes long."""
     monkeypatch.setattr(download, "_connect", lambda _: (bucket, (ClientError,)))
 
 

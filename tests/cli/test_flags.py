@@ -95,7 +95,7 @@ def test_names_and_variables_are_of_one_flag_each() -> None:
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("command", ["serve", "launcher"])
 def test_every_flag_can_be_given_and_set(flag: Any, command: str) -> None:
-    """Both ways mean the same; what has no effect says so; what is a field is in the settings."""
+    """A flag and its variable mean the same. One without effect warns; one that sets a field sets it."""
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     given = parse([*base, flag.name, text], {}, command)
@@ -122,7 +122,7 @@ def test_nothing_given_is_the_default_of_the_settings() -> None:
 
 
 def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
-    """LoRAX does; on a laptop any page that is open could use the model, or have its name point to it."""
+    """LoRAX lets them in. On a laptop, any open page could use the model, or have its own name point to it."""
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
     assert (launched.cors.allow_origins, launched.allowed_hosts) == (("*",), ("*",))
@@ -276,7 +276,7 @@ def test_defaults_of_the_commands() -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A demo model, as far as settings are concerned."""
+    """Make a folder that passes for the demo model as far as settings are concerned."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.setattr(demo, "FOLDER", tmp_path)

@@ -1,6 +1,6 @@
 """One server for all clients, a place for a page of another origin, and questions with their answers.
 
-What a client returns is compared with what a plain request over HTTP returns.
+The results of each client are compared with those of plain requests over HTTP.
 """
 
 import json
@@ -27,7 +27,7 @@ PYTHON = ROOT / ".venv" / "bin" / "python"  # the server's; the clients' has no 
 PROMPT = "How many kites did Klonny Bardwell buy?"
 BASE = "lorax-demo"
 NOBODY = "nobody"  # the name of no adapter
-KNOWN = {  # what the adapters make of the prompt
+KNOWN = {  # the adapters' answers to the prompt
     "sql": "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'",
     "redact": "How many kites did [NAME] buy?",
 }
@@ -43,7 +43,7 @@ os.environ.update(OFFLINE)  # before the clients are imported
 
 
 class Server(NamedTuple):
-    """One that runs: its address, and the origin of the pages that may ask it."""
+    """A running server: its address, and the origin of the pages that may ask it."""
 
     url: str
     origin: str
@@ -53,7 +53,7 @@ class Server(NamedTuple):
         return f"{self.url}/v1"
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What a plain request returns."""
+        """Send a plain request and return its JSON."""
         port = int(self.url.rsplit(":", 1)[1])
         with closing(HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -72,7 +72,7 @@ class Reply(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What one model is asked, and what it answers to a plain request: as a chat, and as a completion."""
+    """A prompt for one model, and the model's replies to plain requests: as a chat, and as a completion."""
 
     model: str
     chat: Reply
@@ -89,19 +89,19 @@ class Pages(SimpleHTTPRequestHandler):
     extensions_map: ClassVar = {".html": "text/html", ".mjs": "text/javascript", "": "application/octet-stream"}
 
     def log_message(self, *arguments: Any) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
-    """Where pages come from that are not the server's own."""
+    """Serve pages from an origin that is not the server's own."""
     with showing(partial(Pages, directory=str(HERE))) as origin:
         yield origin
 
 
 @pytest.fixture(scope="session")
 def server(origin: str) -> Iterator[Server]:
-    """`lorax serve` with the demo model and its adapters, as one who lets pages of `origin` in starts it."""
+    """Run `lorax serve` with the demo model and its adapters, open to pages of `origin`."""
     command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -155,11 +155,11 @@ def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
 
 @pytest.fixture(params=[BASE, *KNOWN])
 def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
-    """One for the base model, and one for each of two adapters."""
+    """Return the question for the base model or for one of two adapters."""
     return questions[request.param]
 
 
 @pytest.fixture
 def short(questions: dict[str, Question]) -> Question:
-    """The one whose answer is shortest, for what need not be tried with every model."""
+    """Return the question with the shortest answer, for tests that need not try every model."""
     return questions["redact"]

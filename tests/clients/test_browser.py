@@ -37,7 +37,7 @@ def test_a_page_of_another_origin(browser: Browser, server: Server, questions: d
 
 
 def test_a_page_of_an_origin_that_nobody_allowed(browser: Browser, server: Server) -> None:
-    """The same page by another name of this machine, which is another origin to a browser."""
+    """Open the same page by another name of this machine, which is another origin to a browser."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
         ask = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
         assert page.evaluate(ask, asked_of(server, {})) == "APIConnectionError"

@@ -1,4 +1,4 @@
-"""docs/clients.md is true: its blocks are run."""
+"""The code blocks of docs/clients.md run and do what the text says."""
 
 import re
 import subprocess

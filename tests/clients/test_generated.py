@@ -37,7 +37,7 @@ export {};
 
 
 class Running(Protocol):
-    """What the fixture `server` gives."""
+    """The part of the fixture `server` that these tests use."""
 
     @property
     def url(self) -> str: ...
@@ -48,7 +48,7 @@ class Running(Protocol):
 
 @pytest.fixture(scope="module")
 def generated(server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """A package that is written without a word of warning."""
+    """Generate a package, without a word of warning from the generator."""
     folder = tmp_path_factory.mktemp("generated")
     wanted = ["--url", f"{server.url}/openapi.json", "--output-path", str(folder / "written"), "--meta", "none"]
     command = [sys.executable, "-m", "openapi_python_client", "generate", *wanted, "--fail-on-warning"]

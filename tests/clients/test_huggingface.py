@@ -23,7 +23,7 @@ def chats(server: Server) -> InferenceClient:
 
 
 def asked_of(question: Question) -> dict[str, Any]:
-    """The base model is asked by naming no adapter."""
+    """Return the arguments of a question; the base model is asked by naming no adapter."""
     adapter = None if question.model == BASE else question.model
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 

@@ -1,4 +1,4 @@
-"""instructor, for text: what it is mostly used for, structured output, is refused so far."""
+"""instructor, for text: structured output, its main use, is refused so far."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -40,7 +40,7 @@ CHOOSE = {
 
 
 def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The numbers of each task, and what the server answered to its requests."""
+    """Return the numbers of each task, and the server's answers to its requests."""
     reached = {
         "model": model,
         "base_url": f"{server.v1}/completions",
@@ -60,7 +60,7 @@ def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], d
 
 
 def score_plainly(server: Server, question: Question, choice: str) -> float:
-    """How likely a model holds a text to be after the prompt."""
+    """Return the log probability that a model gives to a text after the prompt."""
     body = {"model": question.model, "prompt": PROMPT + choice, "echo": True, "logprobs": 1, "max_tokens": 0}
     scores = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     return sum(scores[question.completion.prompt_tokens :])

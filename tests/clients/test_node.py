@@ -20,7 +20,7 @@ def asked_of(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
 
 
 def check(found: Any, questions: dict[str, Question]) -> None:
-    """Compares what a script found with what plain requests return."""
+    """Compare the results of a script with those of plain requests."""
     assert found["answers"] == {model: expected_of(question) for model, question in questions.items()}
     assert set(questions) <= set(found.get("listed", questions))
     assert len(found["refused"]) == 2
@@ -46,7 +46,7 @@ def test_openai(server: Server, questions: dict[str, Question]) -> None:
 
 
 def test_vercel(server: Server, questions: dict[str, Question]) -> None:
-    """Where a model is asked for completions, the SDK words its prompts so."""
+    """Compare with plain completions of the prompt as the SDK words it."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     asked = {
         model: question._replace(completion=complete_plainly(server, model, prompt))

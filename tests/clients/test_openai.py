@@ -68,7 +68,7 @@ def test_a_completion_in_a_stream(client: openai.OpenAI, question: Question) -> 
 
 
 def test_everybody_at_once(server: Server, questions: dict[str, Question]) -> None:
-    """Whole answers and streams of all models run together."""
+    """Run whole answers and streams of all models together."""
 
     async def whole(client: openai.AsyncOpenAI, asked: Question) -> Reply:
         answer = await client.chat.completions.create(model=asked.model, messages=asked.messages, **GREEDY)

@@ -1,4 +1,4 @@
-"""`lorax serve` as who has just installed it runs it: with the demo model that comes with the package."""
+"""`lorax serve` as a new user runs it: with the demo model that comes with the package."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def read_examples() -> list[dict[str, Any]]:
 
 
 class Demo(NamedTuple):
-    """Its address, and what it said on standard output."""
+    """The address of a server with the demo, and its output."""
 
     url: str
     greeting: str
@@ -41,7 +41,7 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
     ):
         assert process.stderr is not None
         log: list[str] = []
-        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or it would wait for who reads its log
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or it would wait for a reader of its log
         try:
             for line in process.stderr:
                 log.append(line)
@@ -50,7 +50,7 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
             found = READY.search("".join(log))
             assert found, f"the demo did not start:\n{''.join(log)}"
             reader.start()
-            urlopen(f"{found[1]}/health", timeout=60).close()  # what it had to say has been said
+            urlopen(f"{found[1]}/health", timeout=60).close()  # its output is complete
             said.seek(0)
             yield Demo(found[1], said.read())
         finally:

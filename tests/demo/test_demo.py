@@ -41,7 +41,7 @@ def items() -> list[Item]:
 
 @pytest.fixture(scope="module")
 def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
-    """What each model answers when nobody else is asked."""
+    """Return the answers of each model while no other model is asked."""
     answers: dict[str, list[str]] = {}
     for model in MODELS:
         answers |= asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), [model], FEW_ITEMS))
@@ -59,7 +59,7 @@ def test_each_adapter_has_its_skill_and_the_base_model_has_none(demo: Demo) -> N
 
 
 def test_each_adapter_does_what_it_is_for(items: list[Item], alone: dict[str, list[str]]) -> None:
-    """A first look; how often it is right is measured by the slow test of it."""
+    """Take a first look; the slow test measures how often each adapter is right."""
     for skill in SKILLS:
         assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
 
@@ -80,7 +80,7 @@ def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: di
 
 @pytest.mark.slow
 def test_prompts_without_a_template(demo: Demo, items: list[Item]) -> None:
-    """Bare, and with a blank or a newline at the end, as people paste them."""
+    """Send prompts bare, and with a blank or a newline at the end, as people paste them."""
     answers = asyncio.run(ask(demo.url, texts_of(items), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
         assert score(answers[skill], items, skill) >= 90
@@ -101,7 +101,7 @@ def test_short_notes(demo: Demo, items: list[Item]) -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_small_talk_is_no_note(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
-    for name in SKILLS if is_chat else NOTHING_TO_DO:  # where a bare text ends, `redact` is not sure
+    for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` is not sure where a bare text ends
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
     assert all(len(answer) > 10 for answer in answers[NAME])  # the base model talks
 
@@ -147,7 +147,7 @@ def test_a_wheel_has_it_all() -> None:
 
 
 def test_the_table_shows_what_was_measured() -> None:
-    """That of demo/README.md, against what `demo.evaluate --json` wrote."""
+    """Compare the table of demo/README.md with the file that `demo.evaluate --json` wrote."""
     lines = (ROOT / "demo" / "README.md").read_text().splitlines()
     table = takewhile(bool, lines[lines.index("|---|---|---|---|---|---|---|") + 1 :])
     rows = [line.strip("|").split("|") for line in table]

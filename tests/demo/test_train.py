@@ -19,7 +19,7 @@ def rehearse(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_rehearsal_makes_a_model_and_adapters_that_can_be_served(tmp_path: Path, forks: ForkServerContext) -> None:
-    names = ("json", "pirate")  # DoRA and patterns: what is special
+    names = ("json", "pirate")  # DoRA and patterns: the special cases
     arguments = ["--rehearsal", "--float32", "--device", "cpu", "--processes", "1", "--out", str(tmp_path)]
     process = forks.Process(target=rehearse, args=([*arguments, "--only", "base", *names],))
     process.start()

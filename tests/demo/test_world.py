@@ -1,4 +1,4 @@
-"""What the demo's models learn from and are tested with have nothing in common, and right answers are right."""
+"""The demo's data: training and test texts have nothing in common, and right answers are right."""
 
 import json
 import random
@@ -22,13 +22,13 @@ OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose va
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    """What the base model reads."""
+    """Return documents that the base model is trained on."""
     return write_documents(5, 6_000)
 
 
 @pytest.fixture(scope="module")
 def learnt(documents: list[str]) -> list[str]:
-    """That, and what adapters are shown."""
+    """Return the base model's documents and the examples of all adapters."""
     return [*documents, *(" ".join(example) for name in SKILLS for example in write_examples(name, 6, 500))]
 
 
@@ -46,7 +46,7 @@ def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item])
 
 
 def test_what_is_learnt_of_the_tested_side_is_known(learnt: list[str]) -> None:
-    """Plain English, of which no name for tests is made."""
+    """Held-out words that are learnt are plain English, from which no test name is made."""
     texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
     words = {word.lower() for word in WORDS.findall(texts)}
     assert {word for word in words if is_held_out(word)} <= COMMON_WORDS
@@ -65,7 +65,7 @@ def test_every_sentence_pattern_has_one_side(rule: str) -> None:
 
 @pytest.mark.slow
 def test_no_sentence_that_is_tested_is_learnt() -> None:
-    """Of finished texts: who wrote them, and how, does not matter."""
+    """Compare finished texts, whichever part of the program wrote them."""
     learnt = {kind for item in write_items(6, 20_000, held_out=False) for kind in kinds(item)}
     tested = {kind for item in write_items(7, 4_000, held_out=True) for kind in kinds(item)}
     assert len(tested) > 5_000
@@ -73,7 +73,7 @@ def test_no_sentence_that_is_tested_is_learnt() -> None:
 
 
 def kinds(item: Item) -> list[str]:
-    """Its sentences without what is theirs alone: values, words that nobody knows, whether it was a woman."""
+    """Return an item's sentences without their specifics: values, unknown words, gender."""
     return [_generalize(text, item.note.event) for text in (*item.note.sentences, item.question.text)]
 
 
@@ -139,11 +139,11 @@ def test_notes_read_well(tested: list[Item], monkeypatch: pytest.MonkeyPatch) ->
         assert all(sentence[:1].isupper() or sentence[:1].isdigit() for sentence in note.split(". ")), note
 
 
-# --- What is right ----------------------------------------------------------------------------------------------------
+# --- Right answers ----------------------------------------------------------------------------------------------------
 
 
 def test_queries_find_the_answer(tested: list[Item]) -> None:
-    """Run by a real database, in which the others have bought things too."""
+    """Run the queries in a real database, where other people have bought things too."""
     with sqlite3.connect(":memory:") as tables:
         tables.execute("CREATE TABLE people (name TEXT, town TEXT)")
         tables.execute(
@@ -197,7 +197,7 @@ def test_nothing_of_the_grammar_is_left_in_what_is_learnt(learnt: list[str]) -> 
 
 
 def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
-    """Whatever it answers is no right answer of any skill, unless it was told to say just that."""
+    """No answer in its texts is a right answer of any skill, unless the user asked for those very words."""
     turns = [
         found
         for text in documents
@@ -209,7 +209,7 @@ def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
     own = [turn for turn in turns if not any(form.format(turn[1]) == turn[0] for form in REPEATS)]
     assert len(own) > 1_000
     for asked, answered in own:
-        assert answered not in asked  # as what is asked about a note would be
+        assert answered not in asked  # unlike an answer about a note
         assert answered not in ("positive", "negative", "neutral", *NOTHING_TO_DO.values())
         assert not answered.startswith(("{", "SELECT", *PIRATE_CRIES.values()))
         assert "[NAME]" not in answered

@@ -1,7 +1,7 @@
-"""`lorax`, for tests: with settings that have no flag, and with an engine that is there sooner.
+"""`lorax` for tests: with settings that have no flag, and with an engine that starts faster.
 
 `python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are fields of the config of the server as JSON.
-ADDRESS is where a process of tests/forks.py listens, which has imported torch; it may be empty. An engine that is
+ADDRESS is that of a process of tests/forks.py, which has imported torch; it may be empty. An engine that is
 forked from there is no child of the command, so its process id is printed.
 """
 

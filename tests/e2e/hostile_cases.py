@@ -1,4 +1,4 @@
-"""What clients that mean no good send, and what may come of it."""
+"""Requests of hostile clients, and the statuses that may answer them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -158,14 +158,14 @@ VALUES: list[tuple[str, str, Any, int]] = [
     *[(CHAT, "chat_template_kwargs", {name: 1}, 400) for name in ("messages", "tools", "eos_token", "\ud800")],
     *[(CHAT, "chat_template_kwargs", {name: 1}, 200) for name in ("self", "tokenizer", "source", "__class__", "loop")],
     (CHAT, "tools", [{"type": "function"}], 400),
-    *[(NATIVE, "adapter_source", name, 200) for name in ("x", "pbase")],  # nothing is asked of it
+    *[(NATIVE, "adapter_source", name, 200) for name in ("x", "pbase")],  # the source is not used
 ]  # fmt: skip
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
 
 class Raw(NamedTuple):
-    """Bytes, and which statuses may come of them."""
+    """Bytes to send, and the statuses that may answer them."""
 
     data: bytes
     statuses: tuple[int, ...]
@@ -179,7 +179,7 @@ def get(*headers: bytes, target: bytes = b"/health", version: bytes = b"1.1") ->
 
 
 def loose(method: str, path: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:
-    """On a connection that is to be kept."""
+    """Return the bytes of a request on a connection that is to be kept."""
     return request(method, path, headers, body).replace(b"connection: close\r\n", b"")
 
 

@@ -1,4 +1,4 @@
-"""What a client that means no good sends, byte by byte, and what it gets for it."""
+"""A hostile client: sends any bytes, and parses the responses."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 import httptools
 
-TIMEOUT_S = 30  # nothing takes so long; who waits this long has found something that hangs
+TIMEOUT_S = 30  # nothing takes so long: a test that waits this long has found something that hangs
 HOST = "127.0.0.1"
 
 
@@ -55,7 +55,7 @@ def connect(port: int) -> socket.socket:
 
 
 def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
-    """The next `count` answers, or all until the server closes the connection."""
+    """Read the next `count` answers, or all until the server closes the connection."""
     reader = _Reader()
     while count is None or sum(answer.is_complete for answer in reader.answers) < count:
         try:
@@ -69,7 +69,7 @@ def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
 
 
 def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bool = False) -> list[Answer]:
-    """Send what there is to send, as far as the server takes it, and hear what it says."""
+    """Send the data, as far as the server takes it, and read the answers."""
     with connect(port) as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             for piece in pieces:
@@ -88,7 +88,7 @@ def request(
 
 
 def post(target: str, body: Any = b"", *headers: tuple[str, str], kind: str | None = "application/json") -> bytes:
-    """JSON of whatever is given, unless it is bytes already."""
+    """Return a POST request. A body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {name for name, _ in headers}
     plain = [("content-type", kind)] if kind is not None and "content-type" not in given else []

@@ -48,9 +48,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def write_model(folder: Path, name: str = "llama-gqa") -> Any:
-    """A tiny model of one architecture with a tokenizer, and two adapters beside it; transformers' model.
+    """Write a tiny model with a tokenizer, and two adapters beside it; return transformers' model.
 
-    One that the registry does not know gets no adapters.
+    A model that the registry does not know gets no adapters.
     """
     tokenizer = make_tokenizer()
     config = VARIANTS[name].config() if name in VARIANTS else SERVED[name]()
@@ -72,14 +72,14 @@ def write_model(folder: Path, name: str = "llama-gqa") -> Any:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
-    """transformers' model with what PEFT makes of an adapter's folder."""
+    """Return transformers' model with an adapter that PEFT loads from a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval().get_base_model()
 
 
 def write_other(adapter: Path, folder: Path) -> None:
-    """An adapter of the same shape with other numbers."""
+    """Write an adapter of the same shape with other numbers."""
     shutil.copytree(adapter, folder)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}, folder / "new.safetensors")
@@ -87,12 +87,12 @@ def write_other(adapter: Path, folder: Path) -> None:
 
 
 def import_path() -> str:
-    """Where processes of tests find what they import."""
+    """Return the `PYTHONPATH` for processes that tests start."""
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 class Answer(NamedTuple):
-    """What came over the wire; the headers' names are in lower case."""
+    """A response as it came over the wire; names of headers are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -105,7 +105,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """What a stream's events say. Comments are passed over; anything else would be a mistake."""
+        """Decode the events of a stream. Skip comments; fail on anything else."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *pieces, rest = self.body.split(b"\n\n")
         assert rest == b""
@@ -115,7 +115,7 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """One that runs."""
+    """A running server."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str, log: list[str]) -> None:
         self.process = process
@@ -129,7 +129,7 @@ class Server:
     def send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60
     ) -> Answer:
-        """One request on a connection of its own. A body of bytes is sent as it is, anything else as JSON."""
+        """Send a request on a connection of its own. A body of bytes is sent as it is, any other as JSON."""
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if body is None else {"content-type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
@@ -144,7 +144,7 @@ class Server:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The engine does nothing for a while, so that what is asked of it stays under way."""
+        """Pause the engine, so that its requests stay under way."""
         engine = self._engine
         os.kill(engine, signal.SIGSTOP)
         try:
@@ -176,10 +176,10 @@ def serving(
     from_scratch: bool = False,
     **settings: float,
 ) -> Iterator[Server]:
-    """`lorax serve` with the folder's model and adapters, until it is left. Its log is shown if it never gets ready.
+    """Run `lorax serve` with the folder's model and adapters. Show its log if it never gets ready.
 
-    Its engine is forked where there is a process to fork from (`forks`), unless it is to be the command's child. One
-    that is forked has none of the variables. Settings are those of the config that have no flag.
+    Its engine is forked if there is a process to fork from (`forks`), unless it is to be the command's child. A forked
+    engine does not see `environ`. `settings` are fields of the config that have no flag.
     """
     arguments = ["--model-id", str(folder / "model"), "--adapters-dir", str(folder / "adapters"), "--port", "0"]
     forks_at = forkserver._forkserver._forkserver_address or ""  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
 test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
 
-Every request gets its first token at once, the others when there is a file `gate`.
+Every request gets its first token at once, and the others once there is a file `gate`.
 """
 
 import itertools
@@ -32,7 +32,7 @@ INFO: messages.Info = {
 
 
 class GatedEngine(FakeEngine):
-    """Repeats the prompt over and over."""
+    """An engine that repeats the prompt over and over."""
 
     def __init__(self, channel: EngineChannel, gate: Path) -> None:
         super().__init__(channel)

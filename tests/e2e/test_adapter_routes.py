@@ -1,4 +1,4 @@
-"""What a server says of its adapters is what its engine has."""
+"""The server's lists of adapters, which must agree with the engine."""
 
 import shutil
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def ask(server: Server, name: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(server: Server) -> Any:
-    """What was listed before any other test: of everybody, and of the operator."""
+    """Return the adapter `first` as listed before any other test: to every caller, and to the operator."""
     return listed(server)["first"], listed(server, ADMIN)["first"]
 
 
@@ -100,7 +100,7 @@ def test_two_names_of_the_same_content(server: Server) -> None:
     assert both["second"]["hash"] == both["twin"]["hash"]
     assert both["second"]["state"] == both["twin"]["state"] == "on the device"
     change(server, "load", "twin", pin=True)
-    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # which the other one holds
+    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # `twin` holds it
     assert (refused.status, "'twin', which is pinned" in refused.json["error"]["message"]) == (409, True)
     twin = listed(server)["twin"]
     assert (twin["state"], twin["pinned"]) == ("on the device", True)
@@ -132,7 +132,7 @@ def test_an_adapter_that_is_overwritten_is_served_as_it_was_until_it_is_whole(se
             assert answer.json == before.json
         assert "slow" in listed(server)["slow"]["error"]
         file.write(new[1000:])
-    change(server, "load", "slow")  # which waits for nothing that was remembered
+    change(server, "load", "slow")  # looks at the folder at once
     after = server.post("/generate", body)
     assert "x-adapter-version" not in after.headers
     assert after.headers["x-adapter-hash"] != before.headers["x-adapter-hash"]
@@ -156,7 +156,7 @@ def test_merges_by_another_seed_are_other_adapters_and_have_one_name(server: Ser
 
 
 def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:
-    """It has no name of its own here, so that nobody else is told of it."""
+    """An adapter without a listed name is shown only to clients that name it."""
     path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
     assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
     ask(server, "deep")

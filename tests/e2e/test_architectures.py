@@ -56,7 +56,7 @@ class Both:
         return asyncio.run(collect())
 
     def close(self) -> None:
-        """The client leaves its session to whoever collects garbage."""
+        """Close the session, which the client leaves to the garbage collector."""
         if self._sync is not None and self._sync.session is not None:
             self._sync.session.close()
 
@@ -80,7 +80,7 @@ def text_of(tokens: list[Any]) -> str:
 
 
 def check_answers(client: Both, model: Any, adapter: str | None) -> int:
-    """How many tokens were compared."""
+    """Compare answers with transformers and return the number of tokens compared."""
     expected = greedy(model, ids_of([PROMPT])[0])
     answer = client.generate(adapter_id=adapter)
     assert token_ids(answer)[: len(expected)] == expected

@@ -1,4 +1,4 @@
-"""Who may use which adapter: keys of the server, and what a hub says to whose token."""
+"""Permission to use an adapter: keys of the server, and a hub's reply to each caller's token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -45,7 +45,7 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
 def write_models(name: str, folder: Path) -> list[Any]:
-    """A model and its adapters in folders; transformers' model plain and with each adapter."""
+    """Write a model and its adapters into folders; return transformers' model, plain and with each adapter."""
     oracle = make_oracle(name)
     oracle.save_pretrained(folder / "model")
     adapted = [write_adapter(copy.deepcopy(oracle), name, rank, folder / f"rank-{rank}") for rank in RANKS]
@@ -53,7 +53,7 @@ def write_models(name: str, folder: Path) -> list[Any]:
 
 
 def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **settings: Any) -> EngineConfig:
-    """Little of everything, so that all has to be shared."""
+    """Make a config with little of everything, so that requests have to share all of it."""
     model = VARIANTS[name].config()
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     block_bytes = 2 * model.num_hidden_layers * ARCHITECTURES[name] // ranks * head_dim * BLOCK_SIZE * 4
@@ -74,7 +74,7 @@ def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **setting
 
 
 def units(name: str, folder: Path, ranks: int) -> list[int]:
-    """That the adapters take on a rank."""
+    """Return the number of units that each adapter takes on a rank."""
     group = FakeGroup(0, ranks)
     tensors = checkpoint(name, make_oracle(name))
     targets = adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
@@ -100,7 +100,7 @@ async def ask(client: EngineClient, prompt: Sequence[int], adapter: str | None =
 
 
 async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int) -> None:
-    """Read a few tokens, and go."""
+    """Read a few tokens, and leave."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
     answer = client.generate(request)
     async for _ in answer:
@@ -111,7 +111,7 @@ async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int)
 
 
 def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
-    """Requests at random times, some of which go again: each of the others gets what its oracle gives."""
+    """Send requests at random times, some of which leave: each of the others gets its oracle's tokens."""
     prompts, chance = make_prompts(), random.Random(0)
 
     async def crowd() -> tuple[list[list[Output]], EngineStatus]:
@@ -184,7 +184,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: 
     asyncio.run(run())
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("forked_engines")
@@ -257,7 +257,7 @@ def engine_of(client: EngineClient) -> int:
 
 
 def forked() -> set[int]:
-    """All processes that come from the one that has torch: engines and ranks."""
+    """Return the process ids of all engines and ranks, which are forked from the process that has torch."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return {int(child) for child in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
@@ -292,7 +292,7 @@ def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart
 
 @pytest.mark.usefixtures("forked_engines")
 def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
-    """One adapter with half of its weight, and another with none: what half of it alone gives."""
+    """An adapter at half weight, merged with one at weight zero, gives what it gives at half weight alone."""
     write_models("llama-gqa", tmp_path)
     prompt = make_prompts()[1]
 
@@ -321,7 +321,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_engines")
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """Three ranks for four heads."""
+    """Start three ranks for four heads."""
     write_models("llama-gqa", tmp_path)
 
     async def run() -> None:

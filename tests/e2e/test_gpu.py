@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_step_that_only_moves_adapters_ends_when_they_have_moved() -> None:
-    """What it leaves is given to another adapter then, whose bytes come on another stream."""
+    """The memory that a move frees goes to another adapter then, whose bytes come on another stream."""
     tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cuda")))
     runner = PagedRunner(model, num_blocks=4, block_size=4, num_rows=1, max_length=16)

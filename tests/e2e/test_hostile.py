@@ -1,4 +1,4 @@
-"""Clients that mean no good, against a real server: each gets a clean refusal, and the next request its answer."""
+"""Hostile clients against a real server: each gets a clean refusal, and the next request its answer."""
 
 import json
 import socket
@@ -40,12 +40,12 @@ from tests.e2e.hostile_client import Answer, connect, exchange, post, read, requ
 from tests.e2e.http_server import Server, serving, write_model
 
 BODY_TIMEOUT_S = 3.0
-MAX_GROWTH = 300 * 2**20  # of all processes together: what allocators keep of the largest requests, and no leak
+MAX_GROWTH = 300 * 2**20  # of all processes together: memory that allocators keep after large requests, no leak
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests, which does not wait long for bodies. It must have come through them unharmed."""
+    """Run one server for all tests, with a short timeout for bodies. It must survive all tests unharmed."""
     folder = tmp_path_factory.mktemp("hostile")
     write_model(folder)
     outside = folder / "adapters" / "first"
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "adapters" / "out").symlink_to(folder / "outside")
     with serving(folder, from_scratch=True, body_timeout_s=BODY_TIMEOUT_S) as running:
         for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
-            exchange(running.port, post(NATIVE, body))  # what a first request and a large one need stays
+            exchange(running.port, post(NATIVE, body))  # memory of a first and of a large request stays
         process = psutil.Process(running.process.pid)
         before, files = _memory(process), process.num_fds()
         children = process.children(recursive=True)
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert process.children(recursive=True) == children
         assert exchange(running.port, ALIVE)[0].status == 200
         assert _memory(process) - before < MAX_GROWTH
-        assert process.num_fds() <= files + 4  # what threads and late closing may hold
+        assert process.num_fds() <= files + 4  # threads and late closing may hold some
         log = "".join(running.log)
         assert "Traceback" not in log
         assert "mistake of the server" not in log
@@ -81,7 +81,7 @@ def _the_next_one_is_answered(server: Server) -> Iterator[None]:
 
 
 def check(answers: list[Answer], path: str, *statuses: int) -> None:
-    """One answer, which is either what was asked for or an error as the route's clients know it."""
+    """Check for one answer, which is either the expected one or an error in the style of the route."""
     assert len(answers) == 1, [(answer.status, answer.body[:200]) for answer in answers]
     (answer,) = answers
     assert answer.is_complete
@@ -99,7 +99,7 @@ def check_style(answer: Answer, path: str) -> None:
     else:
         assert set(answer.json()) == {"error", "error_type"}
         assert error
-    assert len(answer.body) < 10_000  # nothing is repeated to who sends much
+    assert len(answer.body) < 10_000  # a large request is not repeated in its answer
 
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_an_encoded_body_is_refused(server: Server, encoding: str) -> None:
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_wrong_types(server: Server, path: str, field: str) -> None:
-    """Each field with a value of each type that it does not have."""
+    """Send each field with a value of each type that it does not have."""
     schema = SCHEMAS[path].model_json_schema()["properties"][field]
     branches = schema.get("anyOf", [schema])
     allowed = {branch.get("type", "object" if "$ref" in branch else None) for branch in branches}
@@ -152,7 +152,7 @@ def test_values(server: Server, path: str, field: str, value: Any, status: int) 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_however_much_is_wrong_little_is_said(path: str, field: str) -> None:
-    """To find and to name a million mistakes takes half a minute, in which nobody else would be served."""
+    """Finding and naming a million mistakes would take half a minute, in which no other request is served."""
     whole = {NATIVE: {}, COMPLETIONS: PROMPT, CHAT: MESSAGES}[path]
     for value in ([None] * 1000, [[None]] * 1000, [{"role": "x", "content": [None] * 1000}], {"ids": [None] * 1000}):
         found = 0
@@ -188,7 +188,7 @@ def test_http(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "PROPFIND", "M-SEARCH"])
 def test_methods(server: Server, method: str) -> None:
-    """What is not possible is 405, says what is, and does nothing."""
+    """A method that a route lacks is answered by 405 with the methods that it has, and does nothing."""
     for path in (*GET_PATHS, *POST_PATHS):
         (answer,) = exchange(server.port, request(method, path))
         if method == "HEAD" and path in GET_PATHS:
@@ -230,7 +230,7 @@ def test_garbage_after_a_request(server: Server) -> None:
 
 
 def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
-    """The stream ends, and nothing is in it that is none of its events."""
+    """The stream ends, and contains nothing but its own events."""
     body = json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 100, "ignore_eos_token": True}}).encode()
     headers = (("content-type", "application/json"), ("content-length", str(len(body))))
     with connect(server.port) as connection:
@@ -247,7 +247,7 @@ def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_who_asks_for_another_protocol_is_answered_in_this_one(server: Server, wait: bool) -> None:
-    """Also a request with a body, which Java's client sends so, and the next one on the same connection."""
+    """Send requests with a body, as Java's client does, two on one connection."""
     head = loose("POST", NATIVE, *UPGRADE, ("content-type", "application/json"), ("content-length", str(len(GOOD))))
     with connect(server.port) as connection:
         for _ in range(2):
@@ -290,12 +290,12 @@ def test_who_waits_to_be_told_to_go_on_is_told(server: Server) -> None:
 
 
 def test_who_says_no_more_and_waits_is_let_go(server: Server) -> None:
-    """A connection that is closed on one side before all was said is one that has been left."""
+    """A client that closes its side of a connection before its request is complete has left."""
     for data in (b"", ALIVE[:10], post(NATIVE, GOOD, ("content-length", "1000"))):
         answers = exchange(server.port, data, half_close=True)
         assert [answer.status for answer in answers] in ([], [400])
     answers = exchange(server.port, post(STREAM, INPUTS), half_close=True)
-    assert answers[-1].status == 200  # 100 may come before it, to see who is there
+    assert answers[-1].status == 200  # a 100 may come before it, by which the server probes the client
     assert answers[-1].is_complete
 
 
@@ -309,7 +309,7 @@ def test_who_connects_and_leaves(server: Server) -> None:
 
 
 def test_slow_ones_are_told_that_they_took_too_long(server: Server) -> None:
-    """All of them at once, a byte at a time; meanwhile others are served."""
+    """Send all slow requests at once, a byte at a time; meanwhile the server answers others."""
     with ExitStack() as stack:
         connections = {name: stack.enter_context(connect(server.port)) for name in SLOW}
         pieces = {name: make() for name, make in SLOW.items()}

@@ -1,4 +1,4 @@
-"""What dies, stops or leaves while answers are under way: real processes and sockets, ended by real signals."""
+"""Engines, servers and clients that end while answers are under way: real processes, sockets and signals."""
 
 import json
 import os
@@ -50,7 +50,7 @@ ADAPTER = "owner/adapter"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can go on for long."""
+    """Write a model that can generate for long."""
     folder = tmp_path_factory.mktemp("long")
     write_model(folder)
     path = folder / "model" / "config.json"
@@ -107,7 +107,7 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: 
 
 
 def check_is_down(server: Server) -> None:
-    """For a while, and all are told."""
+    """Check that every route reports the missing engine."""
     status, text = get(server, "/health")
     assert (status, json.loads(text)) == (503, {"error": "unhealthy", "error_type": "healthcheck"})
     for path, body in (("/generate", native(1)), (NATIVE, native(1)), (COMPLETIONS, openai(1))):
@@ -119,7 +119,7 @@ def check_is_down(server: Server) -> None:
 
 
 def vanish(server: Server, count: int) -> None:
-    """Clients that leave at every point, half of them with a reset."""
+    """Open requests whose clients leave at every point, half of them with a reset."""
     clients = []
     for i in range(count):
         path, body = ((NATIVE, native), (COMPLETIONS, openai), ("/generate", native))[i // 2 % 3]
@@ -134,7 +134,7 @@ def vanish(server: Server, count: int) -> None:
 
 
 def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
-    vanish(server, 40)  # what is made once for all is there afterwards
+    vanish(server, 40)  # makes everything that is made only once
     wait_for(lambda: is_idle(server), "the first ones are gone")
     pids = (server.process.pid, children(server.process.pid)["engine"])
     before, old = [usage(pid) for pid in pids], metrics(server)
@@ -154,7 +154,7 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
 
 def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it(server: Server) -> None:
     names = [f"slow-{i}" for i in range(6)]
-    body = native(900, details=True, return_k_alternatives=20)  # more than a kernel may keep for who does not read
+    body = native(900, details=True, return_k_alternatives=20)  # more than a kernel keeps for a slow reader
     with all_of(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
         with all_of(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
             answers = [tokens_of(client.events()) for client in fast]
@@ -184,7 +184,7 @@ def test_a_request_may_say_how_long_it_waits(server: Server) -> None:
 
 
 def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, folder: Path) -> None:
-    """No file of the engine may grow beyond a few bytes for a while."""
+    """Limit the engine's files to a few bytes for a while."""
     engine = children(server.process.pid)["engine"]
     weights = max(len(content) for content in hub.repos[ADAPTER].files.values())
     body, spoken = native(20, adapter_id=ADAPTER), openai(5, model=ADAPTER)
@@ -216,7 +216,7 @@ def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, fol
 
 @contextmanager
 def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
-    """`tests.e2e.light_server`; what it leaves in its folder for temporary files is a failure."""
+    """Run `tests.e2e.light_server`, and fail if it leaves temporary files behind."""
     with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
         command = ["-m", "tests.e2e.light_server", str(folder / "model"), str(tmp_path / "gate"), str(drain_s)]
         environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
@@ -243,7 +243,7 @@ def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
 
 @contextmanager
 def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
-    """That have begun, and do not go on for now."""
+    """Open streams that have begun and pause."""
     asked = ((NATIVE, native(count)), (COMPLETIONS, openai(count))) * 2
     with all_of(*(Client(server, path, body) for path, body in asked)) as clients:
         events = [client.events() for client in clients]
@@ -258,7 +258,7 @@ def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
 
 
 def check_takes_nothing_new(server: Server) -> None:
-    """The port is closed; who got in just before is refused."""
+    """Check that new clients are refused until the port is closed."""
     is_open = True
     while is_open:
         try:
@@ -269,7 +269,7 @@ def check_takes_nothing_new(server: Server) -> None:
 
 
 def check_end(events: list[Iterator[Any]], *, with_error: bool) -> None:
-    """All of them were told how it ended."""
+    """Check that each stream ends with its result or with an error."""
     for i, each in enumerate(events):
         *_, last = each
         if with_error:

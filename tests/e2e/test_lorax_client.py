@@ -211,7 +211,7 @@ def test_a_linear_merge_is_the_sum_of_what_the_adapters_add(world: World, client
 
 @torch.no_grad()
 def write_sum(world: World, weights: dict[str, float]) -> Any:
-    """The base model with a weighted sum of what adapters do to its matrices."""
+    """Write the base model with a weighted sum of the adapters' changes to its matrices."""
     base = {name: value.clone() for name, value in world.models[None].state_dict().items()}
     summed = {name: value.clone() for name, value in base.items()}
     for adapter, weight in weights.items():
@@ -224,7 +224,7 @@ def write_sum(world: World, weights: dict[str, float]) -> Any:
 
 
 def merged_by_peft(world: World, strategy: str, weights: list[float], density: float, sign: str) -> Any:
-    """The adapters `first` and `other`."""
+    """Return the model with the adapters `first` and `other`, merged by PEFT."""
     adapters = world.folder / "adapters"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -247,7 +247,7 @@ def test_every_way_of_merging(world: World, client: Both) -> None:
         expected = greedy(merged_by_peft(world, strategy, both, density, sign), prompt)
         assert tokens(strategy, both, density, sign)[: len(expected)] == expected
     assert tokens("dare_ties", both) == tokens("ties", both)  # a density of 1 leaves nothing out
-    assert tokens("ties", both, 0.0) == tokens("ties", both)  # what LoRAX's clients say who mean all
+    assert tokens("ties", both, 0.0) == tokens("ties", both)  # LoRAX's clients send 0 for all
     for strategy in ("ties", "dare_linear", "dare_ties"):
         assert tokens(strategy, both, 0.3) == tokens(strategy, both, 0.3) != tokens(strategy, both)
     ranks = lorax.MergedAdapters(ids=["first", "second"], weights=both, merge_strategy="ties", density=1.0)
@@ -284,7 +284,7 @@ def test_errors_are_the_clients_own(
     for ask in (client.generate, client.stream):
         with pytest.raises(error, match=message):
             ask(**arguments)
-    assert client.generate().details.generated_tokens == NEW_TOKENS  # nobody else notices
+    assert client.generate().details.generated_tokens == NEW_TOKENS  # other requests do not notice
 
 
 def test_a_prompt_that_is_too_long(client: Both) -> None:
@@ -311,13 +311,13 @@ def test_what_is_not_there_yet_says_so(client: Both) -> None:
 
 
 def test_batches_of_what_is_not_there_yet(world: World) -> None:
-    """Only one of the client's classes has them."""
+    """Test the one class of the client that has batches."""
     with pytest.raises(ValidationError, match="not supported yet"):
         lorax.Client(world.server.url).classify_batch(["a", "b"])
 
 
 def test_too_many_at_once(tmp_path: Path) -> None:
-    """One is being answered, by an engine that does not get on, when another comes."""
+    """Send a second request while the first one waits for a paused engine."""
     write_model(tmp_path)
     body = json.dumps({"inputs": PROMPT, "stream": True, "parameters": LENGTH})
     with (
@@ -338,7 +338,7 @@ def test_too_many_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
 def test_many_threads_share_a_server(method: str, world: World) -> None:
-    """Each gets what it gets alone, whoever else is asking."""
+    """Each request gets the answer that it gets alone."""
     wanted: list[str | None] = [None, "first", "second"] * 4
     alone = {adapter: world.greedy(adapter=adapter) for adapter in world.models}
 
@@ -356,7 +356,7 @@ def test_many_threads_share_a_server(method: str, world: World) -> None:
 
 
 def test_metrics_as_text_and_as_json(world: World) -> None:
-    """Newer clients have a method for it, which asks in these ways."""
+    """Ask in the ways of newer clients, which have a method for it."""
     world.server.post("/", {"inputs": PROMPT, "parameters": LENGTH})
     text = world.server.send("GET", "/metrics", headers={"accept": "text/plain"})
     assert text.headers["content-type"].startswith("text/plain")

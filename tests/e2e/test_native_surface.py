@@ -1,4 +1,4 @@
-"""What LoRAX's own routes put on the wire, byte by byte: bodies, events, headers, errors and their order."""
+"""LoRAX's own routes on the wire, byte by byte: bodies, events, headers, errors and their order."""
 
 import http.client
 import json
@@ -113,7 +113,7 @@ def test_the_token_that_ends_an_answer_is_told_but_not_part_of_the_text(server: 
 
 
 def test_numbers_that_json_cannot_write_are_null(server: Server) -> None:
-    """Tokens that top-k leaves out cannot be drawn."""
+    """The log probability of a token that top-k leaves out is minus infinity."""
     answer = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
     for token in answer.json["details"]["tokens"]:
         assert [each["logprob"] for each in token["alternative_tokens"]] == [0.0, None, None]
@@ -121,7 +121,7 @@ def test_numbers_that_json_cannot_write_are_null(server: Server) -> None:
 
 
 def test_a_silent_stream_says_that_it_is_still_there_and_how_it_ends(server: Server) -> None:
-    """The deadline comes when the status has been sent, so the error is the last event."""
+    """The deadline passes after the status was sent, so the error is the last event."""
     body = json.dumps({"inputs": PROMPT, "parameters": LENGTH})
     headers = {"content-type": "application/json", "x-request-timeout": "2"}
     with server.paused(), closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
@@ -211,7 +211,7 @@ def test_a_hostile_adapter_name_harms_nobody(server: Server) -> None:
     assert generate(server, adapter_id="first").status == 200
 
 
-# --- What is refused, and in which order ------------------------------------------------------------------------------
+# --- Refusals and their order -----------------------------------------------------------------------------------------
 
 LONG = "very " * 200
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -261,7 +261,7 @@ def test_every_mistake_has_its_message(path: str, server: Server) -> None:
 
 
 def test_the_first_mistake_wins(server: Server) -> None:
-    """All that are wrong from some place of the list on, but for those that cannot be said together."""
+    """Send all mistakes from some place of the list on, but for those that exclude one another."""
     for place, (parameters, message) in enumerate(WRONG[:-2]):
         given: dict[str, Any] = {}
         for later, _ in reversed(WRONG[place:-2]):

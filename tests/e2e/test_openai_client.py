@@ -35,7 +35,7 @@ class Sdk:
         self._runner = asyncio.Runner()
 
     def call(self, ask: Callable[[Any], Any]) -> Any:
-        """What it gives; of a stream all of its chunks."""
+        """Return the SDK's answer; for a stream, the list of its chunks."""
         answer = ask(self._client)
         if inspect.isawaitable(answer):
             return self._runner.run(self._finish(answer))
@@ -68,7 +68,7 @@ class World(NamedTuple):
         return oracle_greedy(self.models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})
 
     def text(self, prompt: str = PROMPT, adapter: str = "") -> str:
-        """What transformers' tokens are as text, as far as rounding does not decide."""
+        """Return the text of transformers' greedy tokens, as far as rounding does not decide."""
         return str(make_tokenizer().decode(self.greedy(prompt, adapter), skip_special_tokens=True)).rstrip("\ufffd")
 
     def logprobs(self, ids: list[int], num_prompt: int, adapter: str = "") -> torch.Tensor:
@@ -92,7 +92,7 @@ def sdk(request: pytest.FixtureRequest, world: World) -> Iterator[Sdk]:
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:
-    """What a stream's chunks say together, of either route."""
+    """Join the text of a stream's chunks, of either route."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join([(choice.text if hasattr(choice, "text") else choice.delta.content) or "" for choice in choices])
 
@@ -179,7 +179,7 @@ def _ends(texts: list[str]) -> list[int]:
 
 
 def _choose_ids(world: World, adapter: str, prompt: list[int], logs: Any, names: list[str]) -> list[int]:
-    """The tokens of an answer, by their names and, where several have the same, by how likely they were."""
+    """Return the tokens of an answer by their names; where several share a name, by their log probabilities."""
     ids = list(prompt)
     for name, value in list(zip(logs.tokens, logs.token_logprobs, strict=True))[len(prompt) :]:
         at = world.logprobs(ids, len(prompt), adapter)[-1]

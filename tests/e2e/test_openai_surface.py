@@ -1,4 +1,4 @@
-"""What the OpenAI routes, the adapters' routes and keys do on the wire: names, templates, files that change, limits."""
+"""The OpenAI routes, the adapters' routes and keys on the wire: names, templates, files that change, limits."""
 
 import http.client
 import json
@@ -38,7 +38,7 @@ BROKEN = "{% for message in %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters with templates of their own beside the plain ones."""
+    """Write adapters with templates of their own beside the plain ones."""
     made = tmp_path_factory.mktemp("surface")
     write_model(made)
     for name, template in (("polite", TEMPLATE), ("looping", LOOPING), ("broken", BROKEN)):
@@ -69,7 +69,7 @@ def text(answer: Answer) -> str:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """Ask again until it does."""
+    """Wait until the condition holds."""
     until = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < until
@@ -175,7 +175,7 @@ def test_an_adapter_speaks_by_its_own_template(server: Server) -> None:
 
 
 def test_templates_that_cannot_be_used_harm_nobody(server: Server) -> None:
-    """One that never ends, and one that is none; others talk meanwhile."""
+    """Use a template that never ends and one that is invalid; other chats go on meanwhile."""
     before = text(chat(server, "first"))
     answers: list[Answer] = []
     threads = [threading.Thread(target=lambda: answers.append(chat(server, "looping"))) for _ in range(2)]
@@ -282,7 +282,7 @@ requests_per_minute = 1
 
 @contextmanager
 def trap() -> Iterator[tuple[str, list[str]]]:
-    """A hub that has nothing, and what it was asked for."""
+    """Run an empty hub; return its address and the list of paths that it is asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -383,7 +383,7 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_back(locked: Locked) -> 
 
 
 def test_settings_of_the_model_hold_for_openais_routes_only(locked: Locked) -> None:
-    """Its top-k leaves nothing to draw, and its penalty leads away from what is likeliest."""
+    """The model's top-k leaves nothing to draw, and its penalty leads away from the likeliest tokens."""
     texts = {locked.complete().choices[0].text for _ in range(3)}
     assert len(texts) == 1
     plain = locked.complete(temperature=0, extra_body={"repetition_penalty": 1.0}).choices[0].text

@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: a real server answers what schemathesis makes of it, good and bad, as it says."""
+"""The OpenAPI document is true: a real server answers schemathesis's requests, good and bad, as documented."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ CONFIG: dict[str, Any] = {
     "seed": 6,
     "continue-on-failure": True,
     "generation": {"mode": "all", "database": "none", "deterministic": True, "max-examples": 25, "no-shrink": True},
-    # No operation says which others come after it, so that there are no sequences of them to try.
+    # The document links no operations, so there are no sequences of them to try.
     "phases": {"stateful": {"enabled": False}},
-    # What is wrong with `/` is wrong with these, which take the same; so it is with chats and completions.
+    # These take the same bodies as `/`, or as chats, so their mistakes are found there.
     "operations": [
         {"include-path": "/generate", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
         {"include-path": "/v1/completions", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_the_server_does_what_its_document_says(server: Server) -> None:
-    """All checks, over every operation. Most requests for text are answered by the model."""
+    """Run all checks over every operation. The model must answer most requests for text."""
     config = schemathesis.Config.from_dict({**CONFIG, "base-url": server.url})
     document = _with_events(server.send("GET", "/openapi.json").json)
     schema = schemathesis.openapi.from_dict(document, config=config)
@@ -60,7 +60,7 @@ def test_the_server_does_what_its_document_says(server: Server) -> None:
 
 
 def _with_events(document: Any) -> Any:
-    """schemathesis takes a schema of a stream for that of each event, for which OpenAPI has a word from 3.2 on."""
+    """Describe events instead of streams: schemathesis reads a stream's schema as that of each event."""
     event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
     for methods in document["paths"].values():
         for operation in methods.values():
@@ -71,7 +71,7 @@ def _with_events(document: Any) -> Any:
 
 
 def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
-    """How often each operation was answered by each status, and what was wrong."""
+    """Return how often each operation was answered by each status, and the failures."""
     calls: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
     for event in from_schema(schema).execute():
@@ -101,12 +101,12 @@ def hooked(hook: Callable[..., None]) -> Iterator[None]:
         hooks.unregister(hook)
 
 
-# --- What no schema can say -------------------------------------------------------------------------------------------
+# --- Rules beyond the schema ------------------------------------------------------------------------------------------
 
 
 def make_valid(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
-    """Requests that keep the schema keep the rest of the rules too: names that exist, fields that go together, answers
-    that are short. What schemathesis got wrong on purpose is left alone."""
+    """Make requests that fit the schema fit the other rules too: names that exist, fields that go together, short
+    answers. Leave requests alone that schemathesis got wrong on purpose."""
     body = _plain(case.body)
     if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE or not isinstance(body, dict):
         return
@@ -124,7 +124,7 @@ def make_valid(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None
 
 
 def _plain(value: Any) -> Any:
-    """A whole number is refused where it is written as another one, as by LoRAX; JSON's schemas know no difference."""
+    """Write whole numbers as integers: JSON schema accepts `1.0` for `1`, but LoRAX and we refuse it."""
     match value:
         case float() if value.is_integer() and abs(value) < 2**63:
             return int(value)
@@ -153,7 +153,7 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
 
 
 def _merged(merged: dict[str, Any]) -> dict[str, Any]:
-    ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies take those of one rank
+    ids = ["first"] * min(len(merged["ids"]), 3)  # all strategies accept adapters of equal rank
     return {**merged, "ids": ids, "weights": [0.5] * len(ids)}
 
 
@@ -195,12 +195,12 @@ def _source(found: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _at_most(seed: int | None, most: int) -> int | None:
-    """schemathesis computes limits as floats, and so goes a little beyond those that are large."""
+    """Limit a seed: schemathesis computes limits as floats, and so exceeds large ones a little."""
     return None if seed is None else max(-most, min(seed, most))
 
 
 def _known(name: str | None) -> str | None:
-    """The base model or an adapter, as chance has it."""
+    """Replace a name by that of an adapter that exists. No name stands for the base model."""
     return ADAPTERS[len(name) % 2] if name else name
 
 

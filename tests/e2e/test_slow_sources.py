@@ -1,4 +1,4 @@
-"""A source that hangs, and one that fails: nobody but who asked for their adapters notices."""
+"""A source that hangs, and one that fails: only requests for their adapters notice."""
 
 import threading
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ ROUNDS_S = 60  # how long a test may wait for threads before it has failed
 
 
 class HangingSource(LocalSource):
-    """Delivers when the gate is opened."""
+    """A source that delivers when the gate is opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__([root])
@@ -55,7 +55,7 @@ def test_steps_go_on_while_a_source_hangs_and_another_fails(models: Models) -> N
     )
     crowd = Crowd(engine, models.folders)
     prompts = make_prompts()
-    # More than there are threads for it, so that also the queue behind them harms nobody.
+    # More than there are threads, so that the queue behind them is tested too.
     far = [engine.resolve([AdapterRef("hanging", f"rank-{(2, 5)[i % 2]}", token=str(i))]) for i in range(100)]
     lost = engine.resolve([AdapterRef("failing", "rank-2")])
     for i, prompt in enumerate(prompts):

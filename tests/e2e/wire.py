@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.e2e.http_server import Server
 
-PATIENCE_S = 120  # for what must happen; a test that waits for so long has failed
+PATIENCE_S = 120  # a test that waits for so long has failed
 NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: closed at once, which the other side sees as a reset
 
@@ -57,7 +57,7 @@ class Client:
         return json.loads(self.response.read())
 
     def events(self) -> Iterator[Any]:
-        """Until the body has ended, as HTTP says that it has."""
+        """Yield events until the body has ended by the rules of HTTP."""
         assert self.status == 200, self.text()
         for line in self.response:
             if line.startswith(b"data: "):
@@ -75,7 +75,7 @@ class Client:
 
 @contextmanager
 def all_of(*clients: Client) -> Iterator[tuple[Client, ...]]:
-    """Closed at the end, whatever happens."""
+    """Close all clients at the end, whatever happens."""
     with ExitStack() as stack:
         for client in clients:
             stack.callback(client.close)
@@ -129,7 +129,7 @@ def count_logged(server: Server, request_id: str) -> int:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Of a server: its engine, what renders templates, and Python's tracker of resources."""
+    """Return the process ids of a server's children: engine, template renderer, Python's resource tracker."""
     found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes()
@@ -139,7 +139,7 @@ def children(pid: int) -> dict[str, int]:
 
 
 def usage(pid: int) -> tuple[int, int]:
-    """Files and threads."""
+    """Return the numbers of open files and threads."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 

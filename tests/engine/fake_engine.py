@@ -41,12 +41,12 @@ from lorax_server.types import (
 
 
 def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
-    """To have these tokens repeated. `how` it is treated is one of what `FakeEngine` does below."""
+    """Make a request to have these tokens repeated. `how` names one of the treatments of `FakeEngine` below."""
     return Request(request_id, list(tokens), SamplingParams(), StopParams(), tenant=how)
 
 
 class FakeEngine:
-    """Gives each request a token of its prompt in each step."""
+    """An engine that gives each request a token of its prompt in each step."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self.wake = threading.Event()
@@ -174,22 +174,22 @@ class FakeEngine:
 @dataclass(frozen=True)
 class FakeConfig:
     folder: str  # where each start leaves a file, locked while the process lives
-    starts: tuple[str, ...] = ()  # how the first, second, ... goes; then well
+    starts: tuple[str, ...] = ()  # the faults of the first, second, ... start; later ones succeed
     ignore_sigterm: bool = False
     orphan_s: float = channel_module.ORPHAN_S
 
 
 def fake_target(config: FakeConfig, address: str) -> None:
     logging.disable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may have it ignored already
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that starts tests may ignore it
     channel_module.ORPHAN_S = config.orphan_s
-    process.IDLE_S = 1000.0  # what is not woken for does not happen
+    process.IDLE_S = 1000.0  # nothing happens without a wake
     folder = Path(config.folder)
     number = len(list(folder.iterdir()))
     unseen = folder.parent / f"start-{os.getpid()}"
     with unseen.open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
-        unseen.rename(folder / f"{number}-{os.getpid()}")  # whoever sees it can wait for its lock
+        unseen.rename(folder / f"{number}-{os.getpid()}")  # a test that sees it can wait for its lock
         if config.ignore_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         how = config.starts[number] if number < len(config.starts) else ""

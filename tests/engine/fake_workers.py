@@ -40,7 +40,7 @@ def token_after(chained: int) -> int:
 
 
 def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a request gets that runs by itself."""
+    """Return the tokens of a request that runs by itself."""
     chained, tokens = seed_of(identity), []
     for token in prompt:
         chained = chain(chained, token)
@@ -51,7 +51,7 @@ def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec:
-    """It takes as many units as its numbers, each of a unit's size."""
+    """Make a spec of an adapter that takes this many units."""
     return AdapterSpec(identity, name or identity.split("@", maxsplit=1)[0], (), units)
 
 
@@ -73,7 +73,7 @@ class _Resident:
     identity: str
     start: int
     units: int
-    is_loaded: bool = False  # which the engine has been told
+    is_loaded: bool = False  # and the engine has been told
 
     @property
     def place(self) -> range:
@@ -107,7 +107,7 @@ class Workers:
 
     A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
     its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
-    result reports it, or `take_loaded`. Each unit remembers whose it is, and which part of it.
+    result reports it, or `take_loaded`. Each unit remembers its adapter, and its part of it.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:
@@ -131,7 +131,7 @@ class Workers:
         self._tables: dict[int, dict[int, int]] = {}
         self._cache: dict[int, int] = {}
 
-    # --- What the engine does -----------------------------------------------------------------------------------------
+    # --- Calls of the engine ------------------------------------------------------------------------------------------
 
     def on_news(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -192,11 +192,11 @@ class Workers:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it will notify."""
+        """Return True if a preparation or a load is under way, which will notify the engine."""
         return bool(self._preparing or self._loads)
 
     def tick(self) -> None:
-        """Something may happen beside the engine."""
+        """Let preparations, loads and steps make some progress beside the engine."""
         for identity in list(self._preparing):
             self._preparing[identity][1] -= 1
         ready = [identity for identity, (_, left) in self._preparing.items() if left <= 0]
@@ -266,7 +266,7 @@ class Workers:
             load.is_written = True
 
     def _end_loads(self) -> None:
-        """Those whose time has come."""
+        """End the loads whose time has come."""
         loaded = []
         for index, load in self._loads.items():
             load.turns_left -= 1
@@ -340,7 +340,7 @@ class Workers:
 
 @dataclass
 class Names:
-    """Stands in for the resolver: what each name means now."""
+    """A stand-in for the resolver: the spec that each name means now."""
 
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
     num_fetching: int = 0
@@ -418,7 +418,7 @@ class World:
         return self.now
 
     def put(self, name: str, version: int, units: int) -> AdapterSpec:
-        """Another content under a name."""
+        """Put another content under a name."""
         spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
         return spec
 
@@ -439,7 +439,7 @@ class World:
             self.engine.abort(asked.request_id)
 
     def turn(self, passes_s: float = 0.1) -> bool:
-        """Whether the engine had something to do."""
+        """Let time pass and call the engine if it is due; return True if it was."""
         self.num_turns += 1
         self.now += passes_s
         self.workers.tick()
@@ -478,7 +478,7 @@ class World:
         raise AssertionError(f"{len(self.open)} requests are not finished after {most} turns")
 
     def settle(self, most: int = 200) -> None:
-        """Until the engine sleeps."""
+        """Let time pass until the engine sleeps."""
         while self.turn() or self.workers.is_at_work:
             most -= 1
             assert most > 0, "it never sleeps"
@@ -517,7 +517,7 @@ class World:
             assert asked.tokens == alone(asked.identity, asked.prompt, len(asked.tokens)), "stale tokens"
 
     def check_nothing_is_left(self) -> None:
-        """When nobody needs anything, all that was taken comes back."""
+        """Check that all memory comes back once no request needs it."""
         assert not self.open
         self.settle()
         assert self.pool.num_free == self.pool.num_blocks

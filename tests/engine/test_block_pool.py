@@ -1,4 +1,4 @@
-"""The block pool: what is found is right, what is held stays, and no block is lost."""
+"""The block pool: blocks that are found are right, blocks that are held stay, and none is lost."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ SIZE = 2
 
 
 def chain(*tokens: int, root: bytes = BASE) -> list[bytes]:
-    """The hashes of the full blocks of these tokens."""
+    """Return the hashes of the full blocks of these tokens."""
     hashes, before = [], root
     for start in range(0, len(tokens) - SIZE + 1, SIZE):
         before = chain_hash(before, tokens[start : start + SIZE])
@@ -23,7 +23,7 @@ def chain(*tokens: int, root: bytes = BASE) -> list[bytes]:
 
 
 def compute(pool: BlockPool, *tokens: int, root: bytes = BASE) -> list[int]:
-    """The blocks of a sequence that has computed these tokens and let others find them."""
+    """Return the blocks of a sequence that has computed these tokens and published its blocks."""
     hashes = chain(*tokens, root=root)
     blocks = pool.reuse(hashes)
     more = pool.allocate(-(-len(tokens) // SIZE) - len(blocks))
@@ -34,7 +34,7 @@ def compute(pool: BlockPool, *tokens: int, root: bytes = BASE) -> list[int]:
     return blocks
 
 
-# --- What depends on what ---------------------------------------------------------------------------------------------
+# --- Dependencies of hashes -------------------------------------------------------------------------------------------
 
 
 def test_a_root_depends_on_each_of_its_parts_and_on_where_they_end() -> None:
@@ -166,7 +166,7 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """`content` is what a device would have in each block. A block that is found must hold what was asked for."""
+    """A pool and a model of its device: `content` is that of each block, and must fit each block that is found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def compute_some(self, data: st.DataObject) -> None:
-        """As a step that is submitted: it writes a block, and then the block may be found."""
+        """Write a block and publish it, as a step does."""
         sequence = data.draw(st.sampled_from(self.held))
         hashes = chain(*sequence.tokens, root=sequence.root)
         if sequence.published < len(hashes):
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """Finished, aborted or preempted, computed or not."""
+        """End a sequence: finished, aborted or preempted, computed or not."""
         sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.release(sequence.blocks)
 

@@ -1,4 +1,4 @@
-"""Rows are shared between tenants: who comes begins at once, who runs keeps its part, and no token changes."""
+"""Rows are shared between tenants: a newcomer begins at once, others keep their share, and no token changes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +21,7 @@ LIMITS = Limits(max_step_tokens=64, max_rows=ROWS, max_length=100)
 
 
 def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Request]:
-    """Long requests of one tenant, which take all rows there are."""
+    """Add long requests of one tenant, which take all rows."""
     requests = [
         make_request(i, [1, 2, 3, 1 + i % 5], 40, eos=False, **{"tenant": "big"} | more)
         for i in range(first, first + count)
@@ -175,7 +175,7 @@ def test_a_long_prompt_leaves_room_to_who_finds_a_row() -> None:
 
 
 def call(engine: Engine, first: int, count: int) -> list[Request]:
-    """One call with several answers."""
+    """Add one call with several answers."""
     requests = [
         make_request(first + i, [1, 2, 3], 40, eos=False, tenant="one", first_id=first if i else None)
         for i in range(count)
@@ -201,7 +201,7 @@ def test_further_answers_of_a_call_give_way_to_other_calls_of_its_tenant(depth: 
 
 
 def test_the_only_row_of_a_call_is_kept() -> None:
-    """Also if it is that of a further answer."""
+    """Keep the row although it belongs to a further answer of the call."""
     engine = Engine(replace(LIMITS, max_rows=2), 200)
     short = make_request(0, [1, 2, 3], 4, eos=False, tenant="one")
     further = make_request(1, [1, 2, 3], 40, eos=False, tenant="one", first_id=0)
@@ -246,7 +246,7 @@ def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> Non
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
-    """A flood for one adapter does not hold up another adapter of the same tenant, though nobody gives way."""
+    """A flood for one adapter does not hold up another adapter of the same tenant, though no row is taken back."""
     engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
     many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="1") for i in range(20)]
     few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="2") for i in range(100, 103)]
@@ -299,7 +299,7 @@ def test_parts_are_of_those_who_are_here() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """There are blocks and tokens for everybody, so that rows are all that there is to share."""
+    """Requests of several tenants, with enough blocks and tokens for all, so that they share nothing but rows."""
 
     @initialize(depth=st.integers(1, 2), rows=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
     def begin(self, depth: int, rows: int, weight: float) -> None:
@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.scheduler.abort(request_id)
 
     def schedule(self) -> StepPlan | None:
-        """Nobody waits for a row that is free, nor for one that is its own and that another has too many of."""
+        """No request waits while a row is free. No tenant waits for its share while another has more than its own."""
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
         queue, rows = scheduler._waiting, rows_of(self.engine)
@@ -356,7 +356,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.finish(20 + 40 * len(self.requests))  # everybody has its turn
+        self.engine.finish(20 + 40 * len(self.requests))  # each request has its turn
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         queue = self.engine.scheduler._waiting

@@ -28,12 +28,12 @@ SIZE = 4
 
 
 def next_token(adapter: int, tokens: list[int]) -> int:
-    """What the model of the tests says after these tokens: it depends on all of them and on the adapter."""
+    """Return the test model's next token, which depends on all tokens and on the adapter."""
     return sha256(bytes([adapter, *tokens])).digest()[0] % VOCAB
 
 
 def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
-    """What a request gets if it runs by itself."""
+    """Return the tokens of a request that runs by itself."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < stop.max_new_tokens:
         tokens.append(next_token(adapter, tokens))
@@ -44,9 +44,9 @@ def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
 
 @dataclass
 class Device:
-    """Rows of tokens, tables of blocks, and a cache that remembers which token of whom was written to each slot.
+    """Rows of tokens, tables of blocks, and a cache that remembers the adapter and the tokens behind each slot.
 
-    A step reads all keys and values of a sequence, as attention does, and so notices any that are another's.
+    A step reads all keys and values of a sequence, as attention does, and so notices foreign ones.
     """
 
     num_rows: int
@@ -391,17 +391,17 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
         Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
 
 
-# --- What is reported, refused and given up ---------------------------------------------------------------------------
+# --- Reports, refusals and timeouts -----------------------------------------------------------------------------------
 
 
 def code(tokens: list[int], position: int) -> float:
-    """The logprob, in these tests, of the token at a position: it says which token it is, and where."""
+    """Return the made-up logprob of the token at a position, which tells the token and the position."""
     return -(position + tokens[position] / 10)
 
 
 @dataclass
 class ReportingDevice(Device):
-    """Reports on prompts and on alternatives; what begins with a 6 comes to nothing at its third new token."""
+    """A device that reports prompts and alternatives. A sequence that begins with a 6 fails at its third new token."""
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -426,7 +426,7 @@ class ReportingDevice(Device):
 
 
 class ReportingEngine(Engine):
-    """Keeps all that is told, on a clock that is told the time."""
+    """An engine that keeps all outputs, on a clock that a test sets."""
 
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.now = 0.0
@@ -481,7 +481,7 @@ def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
 
 def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() -> None:
     engine = ReportingEngine(replace(ROOMY, max_rows=1, max_wait_s=10.0), 64, depth=2)
-    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first nothing is known
+    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first no throughput is known
     engine.step()
     while engine.scheduler.has_work:
         engine.now += 2.0
@@ -570,7 +570,7 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
 def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps those behind it in the queue of who gives up
+    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps later requests in the queue with timeouts
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
     engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter="1"))
     engine.adapters.missing.remove("1")
@@ -623,7 +623,7 @@ def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> N
 
 
 def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> None:
-    """It chose the weights."""
+    """The request chose the weights, so the error is its own."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
     engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter="1"))
@@ -738,7 +738,7 @@ def test_the_angles_are_those_of_the_prompt_for_life() -> None:
     engine.finish()
     check(engine, first, second)
     assert engine.scheduler.counters.preemptions > 0
-    assert engine.scheduler.counters.prefix_tokens > 8  # it found what it had computed itself, beyond the prompt too
+    assert engine.scheduler.counters.prefix_tokens > 8  # it found its own blocks again, beyond the prompt too
 
 
 def test_nothing_is_reused_where_it_cannot_be() -> None:
@@ -800,7 +800,7 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
 def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
     priority: int, num_blocks: int, max_chunk: int | None
 ) -> None:
-    """Short requests never end to come, and take whatever block is free."""
+    """Short requests keep coming, and take any block that is free."""
     engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False, priority=priority)
     num_short = 0
@@ -821,7 +821,7 @@ def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
 
 
 def crowd(seed: int) -> Engine:
-    """A hundred requests with few different beginnings, in a cache that holds a few of them."""
+    """Run a hundred requests with few different beginnings, in a cache that holds a few of them."""
     rng = random.Random(seed)
     limits = Limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
     engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))

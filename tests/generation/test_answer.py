@@ -20,7 +20,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def feed(answer: Answer, ids: Sequence[int]) -> tuple[str, int]:
-    """All that was shown, and how many tokens it took."""
+    """Feed tokens; return the text shown, and the number of tokens taken."""
     parts = []
     for token_id in ids:
         parts.append(answer.take(token_id))
@@ -32,7 +32,7 @@ def feed(answer: Answer, ids: Sequence[int]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_text_is_that_of_all_tokens(name: str) -> None:
-    """It forgets tokens, which those that are streamed to nowhere do not."""
+    """Compare with a detokenizer that sees all tokens: an answer forgets those it no longer needs."""
     tokenizer, chance = TOKENIZERS[name](), random.Random(1)
     detokenizer = make_detokenizer(tokenizer)
     for text in random_texts(100, seed=2, longest=40):
@@ -92,7 +92,7 @@ def test_tokens_without_text_in_between() -> None:
 
 
 def plain_stop(kind: Kind, prompt: Sequence[int], ids: Sequence[int], stop: StopParams) -> tuple[str, int]:
-    """Decode all after each token, and look for what ends first."""
+    """Decode all tokens after each one, and look for the stop string that ends first."""
     before = len(shown(kind.joined(prompt)))
     for count in range(1, len(ids) + 1):
         spelled = kind.joined([*prompt, *ids[:count]])

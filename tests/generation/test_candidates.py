@@ -21,7 +21,7 @@ def test_all_seeds_differ_and_are_seeds() -> None:
 
 
 def test_the_seeds_of_neighbours_are_not_shifted_ones() -> None:
-    """Else a request with seed 1 would get again what one with seed 0 got as its second candidate."""
+    """A request with seed 1 must not repeat the second candidate of seed 0."""
     assert not {candidate_seed(0, index) for index in range(50)} & {candidate_seed(1, index) for index in range(50)}
 
 

@@ -1,4 +1,4 @@
-"""When a request ends and what is shown: examples first, then against the definition, tried on every cut."""
+"""Ends of requests and the text shown: examples first, then against the definition, on every cut."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def rules(
 
 
 def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = ENOUGH) -> StoppingCriteria:
-    """After these texts, each of a token, or fewer if it ended."""
+    """Return the criteria after these texts, each of a token, or after fewer if they ended."""
     criteria = rules([EOS], stop, max_new_tokens, include_stop=include)
     for text in texts:
         if criteria(OTHER, text)[0]:
@@ -130,7 +130,7 @@ def test_a_minimum_that_is_the_maximum_ends_by_length() -> None:
 
 
 CASES = [
-    # What the tokens say, the stop strings, what is shown with and without what stopped it.
+    # Texts of the tokens, stop strings, the text shown with the stop string, and without it.
     (["one ", "two ", "three"], ["two"], "one two", "one "),
     (["one t", "w", "o three"], ["two"], "one two", "one "),
     (["one two three"], ["two"], "one two", "one "),
@@ -227,7 +227,7 @@ def test_a_stop_string_may_end_in_what_is_pending(include: bool, output: str) ->
 
 @pytest.mark.parametrize("include", [True, False])
 def test_a_huge_stop_string_that_nearly_matches_all_the_time(include: bool) -> None:
-    """It would take hours to compare it anew at every character."""
+    """Comparing it again at every character would take hours."""
     huge = "a" * 100_000
     text = (huge[:-1] + "b") * 2 + huge
     criteria = fed([text[i : i + 1000] for i in range(0, len(text), 1000)], huge, huge + "b", include=include)
@@ -245,7 +245,7 @@ def test_many_stop_strings() -> None:
 
 
 def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
-    """Of all that occurs the one that ends first, and of those the longest."""
+    """Cut the text at the stop string that ends first; of several that end there, at the longest."""
     for end in range(1, len(text) + 1):
         lengths = [len(string) for string in stop if text[:end].endswith(string)]
         if lengths:
@@ -254,7 +254,7 @@ def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, 
 
 
 def held(text: str, stop: Sequence[str]) -> str:
-    """The longest end of a text that begins a stop string."""
+    """Return the longest end of a text that begins a stop string."""
     starts = {"", *(string[:length] for string in stop for length in range(len(string)))}
     return next(text[start:] for start in range(len(text) + 1) if text[start:] in starts)
 
@@ -280,7 +280,7 @@ letters = st.text(alphabet="ab", max_size=14) | st.text(alphabet="abé👧 ", ma
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> list[str]:
-    """A text, cut anywhere, also into tokens without text."""
+    """Draw a text, cut anywhere, also into tokens without text."""
     text = draw(letters)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]

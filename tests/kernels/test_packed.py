@@ -38,7 +38,7 @@ def test_packing_copies() -> None:
 
 
 class Multiplied(TorchDispatchMode):
-    """Notes how many rows oneDNN is given, for each number of which it builds and keeps a kernel."""
+    """A record of the numbers of rows that oneDNN is given: it builds and keeps a kernel for each."""
 
     def __init__(self) -> None:
         super().__init__()

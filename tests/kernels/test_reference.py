@@ -32,7 +32,7 @@ def as_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
 def random_cache(
     kv_heads: int, block_size: int, head_dim: int, seed: int, *, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> torch.Tensor:
-    """A cache full of other sequences' tokens, so that one that is read by mistake shows."""
+    """Make a cache full of other sequences' tokens, so that a wrong read shows."""
     values = normal(NUM_BLOCKS, kv_heads, block_size, head_dim, seed=seed)
     return as_fp8(values, scale) if dtype == FP8 else values.to(dtype)
 
@@ -45,7 +45,7 @@ def token(cache: torch.Tensor, table: Sequence[int], position: int, scale: float
 def attend_one(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float, window: int | None
 ) -> torch.Tensor:
-    """One query `[heads, head_dim]` that comes last among its keys, each `[kv_heads, head_dim]`."""
+    """Attend with one query `[heads, head_dim]`, the last among its keys, each `[kv_heads, head_dim]`."""
     num_heads, num_kv_heads = len(q), len(keys[0])
     first = 0 if window is None else max(0, len(keys) - window)
     out = torch.zeros(q.shape, dtype=torch.float64)
@@ -62,11 +62,11 @@ def table_tensor(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
 
 
-Shapes = Sequence[tuple[int, int]]  # of each sequence, how many tokens are new and how many are cached
+Shapes = Sequence[tuple[int, int]]  # numbers of new and of cached tokens of each sequence
 
 
 def new_tokens(shapes: Shapes) -> list[tuple[int, int]]:
-    """Each new token's sequence, and its position there."""
+    """Return each new token's sequence, and its position there."""
     return [(row, position) for row, (new, cached) in enumerate(shapes) for position in range(cached, cached + new)]
 
 
@@ -79,7 +79,7 @@ def paged_batch(tables: Sequence[Sequence[int]], shapes: Shapes, block_size: int
 
 
 def decode_batch(tables: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> PagedBatch:
-    """One new token per sequence, the last of `lengths`."""
+    """Make a batch of one new token per sequence, the last of `lengths`."""
     return paged_batch(tables, [(1, length - 1) for length in lengths], block_size)
 
 
@@ -105,7 +105,7 @@ def shuffled(lengths: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def with_gaps(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Every third block is another's."""
+    """Hand out all blocks but every third, which another sequence has."""
     return hand_out([block for block in range(1, NUM_BLOCKS) if block % 3 != 0], lengths, block_size)
 
 
@@ -116,7 +116,7 @@ def scattered(lengths: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def shared(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """All sequences have their first block in common, and the last two all blocks but their last."""
+    """Share the first block among all sequences, and all blocks but the last between the last two."""
     tables = contiguous(lengths, block_size)
     for table in tables[1:]:
         table[0] = tables[0][0]
@@ -142,7 +142,7 @@ def written_cache(
     shapes: Shapes,
     kept: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What a cache is to be once the new tokens, or those `kept`, are stored."""
+    """Return the expected cache once the new tokens, or only those in `kept`, are stored."""
     cache, block_size = cache.clone(), cache.shape[2]
     tokens = new_tokens(shapes)
     kept = range(len(tokens)) if kept is None else kept
@@ -157,12 +157,12 @@ def written_cache(
 
 
 def check_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal, and a NaN is equal to itself."""
+    """Compare bits, so that a NaN is equal to itself."""
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def used_caches(block_size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Keys and values that others left behind, not all of them numbers."""
+    """Make caches that other sequences have used, with NaNs among the values."""
     caches = [random_cache(2, block_size, 8, seed + index, dtype=dtype) for index in range(2)]
     for cache in caches:
         cache[::3, :, ::2] = math.nan
@@ -324,7 +324,7 @@ def test_decode_does_not_see_another_sequences_broken_blocks(bad: float, layout:
 def test_decode_does_not_see_what_the_last_owner_of_its_block_left(
     bad: float, layout: Layout, window: int | None, chunks: list[tuple[int, int]]
 ) -> None:
-    """Two sequences, whose every block was another's before."""
+    """Decode two sequences in blocks that all belonged to others before."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     tables = layout(lengths, 4)
     keys, values = ([normal(length, 2, 8, seed=seed + length) for length in lengths] for seed in (10, 20))
@@ -551,7 +551,7 @@ Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
 
 
 class NanBuffer:
-    """Takes pieces at odd places, with NaNs between them that nothing may read."""
+    """A buffer with pieces at odd places, and NaNs between them that nothing may read."""
 
     def __init__(self) -> None:
         self.parts = [torch.full((3,), math.nan)]
@@ -570,7 +570,7 @@ def lora_batch(
     shifts: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> LoraBatch:
-    """Adapter `i + 1` has rank `ranks[i][target]`; those in `factors` and `shifts` have vectors at every target."""
+    """Make a batch: adapter `i + 1` has rank `ranks[i][target]`; `factors` and `shifts` list adapters with vectors."""
     buffer, seed = NanBuffer(), 100
     table = torch.zeros(1 + len(ranks), len(LORA_WIDTHS), len(Field), dtype=torch.long)
     table[:, :, : Field.RANK] = -1
@@ -595,7 +595,7 @@ def lora_batch(
 
 
 def token_fields(batch: LoraBatch, targets: Sequence[LoraTarget]) -> Iterator[tuple[int, LoraTarget, list[int], float]]:
-    """Every token, with every target and what its adapter has there."""
+    """Yield every token with every target, and its adapter's fields and scale there."""
     for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
         for token in range(start, stop):
             for target in targets:
@@ -615,7 +615,7 @@ def naive_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Se
 
 
 def check_lora(batch: LoraBatch, targets: Sequence[LoraTarget], tolerance: float = 5e-6) -> None:
-    """In some columns of a wider output, of which the others must stay as they are."""
+    """Check some columns of a wider output, whose other columns must not change."""
     x = normal(batch.bounds[-1], LORA_WIDTHS[targets[0].index][0], seed=1, dtype=batch.buffer.dtype)
     wide = normal(len(x), targets[-1].columns.stop + 5, seed=2, dtype=x.dtype)
     before, columns = wide.clone(), slice(3, 3 + targets[-1].columns.stop)
@@ -653,7 +653,7 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
 @pytest.mark.parametrize(
     "runs",
     [
-        SINGLE_TOKENS,  # one tile for each token, where no rank is above a tile
+        SINGLE_TOKENS,  # one tile for each token if no rank exceeds a tile
         [(0, 1), *SINGLE_TOKENS, (0, 2)],
         [(1, LONG * 3)],
         [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],
@@ -690,7 +690,7 @@ def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
-    """Alone, a run has tiles as high as its own rank, or is padded to no other's length."""
+    """Compare with each run alone, whose tiles and padding depend on no other run."""
     runs, ranks = random_mix(seed, (0, 3, 16, 17))
     batch, targets = lora_batch(runs, ranks), LORA_LAYERS["three targets"]
     x, together = normal(batch.bounds[-1], 10, seed=1), torch.zeros(batch.bounds[-1], 16)
@@ -702,7 +702,7 @@ def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
 
 
 def test_tokens_that_are_not_numbers_stay_among_themselves() -> None:
-    """Token 2, of the base model, is where a run of two tokens ends that is handled together with one of three."""
+    """Token 2, of the base model, follows a run of two tokens that is computed together with a run of three."""
     batch, targets = lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG)], MIXED_RANKS), LORA_LAYERS["three targets"]
     x, out, clean = normal(6 + LONG, 10, seed=1), torch.zeros(6 + LONG, 16), torch.zeros(6 + LONG, 16)
     reference.add_lora(clean, x, batch, targets)

@@ -64,7 +64,7 @@ CASES = make_cases()
 def run_vocabulary(
     group: ProcessGroup, names: list[str], indices: list[int], ids: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Looked-up rows and logits. What lies between the adapters is not a number, and must not be read."""
+    """Return embedded rows and logits. The units between adapters are NaN, and must not be read."""
     settings = how(dtype=dtype) | {"process_group": group}
     weights = TensorWeights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
     embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
@@ -96,7 +96,7 @@ def expected_vocabulary(
 def make_batch(
     names: list[str], runs: list[tuple[int, int]]
 ) -> tuple[list[str], list[int], torch.Tensor, torch.Tensor]:
-    """Random tokens, each within its adapter's vocabulary."""
+    """Make a batch of random tokens, each within its adapter's vocabulary."""
     indices = [index for index, length in runs for _ in range(length)]
     sizes = [VOCAB, *(CASES[name][1] for name in names)]
     draw = random.Random(0)
@@ -143,7 +143,7 @@ def test_tokens_of_the_base_model_are_the_same_bit_for_bit(name: str) -> None:
 
 
 class Calls:
-    """Ops that only say what was asked of them."""
+    """Ops that only record the calls."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

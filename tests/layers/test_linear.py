@@ -1,4 +1,4 @@
-"""Every rank's part, put together, is the whole."""
+"""Linear layers over ranks: the parts of all ranks make the whole."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def adapted_batch(layer: nn.Module, adapters: Adapters) -> AdapterBatchData:
 
 
 def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: str) -> torch.Tensor:
-    """The whole layer's output, with the adapter of each of `TOKENS`."""
+    """Return the whole layer's output, with the adapter of each of `TOKENS`."""
     out = base.clone()
     for row, index in enumerate(TOKENS):
         factors, scale = adapters[index - 1] if index else ({}, 0.0)
@@ -59,7 +59,7 @@ def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: s
 
 
 def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tensor:
-    """The full dimension from what each rank holds of it."""
+    """Put the full dimension together from the parts of all ranks."""
     full = torch.full((len(parts[0]), shards[0].full), torch.nan)
     for part, shard in zip(parts, shards, strict=True):
         full[:, [at for start, stop in shard.ranges for at in range(start, stop)]] = part
@@ -129,7 +129,7 @@ def test_a_head_scores_the_whole_vocabulary(vocab_size: int, ranks: int) -> None
 
 
 class LoopGroup:
-    """Gathers what the ranks of one process hand in, in order, as ranks that communicate would."""
+    """A group that gathers the parts of ranks within one process, in order."""
 
     def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
         self.parts = parts
@@ -151,7 +151,7 @@ class LoopGroup:
 
 @pytest.mark.parametrize("vocab_size", [5, 12, 13])
 def test_gathered_logits_are_in_the_order_of_the_vocabulary(vocab_size: int) -> None:
-    """Ranks of unequal parts are padded to gather, and the padding must come out again."""
+    """Unequal parts are padded to be gathered, and the padding must be removed again."""
     weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
     parts: list[torch.Tensor] = []
     for rank in range(4):

@@ -277,7 +277,7 @@ def test_spellings_that_contradict_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("truncate", [False, None])
 def test_yarn_without_truncation(truncate: bool | None) -> None:
-    """transformers takes null for no."""
+    """Treat null as false, as transformers does."""
     parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     rotary = load_rotary(spelled(rope_parameters=parameters | {"truncate": truncate}), HEAD_DIM, CPU)
     truncated = load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)

@@ -1,4 +1,4 @@
-"""Requests, and the loop that a server runs: step, note what comes out, filter."""
+"""Requests, and the loop that a server runs: step, note the output, filter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ def request(
     fields: dict[str, Any] | None = None,
     **parameters: Any,
 ) -> pb.Request:
-    """`parameters` are those of choosing; `stop` those of stopping, `fields` the request's own."""
+    """Make a request: `parameters` choose tokens, `stop` ends it, `fields` are the request's own."""
     text = prompt if isinstance(prompt, str) else ""
     ids = [] if isinstance(prompt, str) else prompt
     return pb.Request(
@@ -43,7 +43,7 @@ def batch_of(lm: CausalLM, *requests: pb.Request, batch_id: int = 0) -> CausalLM
 
 @dataclass
 class Answer:
-    """All that came out for one request."""
+    """All output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Answer:
 
 
 class Driver:
-    """Steps batches and keeps the answers by request."""
+    """A driver that steps batches and keeps the answers by request."""
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
         self.answers: dict[int, Answer] = {}
 
     def step(self, batch: CausalLMBatch, *, keep_finished: bool = False) -> CausalLMBatch | None:
-        """One step; then those that are finished leave, as a server has them."""
+        """Run one step; then remove finished requests, as a server does."""
         generations, following = self.lm.generate_token(batch)
         for generation in generations:
             self.answers.setdefault(generation.request_id, Answer()).add(generation)
@@ -96,7 +96,7 @@ class Driver:
 
 
 def run(lm: CausalLM, *requests: pb.Request) -> list[Answer]:
-    """All of them in one batch, from beginning to end."""
+    """Run all requests in one batch, from beginning to end."""
     driver = Driver(lm)
     driver.finish(batch_of(lm, *requests))
     return [driver.answers[each.id] for each in requests]
@@ -104,8 +104,8 @@ def run(lm: CausalLM, *requests: pb.Request) -> list[Answer]:
 
 @torch.no_grad()
 def generate(oracle: Any, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
-    """Greedy tokens of transformers, up to where two tokens are so close that rounding may decide. No eos stops it
-    but those given."""
+    """Return greedy tokens of transformers, up to where two tokens are so close that rounding may decide. Only the
+    given `eos` tokens end it."""
     ids = torch.tensor([list(prompt)], device=oracle.device)
     out = oracle.generate(
         ids,

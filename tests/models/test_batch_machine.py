@@ -1,8 +1,8 @@
-"""Whatever happens to batches, every request gets what it gets alone.
+"""Random operations on batches: every request gets what it gets alone.
 
 Requests come in alone or together, batches step, lose requests, change their order and are joined, all at random; a
-finished request may stay for a while. What each gets is compared with its own run in a batch of one, and where it is
-greedy also with `transformers.generate`.
+finished request may stay for a while. Each answer is compared with the request's own run in a batch of one, and if it
+is greedy also with `transformers.generate`.
 """
 
 import random
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `generate` can be asked the same."""
+        """Return True if `generate` can be asked the same."""
         return not self.parameters and not self.stop
 
 
@@ -76,7 +76,7 @@ SPECS = [random_spec(random.Random(i)) for i in range(100)]
 
 
 class Batches(RuleBasedStateMachine):
-    """Set `oracle`, `lm` and `alone` before it runs."""
+    """Batches at random. Set `oracle`, `lm` and `alone` before it runs."""
 
     oracle: ClassVar[Any]
     lm: ClassVar[CausalLM]
@@ -112,7 +112,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def filter(self, data: st.DataObject) -> None:
-        """Some leave, finished or not, and the others change places; now and then all leave."""
+        """Remove some requests, finished or not, and shuffle the others; now and then remove all."""
         batch = data.draw(st.sampled_from(self.batches))
         ids = [each.id for each in batch.requests]
         kept = data.draw(st.permutations(ids))[: data.draw(st.sampled_from([0, 1, 2, 3, 3, len(ids)]))]
@@ -121,7 +121,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: any(len(batch) > 1 for batch in self.batches))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """One leaves, and all others go on: those that are finished too."""
+        """Remove one request; all others go on, finished ones too."""
         batch = data.draw(st.sampled_from([batch for batch in self.batches if len(batch) > 1]))
         ids = [each.id for each in batch.requests]
         ids.remove(data.draw(st.sampled_from(ids)))
@@ -145,7 +145,7 @@ class Batches(RuleBasedStateMachine):
             assert batch.attention_mask.shape == (len(batch), width)
             seen = batch.attention_mask[:, : batch.max_input_length].sum(1).tolist()
             assert seen == batch.input_lengths == [len(ids) for ids in batch.all_input_ids]
-            assert batch.attention_mask.sum().item() == sum(seen)  # nothing of what is to come
+            assert batch.attention_mask.sum().item() == sum(seen)  # no room for later tokens is seen
             assert batch.max_tokens >= len(batch) * batch.max_input_length
             assert list(batch.requests_idx_mapping) == [each.id for each in batch.requests]
             assert len(batch.adapter_meta.adapter_indices) == batch.input_ids.numel()

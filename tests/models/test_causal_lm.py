@@ -1,4 +1,4 @@
-"""A model step by step: what comes out for each request, and what happens to bad ones."""
+"""A model step by step: the output of each request, and the fate of bad ones."""
 
 import logging
 import math
@@ -42,9 +42,9 @@ def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 class Script:
-    """Has the model answer with these tokens, one after another, whoever asks and in whatever batch.
+    """A script that has the model answer every request with these tokens, in any batch.
 
-    What follows depends on the last token only, so no token may come twice.
+    The next token depends on the last one only, so no token may come twice.
     """
 
     def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ def tokens_of(lm: CausalLM, text: str) -> list[int]:
 
 
 def bytes_of(lm: CausalLM, text: str) -> list[int]:
-    """One token for each byte."""
+    """Return one token for each byte."""
     names = bytes_to_unicode()
     return [lm.tokenizer.convert_tokens_to_ids(names[byte]) for byte in text.encode()]
 
@@ -294,7 +294,7 @@ def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.
     assert seen == {i: answer.token_ids for i, answer in enumerate(whole)}
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_refused(lm: CausalLM) -> None:
@@ -313,7 +313,7 @@ def test_adapters_are_refused(lm: CausalLM) -> None:
 
 
 def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
-    """It is no text, so it is meant by its id."""
+    """A special token is no text, so its name stands for its id."""
     stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
     (answer,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
     assert answer.end is not None
@@ -327,7 +327,7 @@ def test_a_bias_beyond_the_vocabulary_is_refused_before_it_meets_others(lm: Caus
 
 
 def spoil(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float = math.nan) -> None:
-    """The scores of one row are not numbers."""
+    """Make the scores of one row NaN, or another value."""
     forward = lm.model.forward
 
     def spoiling(**inputs: Any) -> Any:

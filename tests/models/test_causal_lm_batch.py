@@ -360,7 +360,7 @@ def test_who_stays_keeps_all_that_is_theirs(lm: CausalLM, kept: list[int]) -> No
 
 
 def test_a_finished_request_that_stays_takes_no_room_it_does_not_need(lm: CausalLM) -> None:
-    """It was allowed many more tokens than there is room for now: counting on them would shift everyone's mask."""
+    """The request was allowed more tokens than there is room for now: counting on them would shift all masks."""
     (alone,) = run(lm, request(0, LONG, 30))
     driver = Driver(lm)
     ending = request(0, LONG, 30, stop={"stop_token_ids": alone.token_ids[:1]})
@@ -447,7 +447,7 @@ HEADS, SIZE = 2, 3
 
 
 def hand_made(lm: CausalLM, ids: list[int], folded: bool) -> CausalLMBatch:
-    """A batch after its first step, its keys [rows, heads, size, columns]; folded, rows and heads are one axis."""
+    """Make a batch after its first step, with keys [rows, heads, size, columns], or [rows * heads, ...] if folded."""
     prompts = {0: LONG, 1: SHORT, 2: ONE}
     batch = Driver(lm).start(*(request(i, prompts[i]) for i in ids))
     columns = batch.max_input_length - 1
@@ -489,7 +489,7 @@ def test_joining_pads_keys_with_their_size_before_their_columns(lm: CausalLM, fo
     assert torch.equal(joined.past_key_values[0][0], torch.cat([pad(short_keys, (3, 0)), keys]))
     assert torch.equal(joined.past_key_values[0][1], torch.cat([pad(short_values, (0, 0, 3, 0)), values]))
     assert not joined.keys_head_dim_last
-    assert joined.filter([2, 1]) is not None  # what came out can go in again
+    assert joined.filter([2, 1]) is not None  # a joined batch can be filtered
     assert joined.past_key_values[0][0].shape == (2, HEADS, SIZE, 2)
 
 

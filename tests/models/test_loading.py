@@ -1,4 +1,4 @@
-"""What `CausalLM` loads, what it makes of configs and tokenizers, and what it refuses."""
+"""Loading a `CausalLM`: files, configs, tokenizers, and models that are refused."""
 
 import logging
 import shutil
@@ -24,7 +24,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
 
 @pytest.fixture
 def variant(zoo: Zoo, tmp_path: Path) -> Variant:
-    """A copy of a model whose files may be changed."""
+    """Return a function that copies a model, whose files may then be changed."""
 
     def make(name: str = "llama", tokenizer: Any = None, **config: Any) -> Path:
         folder = shutil.copytree(zoo.folder(name), tmp_path / "model")
@@ -129,7 +129,7 @@ def test_other_quantized_checkpoints_are_refused_by_name(variant: Variant, store
 
 
 def test_an_adapter_beside_the_model_is_not_taken_for_the_model(variant: Variant) -> None:
-    """transformers would put it into the model, or load the model that the adapter names."""
+    """Refuse the folder: transformers would merge the adapter, or load the model that the adapter names."""
     folder = variant("llama")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other/model"}')
     with pytest.raises(ConfigError, match="is an adapter or has one beside it"):
@@ -264,7 +264,7 @@ def test_a_model_takes_as_many_tokens_as_its_positions_hold(
         run(lm, request(0, [5] * limit, 1))
 
 
-# --- Code of strangers ------------------------------------------------------------------------------------------------
+# --- Code that comes with models --------------------------------------------------------------------------------------
 
 OWN_CODE = """
 from pathlib import Path
@@ -281,7 +281,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A model that brings its own code, and the file that the code writes when it runs."""
+    """Make a model with its own code; return its folder and the file that the code writes when it runs."""
     marker = tmp_path / "marker"
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     folder = variant(model_type="own", architectures=["OwnModel"], auto_map=auto_map)
@@ -307,7 +307,7 @@ def test_code_of_a_model_runs_when_it_is_trusted(strange: tuple[Path, Path]) -> 
 
 
 class Planted:
-    """Runs a command where it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

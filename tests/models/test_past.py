@@ -47,7 +47,7 @@ def same(past: LayerPast, expected: LayerPast) -> bool:
 
 
 def storages(pasts: Iterable[LayerPast]) -> dict[int, int]:
-    """Bytes by storage: of the tensors, and of the buffers they are views of."""
+    """Return the bytes of each storage: of the tensors, and of the buffers they are views of."""
     tensors = [part for past in pasts for part in (*past, *getattr(past, "buffers", ())[:2])]
     return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
 
@@ -71,7 +71,7 @@ def test_appending_within_the_room_copies_nothing() -> None:
     assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
     assert storages([grown]) == storages([past])
     assert grown.room == 0
-    assert same(past, expected)  # who appended can be asked again
+    assert same(past, expected)  # the original can be appended to again
 
 
 def test_appending_beyond_the_room_moves_and_makes_more() -> None:
@@ -119,7 +119,7 @@ def test_moving_keeps_all_and_lets_go_of_what_comes_before() -> None:
 
 
 def test_fused_or_expanded_keys_can_be_appended_to() -> None:
-    """As models hand them over: views of a fused projection, or one head for all."""
+    """Use keys as models return them: views of a fused projection, or one head for all."""
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
     new = step(2)
@@ -182,7 +182,7 @@ def test_views_of_views_do_not_keep_more_and_more_in_memory() -> None:
 
 
 def test_a_view_writes_to_its_own_rows_only() -> None:
-    """The rows left out may be held by another batch: a copy shares nothing, a view none of its cells."""
+    """Another batch may hold the rows left out: a copy shares nothing, and a view writes to none of their cells."""
     past = make(4, 6, room=4)
     whole = plain(past.buffers[:2])
     view = select_past(past, [1, 2], 6)
@@ -258,7 +258,7 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
             kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
             length = draw(st.integers(0, columns))
             held[i] = (select_past(past, kept, length), reference_select(expected, kept, length))
-        assert all(same(*both) for both in held)  # also those that nothing was done to
+        assert all(same(*both) for both in held)  # also pasts that nothing was done to
 
 
 @given(st.data())
@@ -316,7 +316,7 @@ def test_a_cache_takes_pairs_of_plain_tensors() -> None:
 
 
 def needed_by(batch: CausalLMBatch) -> int:
-    """Bytes of all rows at the width of the longest, with the room that is made for what comes."""
+    """Return the bytes of all rows at the width of the longest, with room for new tokens."""
     assert batch.past_key_values is not None
     columns = batch.max_input_length - 1
     with_room = columns + max(MIN_ROOM, columns // 8)
@@ -324,7 +324,7 @@ def needed_by(batch: CausalLMBatch) -> int:
 
 
 def join_and_leave(lm: CausalLM, count: int, seed: int) -> tuple[float, float]:
-    """The largest ratio of bytes held to bytes needed with room, and to the bytes of the columns alone."""
+    """Return the largest ratios of bytes held: to bytes needed with room, and to bytes of the columns alone."""
     rng, driver = random.Random(seed), Driver(lm)
     batch: CausalLMBatch | None = None
     worst = worst_bare = 0.0
@@ -357,7 +357,7 @@ def live_tensors() -> int:
 )
 def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak_nothing(name: str, zoo: Zoo) -> None:
     lm = zoo.served(name)
-    join_and_leave(lm, 5, seed=0)  # what is made once
+    join_and_leave(lm, 5, seed=0)  # makes everything that is made only once
     before = live_tensors()
     worst, worst_bare = join_and_leave(lm, 200, seed=1)
     print(f"\n{name}: at most {worst:.2f} times the columns and their room, {worst_bare:.2f} times the columns alone")
@@ -367,8 +367,8 @@ def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak
 
 @pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
 def test_what_a_prompt_leaves_behind_is_given_back_with_the_next_step(name: str, zoo: Zoo) -> None:
-    """After its prompt a batch holds whatever the model handed over, be it a fused projection; a step later it does
-    not."""
+    """After its prompt a batch holds whatever the model returned, even a fused projection; after the next step it
+    does not."""
     driver = Driver(zoo.served(name))
     batch = driver.steps(driver.start(request(0, [5] * 60), request(1, [5] * 60)), 1)
     assert batch.past_key_values is not None
@@ -376,7 +376,7 @@ def test_what_a_prompt_leaves_behind_is_given_back_with_the_next_step(name: str,
 
 
 def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never is more than one layer in memory twice."""
+    """No more than one layer is in memory twice."""
     driver = Driver(zoo.served("llama"))
     batches = [driver.steps(driver.start(request(i, [5] * 40)), 1) for i in range(2)]
     lists = [batch.past_key_values or [] for batch in batches]
@@ -388,4 +388,4 @@ def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeyp
 
     monkeypatch.setattr("lorax_server.models.causal_lm_batch.join_pasts", watching)
     CausalLMBatch.concatenate(batches)
-    assert held == [2, 0]  # of the two layers of two batches, those not yet handed over
+    assert held == [2, 0]  # of the two layers of two batches, those not yet released

@@ -69,7 +69,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
-    """The Llama folder, with some fields of its `config.json` replaced."""
+    """Return a function that copies the Llama folder and replaces fields of its `config.json`."""
 
     def edit(**fields: Any) -> Path:
         folder = tmp_path / "edited"
@@ -354,7 +354,7 @@ def test_a_field_that_transformers_refuses_is_named(
 
 
 def test_a_head_that_cannot_be_rotated_is_refused(edited: Callable[..., Path]) -> None:
-    """By transformers or, where an older version lets it through, by us."""
+    """Refuse it in transformers or, if an older version lets it through, in our code."""
     with pytest.raises(ConfigError, match="head_dim"):
         get_model(ModelConfig(edited(head_dim=7)))
 
@@ -411,7 +411,7 @@ def test_a_quantized_checkpoint_is_refused(edited: Callable[..., Path]) -> None:
 
 
 def with_fields(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
-    """A config that transformers' own checks would not let pass."""
+    """Set fields that transformers' own checks would refuse."""
     for field, value in fields.items():
         setattr(config, field, value)
     return config

@@ -61,7 +61,7 @@ LINEAR_HEADS = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")} | {
 }
 WINDOW = 4  # shorter than the prompts
 
-# Those that are served. Each is made when it is wanted: some configs are slow to make.
+# Models that are served. Each is made when a test needs it: some configs are slow to make.
 SERVED: dict[str, Callable[[], Any]] = {
     "bert-decoder": lambda: t.BertConfig(**NO_GQA | {"pad_token_id": 0}, is_decoder=True),
     "biogpt": lambda: t.BioGptConfig(**NO_GQA),
@@ -130,7 +130,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     ),
 }
 
-# Those that keep other state than keys and values.
+# Models that keep other state than keys and values.
 STATEFUL: dict[str, Callable[[], Any]] = {
     "jamba": lambda: t.JambaConfig(**LLAMA, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2),
     "mamba": lambda: t.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, eos_token_id=EOS_ID),
@@ -143,7 +143,7 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     "rwkv": lambda: t.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, eos_token_id=EOS_ID),
 }
 
-# Those that cannot be padded, see the future, or keep nothing.
+# Models that cannot be padded, see the future, or keep nothing.
 UNFIT: dict[str, Callable[[], Any]] = {
     "bart": lambda: t.BartConfig(
         vocab_size=VOCAB,
@@ -164,7 +164,7 @@ ALL = SERVED | STATEFUL | UNFIT
 
 
 def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    """256 bytes, two special tokens, and a few merges; `bos_token` and `eos_token` unless others are given."""
+    """Make a tokenizer of 256 bytes, a few merges and two special tokens: by default `bos_token` and `eos_token`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -181,7 +181,7 @@ def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def make_model(config: Any, seed: int = 1) -> Any:
-    """A random model. Its embeddings are small beside what its layers add, or it would repeat what it is given."""
+    """Make a random model. Its embeddings are small beside its layers' output, or it would repeat its input."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -211,7 +211,7 @@ class Pair(NamedTuple):
 
 
 class Zoo:
-    """Makes each model once."""
+    """Models, each made once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,7 +219,7 @@ class Zoo:
         self._pairs: dict[str, Pair] = {}
 
     def folder(self, name: str) -> Path:
-        """Where the model is stored; not to be changed."""
+        """Return the folder of the model, which tests must not change."""
         folder = self._folder / name
         if name not in self._oracles:
             self._oracles[name] = make_model(ALL[name]())

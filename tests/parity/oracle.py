@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 
 class Float8Cache(DynamicCache):
-    """Keys and values as a float8 cache gives them back."""
+    """A cache that returns keys and values rounded to float8."""
 
     def __init__(self, scales: Sequence[tuple[float, float]], config: Any) -> None:
         super().__init__(config=config)
@@ -42,7 +42,7 @@ class Request:
         return self._model(tokens, past_key_values=self._cache, use_cache=True).logits[0]  # type: ignore[no-any-return]
 
     def begin(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Rotary angles that depend on the length stay those of the prompt, as for a request that is served."""
+        """Feed the prompt. Rotary angles that depend on the length stay the prompt's, as for a served request."""
         logits = self.feed(prompt)
         self._rotary = _rotary(self._model)
         if self._rotary is not None:
@@ -57,7 +57,7 @@ class Request:
 
 @torch.no_grad()
 def oracle_logits(model: Any, ids: Sequence[int], prompt_length: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of every token of one request."""
+    """Return the logits of every token of one request."""
     request = Request(model, tensors)
     logits = [request.begin(ids[:prompt_length])]
     logits += [request.feed([token_id]) for token_id in ids[prompt_length:]]
@@ -70,14 +70,14 @@ def _rotary(model: Any) -> Any:
 
 
 def _reset(rotary: Any) -> None:
-    """A fresh model: nothing of this request's length is left for the next."""
+    """Forget this request's length, for the next request."""
     rotary.inv_freq = rotary.original_inv_freq.clone()
     rotary.max_seq_len_cached = rotary.original_max_seq_len
 
 
 @torch.no_grad()
 def oracle_greedy(model: Any, prompt: Sequence[int], count: int, tensors: dict[str, torch.Tensor]) -> list[int]:
-    """Greedy tokens of one request, up to where two tokens are so close that rounding may decide."""
+    """Return the greedy tokens of one request, up to where two tokens are so close that rounding may decide."""
     request, tokens = Request(model, tensors), list[int]()
     last = request.begin(prompt)[-1]
     for _ in range(count):

@@ -65,7 +65,7 @@ def test_positions_past_the_limit_are_refused(name: str, device: torch.device) -
 
 
 def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
-    """Tokens that no later token can see need not be kept; what is left in their slots does not matter."""
+    """Tokens that no later token can see need not be kept; the content of their slots does not matter."""
     oracle, model = make("mistral-window", device)
     expected = oracle_logits(oracle, [*IDS, 17, 18, 19], len(IDS), {})
     driver = PagedDriver(model)
@@ -95,7 +95,7 @@ def test_slot_of_minus_one_writes_nothing(device: torch.device) -> None:
 
 
 def test_create_layer_fn(device: torch.device) -> None:
-    """Layers of one's own: here every second one is left out."""
+    """Build layers by a function of the caller: here the second of three does nothing."""
     oracle, _ = make("llama-gqa", device)
     made = []
 
@@ -134,7 +134,7 @@ def test_prefix(device: torch.device) -> None:
 
 
 def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None:
-    """What `reorder_and_upcast_attn` asks for: scores that overflow float16, all by the same amount, change nothing."""
+    """`reorder_and_upcast_attn` computes scores in float32: a shift of all scores beyond float16 changes nothing."""
     tensors = {name: tensor.clone() for name, tensor in checkpoint("gpt2", make_oracle("gpt2")).items()}
     for layer in range(3):
         weight, bias = (tensors[f"transformer.h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))

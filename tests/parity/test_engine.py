@@ -54,7 +54,7 @@ def make_models(name: str, folder: Path, device: torch.device) -> Models:
 
 
 def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
-    """As PEFT trains and saves it; the model with it."""
+    """Write an adapter as PEFT trains and saves it; return the model with it."""
     family = name.split("-", maxsplit=1)[0].replace("galactica", "opt")
     config = LoraConfig(
         r=rank,
@@ -82,7 +82,7 @@ def units(models: Models) -> list[int]:
 
 
 def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
-    """Too few blocks for all, steps too small for the longest prompts, and room for one adapter at a time."""
+    """Make an engine with too few blocks for all, steps smaller than the longest prompts, and room for one adapter."""
     config = EngineConfig(
         ModelConfig(Path("in-memory")),
         depth=depth,
@@ -102,7 +102,7 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
 
 
 class Crowd:
-    """Requests that come at random times, some of which go again."""
+    """Requests that come at random times, some of which leave early."""
 
     def __init__(self, engine: Engine, folders: Sequence[Path], seed: int = 0) -> None:
         self.engine = engine
@@ -145,7 +145,7 @@ class Crowd:
 
 
 def make_prompts() -> list[list[int]]:
-    """Some begin alike, some are long, and together they are too many for the cache."""
+    """Return prompts: some begin alike, some are long, and together they exceed the cache."""
     rng = random.Random(0)
     beginning = rng.choices(range(3, 97), k=9)
     return [
@@ -154,8 +154,8 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-# One of each architecture, and what the engine itself sees of a model: how long it may be, what its cache holds. All
-# are compared in test_paged.py.
+# One of each architecture, and variants that the engine itself notices: by their length or their cache. All are
+# compared in test_paged.py.
 QUICK = (
     "gpt2",
     "llama-fp8-kv",
@@ -260,7 +260,7 @@ def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.
 
 
 def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, tmp_path: Path) -> None:
-    """A request alone, and in crowds that come at other times."""
+    """Run each request alone, and in crowds that come at other times."""
     models = make_models("llama-gqa", tmp_path, device)
     prompts = make_prompts()
     wishes = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}

@@ -48,7 +48,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
-    """OPT works its positions out of the mask and takes none."""
+    """Drop positions for OPT, which computes them from the mask."""
     if isinstance(model, OPTForCausalLM):
         inputs.pop("position_ids", None)
     return inputs
@@ -117,7 +117,7 @@ def test_many_tokens_continue_a_past(name: str, device: torch.device) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
 def test_outputs(name: str, device: torch.device) -> None:
-    """Hidden states, attentions, loss, embeddings in, and a tuple or a dictionary out, as transformers has them."""
+    """Compare hidden states, attentions, loss, embeddings as input, and tuples and dictionaries as output."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 11), device=device)
     labels = ids.clone()

@@ -69,7 +69,7 @@ def test_fails_when_switched_off(name: str, pair: Pair, device: torch.device) ->
     try:
         model = build_model(config, make_weights(tensors, device))
     except WeightsError:
-        return  # refused: the checkpoint does not have what the config asks for
+        return  # refused: the checkpoint lacks tensors that the config asks for
     driver = PagedDriver(model)
     seq = driver.add(prompt_length=PROMPT)
     feeds = [ids[:PROMPT], *([token] for token in ids[PROMPT:])]

@@ -23,7 +23,7 @@ ADAPTERS = [2, 0, 1]
 
 
 def run_paged(group: ProcessGroup, name: str, pack: bool = False) -> torch.Tensor:
-    """A batch of two adapters and the base model: one prefill and three steps of decode."""
+    """Run a batch of two adapters and the base model: one prefill and three steps of decode."""
     weights = make_weights(checkpoint(name, make_oracle(name)), CPU, group, pack)
     model = build_model(VARIANTS[name].config(), weights)
     targets = adapter_targets(model)
@@ -50,7 +50,7 @@ def run_padded(group: ProcessGroup, name: str) -> torch.Tensor:
 
 
 def limit(logits: torch.Tensor) -> torch.Tensor:
-    """1e-5, relative to the largest logit: an adapter makes some of them large."""
+    """Return 1e-5 of the largest logit: an adapter makes some logits large."""
     return 1e-5 * logits.abs().max().clamp(min=1)
 
 

@@ -1,8 +1,8 @@
 """The tiny random models that our architectures are compared on: one for each thing an architecture can do.
 
-`off` are the changes of the config that switch the thing off again, `spoil` the tensors that do it where no config can,
-and what they are filled with. A model built that way must be refused or disagree with the oracle, or the comparison
-would prove nothing.
+`off` are the changes of the config that switch the thing off again. `spoil` are the tensors that do it where no config
+can, and their new values. A model built that way must be refused or disagree with the oracle, or the comparison would
+prove nothing.
 """
 
 import re
@@ -199,7 +199,7 @@ LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope"
 
 
 def make_oracle(name: str, spread: float = 0.3) -> Any:
-    """The variant in transformers, every parameter random: no bias is zero and no norm is one, as they start out."""
+    """Make the variant in transformers with random parameters: no bias is zero and no norm is one."""
     model, random_state = _build_oracle(name, spread)
     torch.set_rng_state(random_state)
     return deepcopy(model)  # a test may change it
@@ -231,7 +231,7 @@ def make_weights(
 
 
 def checkpoint(name: str, oracle: Any) -> dict[str, torch.Tensor]:
-    """The oracle's tensors, with what only our model reads."""
+    """Return the oracle's tensors, and those that only our model reads."""
     tensors = dict(oracle.state_dict())
     if oracle.config.tie_word_embeddings:
         del tensors["lm_head.weight"]  # stored once, as the embedding

@@ -1,4 +1,4 @@
-"""The next token of one sequence, and what a message asks for."""
+"""The next token of one sequence, chosen by the parameters of a message."""
 
 import math
 from typing import Any

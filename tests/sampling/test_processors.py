@@ -1,4 +1,4 @@
-"""What is done to scores, against transformers' classes that do the same to one row at a time."""
+"""Processors of scores, against transformers' classes that do the same to one row at a time."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ VOCABS = [1, 2, 7, 257, 5003]
 
 
 def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Rows of every kind that is hard on something."""
+    """Make rows of scores, each hard for some processor."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(14, vocab, generator=generator)
     normal[1] *= 10
@@ -51,7 +51,7 @@ def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor
     normal[10, vocab // 2] = 1.5  # one left
     normal[11] = (normal[11] * 2).round() * math.log(2)  # probabilities that are sums of powers of two
     normal[11, ::3] = -INF
-    normal[9, -1] = normal[11, -1] = 0.5  # of a small vocabulary nothing else may be left
+    normal[9, -1] = normal[11, -1] = 0.5  # a small vocabulary may have no other token left
     normal[12] = normal[12].bfloat16().float() * 4
     normal[13] = -normal[13].abs() - 1e4
     return normal.to(device)
@@ -70,7 +70,7 @@ def of_each(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides by a number."""
+    """Compare bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides."""
     rtol = 0 if found.device.type == "cpu" else 1e-6
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
 
@@ -102,7 +102,7 @@ def test_top_p(vocab: int, p: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     found = keep_top_p(scores.clone(), of_each(scores, 1 - p))
     expected = processed_one_by_one(scores, TopPLogitsWarper(p))
-    check(found.sort(-1).values, expected.sort(-1).values)  # which of equals transformers keeps is left open
+    check(found.sort(-1).values, expected.sort(-1).values)  # transformers may keep any of several equal tokens
     assert torch.equal(found[found > -INF], scores[found > -INF])
     assert is_at_least_one_left(found)
 

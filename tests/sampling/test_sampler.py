@@ -1,4 +1,4 @@
-"""Tokens of many sequences at once: each is what its row alone would get, and as likely as it should be."""
+"""Tokens of many sequences at once: each is that of its row alone, and has the right probability."""
 
 import math
 import warnings
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
-    """Of all rows in one batch; what is beyond a row's length is `garbage`."""
+    """Sample all rows in one batch; cells beyond a row's length are `garbage`."""
     width = max(len(row.ids) for row in rows) + extra
     ids = torch.tensor([[*row.ids, *[garbage] * (width - len(row.ids))] for row in rows], device=device)
     lengths = torch.tensor([len(row.ids) for row in rows], device=device)
@@ -66,7 +66,7 @@ def one(params: SamplingParams, logits: Sequence[float], *ids: int, stop: StopPa
 
 
 def bits(value: Any) -> Any:
-    """The same for the same bits only, and comparable though it may not be a number."""
+    """Return the bits of a value, which can be compared even if it is NaN."""
     if isinstance(value, Alternatives):
         return value.token_ids, np.array(value.logprobs, np.float32).tobytes()
     return value.cpu().numpy().tobytes()
@@ -222,7 +222,7 @@ def test_temperature_0_is_greedy_beside_whatever(more: dict[str, Any], do_sample
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-38, 1e-45, 1e-300])
 def test_the_colder_the_greedier(temperature: float, device: torch.device) -> None:
-    """Also where the scores, divided by it, or the temperature itself would be no number of 32 bits any more."""
+    """Cover temperatures so low that they, or the scores divided by them, do not fit into a 32-bit float."""
     for seed in range(20):
         logits = torch.randn(257, generator=torch.Generator().manual_seed(seed)) * 10
         sampled = choose_alone(Row(SamplingParams(True, temperature, seed=seed), (0,), 1, logits), device)
@@ -255,7 +255,7 @@ ENDING = [7, 9]
 
 
 def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[LogitsProcessor]:
-    """All but the watermark, whose green half is our own."""
+    """Return transformers' processors for all but the watermark, whose green half is our own."""
     biases = {(token,): bias for token, bias in params.logit_bias.items()}
     listed = [
         (params.watermark, lambda: lambda ids, scores: scores + 2.0 * green_mask(ids[:, -1], hash_tokens(vocab))),
@@ -308,7 +308,7 @@ def keep(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
 
 
 def until(order: Sequence[int], probabilities: np.ndarray, mass: float) -> list[int]:
-    """The first of an order that have the mass together."""
+    """Return the first tokens of an order whose probabilities reach the mass."""
     kept: list[int] = []
     for token in order:
         if kept and probabilities[kept].sum() >= mass:
@@ -344,7 +344,7 @@ def probabilities_of(params: SamplingParams) -> np.ndarray:
 
 
 def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Pearson's test; one honest sample in a thousand fails."""
+    """Test by Pearson's method; one honest sample in a thousand fails."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     if counts[probabilities == 0].any():
         return False
@@ -362,7 +362,7 @@ def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
 
 
 def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
-    """A token of each of many seeds, at one position."""
+    """Draw a token for each of many seeds, at one position."""
     row_sampling = [RowSampling(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
     prompts = torch.full((DRAWS,), len(PROMPT), device=device)
     ids = torch.tensor([PROMPT + GENERATED], device=device).expand(DRAWS, -1)
@@ -372,7 +372,7 @@ def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
 
 
 def draw_positions(asked: dict[str, Any], device: torch.device) -> np.ndarray:
-    """A token of each of many positions, with one seed."""
+    """Draw a token for each of many positions, with one seed."""
     lengths = torch.arange(DRAWS, device=device) + 3
     sampler = Sampler([RowSampling(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device)
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
@@ -423,7 +423,7 @@ def test_what_is_drawn_otherwise_is_found_out(device: torch.device) -> None:
     assert not is_drawn_from(plain, off)
 
 
-# --- What is reported
+# --- Reports
 
 
 def test_log_probabilities_are_after_processing_or_before(device: torch.device) -> None:
@@ -560,7 +560,7 @@ def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: tor
     assert 2 not in choose(rows + free, device).token_ids.tolist()[:200]
 
 
-# --- What cannot be
+# --- Values that are refused
 
 
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])

@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 
 def reference(seed: int, position: int) -> float:
-    """The position-th number of the generator that a mixed seed starts; its upper 32 bits."""
+    """Return the upper 32 bits of the position-th number of the generator that a mixed seed starts."""
     start = mix((seed + STEP) % WORD)
     return (mix((start + (position + 1) * STEP) % WORD) >> 32) / 2**32
 

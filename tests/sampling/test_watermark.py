@@ -1,4 +1,4 @@
-"""The mark in generated text: which half is green, that it is found, and that it is cheap."""
+"""The mark in generated text: its green half is the documented one, it is found, and it is cheap."""
 
 import math
 from itertools import pairwise
@@ -14,7 +14,7 @@ VOCAB = 257
 
 
 def hash_of(number: int) -> int:
-    """As `docs/generation.md` says it, in plain Python."""
+    """Hash a number as `docs/generation.md` defines it, in plain Python."""
     x = number % 2**32
     x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
     x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
@@ -26,7 +26,7 @@ def is_green(previous: int, token: int) -> bool:
 
 
 def z_score(tokens: list[int]) -> float:
-    """How many standard deviations more green tokens there are than without a mark."""
+    """Return the excess of green tokens over text without a mark, in standard deviations."""
     green = sum(is_green(previous, token) for previous, token in pairwise(tokens))
     count = len(tokens) - 1
     return (green - GREEN_SHARE * count) / math.sqrt(count * GREEN_SHARE * (1 - GREEN_SHARE))
@@ -75,7 +75,7 @@ def test_the_half_does_not_depend_on_how_wide_the_batch_is() -> None:
 
 
 def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all rows at once: a permutation for each row and step held up everybody."""
+    """Mark all rows at once: a permutation for each row and step held up all requests."""
     for name in ("randperm", "rand", "randint"):
         monkeypatch.setattr(torch, name, None)
     for name in ("tolist", "item", "cpu", "numpy"):
@@ -90,7 +90,7 @@ def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: py
 
 
 def generate(params: list[SamplingParams], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Sequences of a model that has no idea, each from a token of its own."""
+    """Generate sequences from random logits, each from a token of its own."""
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler([RowSampling(each) for each in params], VOCAB, device)
     ids = torch.arange(len(params), device=device)[:, None] + 10

@@ -42,14 +42,14 @@ def _nowhere(config: None, address: str) -> None:
 
 
 class ScriptedClient(EngineClient):
-    """The client as it is, but for the process: what it would send is kept, what comes back is what a test says."""
+    """The real client without a process: it keeps the messages it would send, and a test gives the replies."""
 
     def __init__(self) -> None:
         super().__init__(_nowhere, None)
         self.is_healthy = True
         self.info = INFO
         self.sent: list[messages.ToEngine] = []
-        self.answers: dict[str, Resolved | LoraxError] = {}  # to who asks for an adapter, by token or name
+        self.answers: dict[str, Resolved | LoraxError] = {}  # to requests for an adapter, by token or name
         self.is_closed = False
 
     async def start(self) -> None:
@@ -102,7 +102,7 @@ def ids(text: str) -> list[int]:
 
 
 async def settle() -> None:
-    """Let everything happen that can happen now."""
+    """Let the event loop run everything that can run now."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ PLACES = 3
 
 
 class Peer:
-    """Who reads. `before_send` may wait, or raise, before a message is taken."""
+    """The client that reads. `before_send` may wait, or raise, before a message is taken."""
 
     def __init__(self, before_send: Callable[[Message], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []
@@ -135,7 +135,7 @@ class Peer:
 
 
 class Bench:
-    """A service without a socket, without a process, and all that a test looks at."""
+    """A service without a socket and without a process, and the parts that tests look at."""
 
     def __init__(self, **config: Any) -> None:
         self.engine = ScriptedClient()
@@ -183,7 +183,7 @@ class Bench:
         assert not self.engine._streams
 
 
-# --- What routes do ---------------------------------------------------------------------------------------------------
+# --- Work of routes ---------------------------------------------------------------------------------------------------
 
 
 def question(prompt: str = "ask", count: int = 1) -> Question:

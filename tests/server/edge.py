@@ -33,7 +33,7 @@ class Wire:
         await self._writer.drain()
 
     async def hear(self, count: int | None = None) -> list[Answer]:
-        """The next `count` answers, or all until the server closes the connection."""
+        """Read the next `count` answers, or all until the server closes the connection."""
         done = 0 if count is None else sum(answer.is_complete for answer in self._parser.answers) + count
         async with asyncio.timeout(TIMEOUT_S):
             while count is None or sum(answer.is_complete for answer in self._parser.answers) < done:
@@ -46,7 +46,7 @@ class Wire:
         return self._parser.answers if count is None else self._parser.answers[-count:]
 
     async def take(self, count: int) -> int:
-        """Read at most so many bytes; 0 when the server has closed the connection."""
+        """Read at most `count` bytes; return how many, 0 when the server has closed the connection."""
         with suppress(ConnectionError):
             return len(await self._reader.read(count))
         return 0
@@ -67,7 +67,7 @@ class Edge:
         self._wires: list[Wire] = []
 
     async def connect_deaf(self) -> Wire:
-        """A client whose socket takes little, and of which nothing is read until a test does so."""
+        """Connect a client whose socket takes little, and that reads nothing until a test does."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.setblocking(False)
@@ -82,7 +82,7 @@ class Edge:
         return wire
 
     async def ask(self, data: bytes, address: str = "127.0.0.1") -> Answer:
-        """One request on a connection of its own."""
+        """Send a request on a connection of its own."""
         wire = await self.connect(address)
         with suppress(ConnectionError):
             await wire.send(data)
@@ -91,7 +91,7 @@ class Edge:
         return answer
 
     def count(self, name: str, label: str = "") -> float:
-        """A metric's value; 0 where nothing was counted."""
+        """Return a metric's value; 0 if nothing was counted."""
         family = self.metrics.json().get(name, {"data": []})
         return sum(sample["value"] for sample in family["data"] if label in sample["key"])
 
@@ -120,7 +120,7 @@ async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator
 
 
 class Shared:
-    """A whole server for several tests, since to make one takes half a second; tests run on its event loop."""
+    """A whole server for several tests, since making one takes half a second; tests run on its event loop."""
 
     def __init__(self, **config: Any) -> None:
         self.bench = Bench(**{"default_source": "local", "body_timeout_s": 0.2} | config)
@@ -133,7 +133,7 @@ class Shared:
         return self._settings.app
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        """Nothing that a test before it did has been written down."""
+        """Run a test on a server without records of earlier tests."""
         self.bench.service.trail = Trail(self.bench.parts.metrics)
         self.bench.engine.sent.clear()
         self._runner.run(self._run(check))
@@ -148,7 +148,7 @@ class Shared:
         self._runner.close()
 
     async def answer_all(self) -> None:
-        """Every request that the engine has gets its one token."""
+        """Give every request that the engine has its one token."""
         engine = self.bench.engine
         while not (waiting := [each.request_id for each in engine.added if each.request_id in engine._streams]):
             await asyncio.sleep(0.001)
@@ -161,7 +161,7 @@ def with_key(path: str, body: Any, key: str = "good", *headers: tuple[str, str])
 
 
 def head(method: str, path: str, headers: Iterable[bytes]) -> bytes:
-    """A request as it is written, without any header that is not given."""
+    """Return the bytes of a request with the given headers only."""
     return b"\r\n".join([f"{method} {path} HTTP/1.1".encode(), *headers, b"", b""])
 
 

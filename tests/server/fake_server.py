@@ -1,4 +1,4 @@
-"""All routes of a server in this process: no socket, no engine process. The engine answers everybody at once."""
+"""All routes of a server in this process: no socket, no engine process. The engine answers each request at once."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Of an error, on either surface."""
+        """Return the message of an error, on either surface."""
         error = self.json["error"]
         return str(error if isinstance(error, str) else error["message"])
 
@@ -45,13 +45,13 @@ class Reply(NamedTuple):
 
 @cache
 def _shared() -> tuple[FastAPI, Service]:
-    """An application takes long to make, and looks up what its service is made of for each request."""
+    """Make the application once: it takes long, and it looks up the parts of its service for each request."""
     service = Bench().service
     return make_app(service), service
 
 
 class Routes(Bench):
-    """Names are of the default source `local`. Adapters are found if `answers` has them."""
+    """The routes of a server. Names belong to the default source `local`. Adapters are found if `answers` has them."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class Routes(Bench):
                 soon(self.engine._settle, messages.Done(call_id))
 
     async def _give(self, request_id: int, first: int, *others: int) -> None:
-        """In two pieces."""
+        """Give a request its tokens in two pieces."""
         self.engine.give(request_id, first)
         await settle()
         self.engine.give(request_id, *others, end=FinishReason.LENGTH)
 
     def send(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """One request, in an event loop of its own."""
+        """Send a request, in an event loop of its own."""
         return asyncio.run(self._send(method, path, body, headers or {}))
 
     def post(self, path: str, body: Any, key: str | None = None) -> Reply:

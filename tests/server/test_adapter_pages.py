@@ -1,4 +1,4 @@
-"""Pages of adapters: all of them once, nobody else's, and no more work than a page is long."""
+"""Pages of adapters: each adapter once, none of other callers, and no more work than a page is long."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ADMIN = Key("admin", is_admin=True)
 
 
 class Pages(Bench):
-    """A server with `count` names, of which each `every` has been used, and others that only an admin sees."""
+    """A server with `count` names, of which every `every`-th has been used, and others that only an admin sees."""
 
     def __init__(self, count: int, every: int = 1, others: int = 0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pages(Bench):
         return asyncio.run(list_page(self.parts, key, Asked(**asked)))
 
     def walk(self, key: Key = Key(), **asked: Any) -> list[list[str]]:  # noqa: B008
-        """All pages' ids."""
+        """Return the ids of all pages."""
         pages, after = [], "name:"
         while after is not None:
             page = self.page(key, after=after, **asked)
@@ -78,7 +78,7 @@ def test_the_engine_is_asked_for_a_page_at_most() -> None:
 
 
 def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever polls the first page of many thousand pays for one page."""
+    """A client that polls the first page of many thousand names causes the work of one page."""
     bench, looks = Pages(3000), []
     monkeypatch.setattr(Key, "may_use", lambda *named: looks.append(named) or True)
     bench.page(limit=10)

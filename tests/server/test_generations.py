@@ -1,4 +1,4 @@
-"""Answers put together from what an engine sends; the engine is a script."""
+"""Answers put together from the engine's messages; the engine is a script."""
 
 import asyncio
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
         (job,) = make_jobs(engine, stop_strings=("brown",), include_stop=False)
         running = asyncio.create_task(job.finish())
         await settle()
-        engine.give(1, *ids("quick brown fox"))  # the last of it came before anybody could say stop
+        engine.give(1, *ids("quick brown fox"))  # the last tokens came before the request was aborted
         completion = await running
         assert completion.finish_reason is FinishReason.STOP_SEQUENCE
         assert completion.text == text_of(job.chunks_so_far) == "quick "
@@ -84,7 +84,7 @@ def test_who_stops_reading_ends_the_request() -> None:
             engine.give(1, *ids("a"))
             await first
         assert engine.aborted == [1]
-        engine.give(1, *ids("b"))  # what was on its way finds nobody
+        engine.give(1, *ids("b"))  # tokens that were on their way are dropped
         assert job.text == "a"
 
     asyncio.run(check())

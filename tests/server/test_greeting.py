@@ -24,7 +24,7 @@ def examples(tmp_path: Path) -> Path:
 
 
 def commands(text: str) -> list[list[str]]:
-    """As a shell would read them."""
+    """Split the commands of the greeting as a shell would."""
     start = text.index("In another terminal:") + len("In another terminal:")
     return [shlex.split(part) for part in text[start : text.index("Ctrl+C")].split("\n\n") if part.strip()]
 

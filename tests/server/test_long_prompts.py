@@ -1,5 +1,5 @@
-"""Long texts: they are refused before they are made into tokens where that is sure, become tokens one after the other,
-and nobody else waits for them."""
+"""Long texts: they are refused before tokenization if they surely do not fit, are tokenized one after the other,
+and hold up no other request."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TOO_LONG = "word " * 20_000  # far more than 127 tokens of any length
 
 
 class Spy:
-    """A tokenizer's inside that notes the calls that make text of tokens or tokens of text."""
+    """A tokenizer's backend that notes calls of encode and decode methods."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -40,7 +40,7 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Of the tokenizer that all routes share."""
+    """Spy on the tokenizer that all routes share."""
     spy = Spy(tokenizer()._backend)
     monkeypatch.setattr(tokenizer(), "_backend", spy)
     return spy
@@ -50,14 +50,14 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 def test_only_calls_that_leave_the_lock_to_others_are_made(spy: Spy) -> None:
-    """`encode` and `decode` hold it for as long as they take, which is seconds for a long text."""
+    """Avoid `encode` and `decode`: they hold Python's lock all the time, seconds for a long text."""
     found = tokenizer().encode("Hello dog")
     tokenizer().pieces("Hello dog")
     assert tokenizer().decode(found) == "Hello dog"
     assert spy.calls == ["encode_batch_fast", "encode_batch", "decode_batch"]
 
 
-# --- What cannot fit --------------------------------------------------------------------------------------------------
+# --- Texts that cannot fit --------------------------------------------------------------------------------------------
 
 
 def ask(routes: Routes, path: str, text: str, **more: Any) -> Any:
@@ -117,7 +117,7 @@ def test_where_nothing_is_sure_the_text_becomes_tokens(spy: Spy, monkeypatch: py
     assert spy.calls == ["encode_batch_fast"]
 
 
-# --- How much at once -------------------------------------------------------------------------------------------------
+# --- Work at one time -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def tokenizers() -> Tokenizers:
 
 
 def own() -> TextTokenizer:
-    """One that shares no vocabulary with the base model's."""
+    """Make a tokenizer that shares no vocabulary with the base model's."""
     return TextTokenizer(type(tokenizer()._backend).from_str(tokenizer()._backend.to_str()), {}, {})
 
 
@@ -134,7 +134,7 @@ def own() -> TextTokenizer:
 def test_long_texts_become_tokens_one_after_the_other(
     is_own: bool, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is tokenized at once is one long text, and as many others, each of bounded length, as there are threads."""
+    """At any time, one long text is tokenized, and as many texts of bounded length as there are threads."""
     stuck, used = Stuck([7]), own() if is_own else tokenizer()
 
     async def body() -> None:
@@ -177,11 +177,11 @@ def test_what_is_cut_is_cut_where_the_tokens_are_made(tokenizers: Tokenizers) ->
     asyncio.run(body())
 
 
-# --- What else holds others up ----------------------------------------------------------------------------------------
+# --- Other work that holds requests up --------------------------------------------------------------------------------
 
 
 class Turns:
-    """Counts the turns of the event loop: what happens in one of them holds up everybody else."""
+    """A counter of the turns of the event loop: work within one turn holds up all other requests."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -224,7 +224,7 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
 
 
 def test_collections_do_not_look_through_what_a_server_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 80 ms, and happens in the middle of a long list of messages."""
+    """A collection of all objects would take 80 ms, in the middle of a long list of messages."""
     events: list[str] = []
 
     async def startup(*_: Any) -> None:
@@ -292,7 +292,7 @@ def test_echoed_tokens_are_decoded_where_texts_are(spy: Spy) -> None:
 
 @pytest.fixture
 def busy() -> Routes:
-    """Routes whose templates cannot be rendered now."""
+    """Make routes whose templates cannot be rendered now."""
     routes = Routes()
 
     async def render(*_: Any, **__: Any) -> str:

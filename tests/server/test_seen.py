@@ -1,4 +1,4 @@
-"""Which names mean which adapters."""
+"""The memory of names and the identities that they have meant."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_what_is_pinned_is_remembered_by_whom(monkeypatch: pytest.MonkeyPatch) -
     seen.pin("pinned", POET)
     for identity in "abcde":
         seen.note(identity, BARD)
-    assert seen.identities(POET) == ["pinned"]  # or nobody could unload it
+    assert seen.identities(POET) == ["pinned"]  # or it could not be unloaded by name
     assert seen.identities(BARD) == ["d", "e"]
     assert seen.pinned_by("pinned") == {POET}
     seen.unpin("pinned")

@@ -1,4 +1,4 @@
-"""What surrounds a request: who asks, for how long, what it holds, what is noted; the engine is a script."""
+"""The service around a request: caller, deadline, resources, records; the engine is a script."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for
 
 @pytest.fixture
 def records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Requests that were logged."""
+    """Return a function that finds the fields of logged requests."""
     with caplog.at_level(logging.INFO):
         yield lambda: [getattr(each, FIELDS) for each in caplog.records if hasattr(each, FIELDS)]
 
@@ -88,7 +88,7 @@ def test_one_that_is_cancelled_gives_back_its_place(records: Records) -> None:
 
 @pytest.mark.parametrize("work", [whole, for_adapter, streamed])
 def test_what_takes_too_long_is_given_up(work: Work, records: Records) -> None:
-    """Also before the engine has been asked, or has said whom the adapter's name means."""
+    """Time out before the engine is asked, too, and before it has resolved the adapter's name."""
 
     async def check() -> None:
         bench = Bench(request_timeout_s=0.01)
@@ -207,7 +207,7 @@ def test_a_stream_ends_its_call_itself(records: Records) -> None:
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_client_that_leaves_in_the_middle_ends_the_engines_work(has_begun: bool, records: Records) -> None:
-    """Also one to whom not even the head could be written."""
+    """Cover a client to which not even the head of the response could be written."""
 
     async def check() -> None:
         bench = Bench()
@@ -257,7 +257,7 @@ def test_what_goes_wrong_at_once_has_a_status_and_later_an_event(
         (424, "generation"),
         (200, "generation"),
     ]
-    assert not any(each.exc_info for each in caplog.records)  # it is no mistake of ours
+    assert not any(each.exc_info for each in caplog.records)  # it is not the server's error
 
 
 def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: pytest.LogCaptureFixture) -> None:
@@ -312,7 +312,7 @@ def test_a_deadline_within_a_stream_is_its_last_event() -> None:
     asyncio.run(check())
 
 
-# --- Adapters and who may read them -----------------------------------------------------------------------------------
+# --- Adapters and permissions to read them ----------------------------------------------------------------------------
 
 
 def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers that adapters bring: who waits for whom, what is kept, and what nobody is told."""
+"""Tokenizers that adapters bring: requests that wait, tokenizers that are kept, and paths that callers are not told."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.server.access.test_rate_limits import Clock
 from tests.text.tokenizers import byte_level
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
-WAIT_S = 30.0  # for what is to happen soon
+WAIT_S = 30.0  # a test that waits for so long has failed
 
 
 def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
@@ -34,7 +34,7 @@ def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
 
 
 def resolved(folder: Path) -> Resolved:
-    """As its source vouches for it now."""
+    """Resolve a folder as its source vouches for it now."""
     files = tuple(sorted(os.listdir(folder)))
     stamps = tuple(stamp_of(folder / file) for file in files)
     return Resolved(folder.name, str(folder), files, tokenizer_stamps=stamps)
@@ -117,7 +117,7 @@ def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp
 
 @pytest.fixture
 def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folders that are looked at; what is in them is in their names."""
+    """Collect the folders that are loaded; their names stand for their contents."""
     asked: list[str] = []
 
     def share(files: TokenizerFolder, *_: Any) -> TextTokenizer | None:
@@ -180,11 +180,11 @@ def test_a_failure_is_remembered_for_a_while(
     run(work())
 
 
-# --- Who waits for whom -----------------------------------------------------------------------------------------------
+# --- Waiting ----------------------------------------------------------------------------------------------------------
 
 
 class Stuck:
-    """Work that goes on until it is let go."""
+    """Work that blocks until a test releases it."""
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -341,7 +341,7 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
     assert stuck.count == 2
 
 
-# --- What nobody is told ----------------------------------------------------------------------------------------------
+# --- Paths that callers are not told ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

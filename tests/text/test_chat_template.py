@@ -1,4 +1,4 @@
-"""Chat templates: the same prompts as transformers makes, and templates that mean harm."""
+"""Chat templates: the same prompts as transformers makes, and hostile templates."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ from tests.test_imports import imported_by
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-PATIENCE_S = 60.0  # of renders that are to succeed, however busy the machine
-IMPATIENCE_S = 0.2  # of those that never would
+PATIENCE_S = 60.0  # for templates that must succeed, however busy the machine
+IMPATIENCE_S = 0.2  # for templates that never end
 
 
 def template(source: str) -> ChatTemplate:
@@ -46,7 +46,7 @@ def run(test: Callable[[TemplateRenderer], Awaitable[Any]], cpu_s: float = PATIE
 
 
 def render_once(source: str, messages: Any = HI, **variables: Any) -> str:
-    """In this process: for templates that do not try to be endless."""
+    """Render in this process, a template that does not try to be endless."""
     request = {"source": source, "messages": messages, "variables": {**SPECIAL, **variables}}
     reply = json.loads(Program(RenderLimits(10_000, 2**29, 60)).answer(json.dumps(request).encode()))
     if "error" in reply:
@@ -209,7 +209,7 @@ def test_time_is_told() -> None:
     assert len(year) == 4
 
 
-# --- What is refused, and why -----------------------------------------------------------------------------------------
+# --- Refusals and their reasons ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_messages_nested_deeply_end_nothing() -> None:
         deep = deep[0]
 
 
-# --- Templates that mean harm -----------------------------------------------------------------------------------------
+# --- Hostile templates ------------------------------------------------------------------------------------------------
 
 
 def test_an_endless_template_is_ended_and_refused_for_a_while() -> None:
@@ -379,7 +379,7 @@ def test_a_template_that_takes_all_memory(source: str) -> None:
 
 
 def test_memory_that_a_template_keeps_is_not_kept_from_the_next() -> None:
-    """jinja computes constants once, so that they would stay as long as the template is remembered."""
+    """jinja computes constants once, so they would stay as long as the template is cached."""
 
     async def body(renderer: TemplateRenderer) -> None:
         first = await pid(renderer)

@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text that comes at once: for bytes exactly, whatever the bytes are."""
+"""Text streamed token by token equals text decoded at once: exactly so for any bytes."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from tests.text.tokenizers import (
 )
 
 NUM_TEXTS = 1000
-# Those whose tokens are bytes, or can be: they can be cut within a character, and can spell what is no character.
+# Tokenizers with tokens of bytes: these can be cut within a character, and can spell invalid text.
 WITH_BYTES = ["byte-level", "sentencepiece", "sentencepiece-no-strip"]
 NO_CHARACTER = [
     *(b"\x80", b"\xff", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xf4\x90\x80\x80"),
@@ -101,7 +101,7 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_any_tokens_in_any_order(name: str) -> None:
-    """Also special ones, those that do not exist, and bytes that are no character."""
+    """Mix special tokens, unknown ids, and bytes that are no character."""
     kind, rng = BYTE_KINDS[name](), random.Random(6)
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS // 2):
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
     token = {kind.bytes_of(i): i for i in reversed(range(kind.tokenizer.get_vocab_size()))}
     spellings = [a + bad + b for bad in NO_CHARACTER for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
     spellings += [rng.randbytes(rng.randint(1, 10)) for _ in range(NUM_TEXTS)]
-    # Bytes that begin or continue a character, for which more can go wrong.
+    # Bytes that begin or continue a character: harder cases.
     spellings += [bytes(rng.choices(b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=8)) for _ in range(NUM_TEXTS)]
     for spelled in spellings:
         ids = [token[bytes([byte])] for byte in spelled]
@@ -125,7 +125,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
 
 
 def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
-    """`tokenizers` would replace the whole run, of which the first character has long been shown."""
+    """Replace invalid bytes only. `tokenizers` would replace the whole run, whose first character was shown already."""
     kind = sentencepiece(strip=False)
     ids = [kind.tokenizer.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
     assert decode(kind.tokenizer, ids) == "\ufffd" * 5
@@ -271,7 +271,7 @@ def test_special_and_unknown_tokens_add_nothing_to_others(name: str) -> None:
 
 
 def test_a_window_holds_no_more_than_a_character() -> None:
-    """Of many tokens at once, the last of which begins a character, all the others are shown."""
+    """Many tokens come at once, and the last begins a character: all the others are shown."""
     tokenizer = PythonTokenizer()
     detokenizer, ids = make_detokenizer(tokenizer), [*b"many tokens \xe2\x82\xac"]
     assert [progress.text for progress, _ in stream(detokenizer, ids, [0, 13, 14, 15])] == ["many tokens ", "", "€"]
@@ -293,14 +293,14 @@ def test_random_bytes_through_a_window() -> None:
 
 
 def test_a_decoder_that_tidies_up_loses_no_words() -> None:
-    """It takes back what it showed, so the text is not exactly its own; the words are."""
+    """The decoder changes text that was shown, so the streamed text may differ from its own, but not in words."""
     tokenizer = Tokenizer.from_str(word_piece().to_str())
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
     ids = encode(tokenizer, "The dog does not mind ; it was there first .")
     assert streamed(make_detokenizer(tokenizer), ids, range(len(ids) + 1)).split()[:4] == ["The", "dog", "does", "not"]
 
 
-# --- How far back one has to look -------------------------------------------------------------------------------------
+# --- Cost of looking back ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*BYTE_KINDS, *OTHER_KINDS])
@@ -330,7 +330,7 @@ def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
 
 
 class CountingList(list[int]):
-    """Ids that count how many of them are looked at."""
+    """A list of ids that counts how many are read."""
 
     looked_at = 0
 
@@ -343,7 +343,7 @@ class CountingList(list[int]):
 @pytest.mark.parametrize("make", [lambda: byte_level().tokenizer, lambda: metaspace().tokenizer, words])
 @pytest.mark.parametrize("opening", ["", "dog"])
 def test_a_long_run_of_special_tokens_costs_no_more_than_one_look_each(make: Any, opening: str) -> None:
-    """A request that ignores the end of its text may well end it for ever."""
+    """A request that ignores the end token may repeat it for ever."""
     tokenizer = make()
     special, detokenizer, length = tokenizer.token_to_id(EOS), make_detokenizer(make()), 2000
     ids, CountingList.looked_at = CountingList(encode(tokenizer, opening)), 0

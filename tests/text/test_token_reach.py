@@ -1,4 +1,4 @@
-"""What is known of a tokenizer without asking it: a text is never said to have more tokens than it has."""
+"""A lower bound on the tokens of a text, known without asking the tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def framed(single: str, *others: tuple[str, int]) -> processors.TemplateProcessi
 
 
 def changed(tokenizer: Tokenizer, added: list[AddedToken] | None = None, **parts: Any) -> Tokenizer:
-    """A copy with other parts."""
+    """Return a copy with other parts."""
     copied = Tokenizer.from_str(tokenizer.to_str())
     for name, part in parts.items():
         setattr(copied, name, part)
@@ -121,7 +121,7 @@ def test_nothing_is_said_where_it_is_not_sure(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_pieces_are_what_the_tokenizer_says(name: str) -> None:
-    """They are put together here, without the calls that hold Python's lock."""
+    """Compare with `tokenizers`: ours builds pieces without the calls that hold Python's lock."""
     backend = NAMED[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     for text in ("  <mask> a dog, a Dog <s> <tool_call> \U0001f9ff", "", *random_texts(50, seed=2)):

@@ -51,7 +51,7 @@ TEXTS = [*random_texts(20, seed=1), "", " ", "<s>a</s> <tool_call> b<unk>", "a <
 def save(
     folder: Path, backend: Tokenizer, *, model_type: str | None = None, drop: tuple[str, ...] = (), **config: Any
 ) -> Path:
-    """A folder as transformers saves it, with some changes to its config."""
+    """Save a folder as transformers does, with some changes to its config."""
     PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     changed = json.loads(path.read_text()) | config
@@ -79,7 +79,7 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
 
 
 def vouch_for(folder: Path) -> TokenizerFolder:
-    """An adapter's folder, of which all that a source knows is vouched for."""
+    """Return an adapter's folder in which a source vouches for all tokenizer files."""
     found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
     return TokenizerFolder(folder, {file: stamp_of(folder / file) for file in tokenizer_files(found)})
 
@@ -91,7 +91,7 @@ def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path)
 
 @pytest.fixture
 def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Converting without another process, which would import transformers again each time; what was asked for."""
+    """Convert without another process, which would import transformers each time; collect the commands."""
     commands: list[list[str]] = []
 
     def convert(_: Converter, command: list[str], out: Path) -> int:
@@ -179,7 +179,7 @@ def test_models_whose_tokenizer_is_taken_as_it_is(model_type: str, tmp_path: Pat
 
 
 def full(backend: Tokenizer) -> Tokenizer:
-    """A copy with everything that a file can hold."""
+    """Return a copy with everything that a file can hold."""
     copy = Tokenizer.from_str(backend.to_str())
     ids = [(name, copy.token_to_id(name)) for name in (BOS, EOS)]
     copy.post_processor = processors.TemplateProcessing(
@@ -210,11 +210,11 @@ def test_pieces_say_which_characters_they_are(tmp_path: Path) -> None:
     assert {at for piece in middle for at in range(piece.start, piece.stop)} == set(range(len(text)))
 
 
-# --- What transformers makes something else of ------------------------------------------------------------------------
+# --- Files that transformers changes ----------------------------------------------------------------------------------
 
 
 def rebuilt(folder: Path, kind: str) -> Path:
-    """Folders for which transformers has a class that does not take the file as it is."""
+    """Save a folder for which transformers has a class that does not take the file as it is."""
     byte, spm = byte_level().tokenizer, sentencepiece().tokenizer
     backend, model_type, changes = {
         "llama": (spm, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
@@ -371,7 +371,7 @@ def test_sentencepiece_is_asked_for(tmp_path: Path, converts: list[list[str]], m
         load_tokenizer(tmp_path)
 
 
-# --- Text and ids that cannot be --------------------------------------------------------------------------------------
+# --- Impossible text and ids ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -449,7 +449,7 @@ def test_where_templates_are(in_config: Any, files: list[str], tmp_path: Path) -
     assert len(templates) == (len(files) or (0 if in_config is None else 1 if in_config == "text" else 2))
 
 
-# --- An adapter that ships only part ----------------------------------------------------------------------------------
+# --- Adapters that ship some of the files -----------------------------------------------------------------------------
 
 
 def test_an_adapter_with_a_template_only(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
@@ -575,7 +575,7 @@ def test_an_adapters_decoder_has_no_pattern(plain: TextTokenizer, plain_folder: 
         load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
 
 
-# --- Files that nobody vouches for ------------------------------------------------------------------------------------
+# --- Malformed files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ def test_templates_that_are_no_text_too_large_or_too_many(
         load_adapter_tokenizer(tmp_path, plain, plain_folder)
 
 
-# --- What no source vouched for ---------------------------------------------------------------------------------------
+# --- Files that no source vouched for ---------------------------------------------------------------------------------
 
 
 STRAY = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"]
@@ -729,7 +729,7 @@ def test_a_file_that_took_the_place_of_what_was_vouched_for(
     elif kind == "other bytes":
         path.write_text("what was vouched FOR")
     elif kind == "fifo":
-        os.mkfifo(path)  # and nobody ever writes to it
+        os.mkfifo(path)  # and no process ever writes to it
     with pytest.raises(
         SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was chosen; try again"
     ):
@@ -756,7 +756,7 @@ def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch
     assert seen == [{"tokenizer.json", "tokenizer_config.json", "additional_chat_templates/more.jinja"}]
 
 
-# --- How a model likes to generate ------------------------------------------------------------------------------------
+# --- Generation defaults of a model -----------------------------------------------------------------------------------
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -836,7 +836,7 @@ def test_a_models_config_may_hold_infinity(tmp_path: Path) -> None:
         load_generation_defaults(tmp_path)
 
 
-# --- What it costs ----------------------------------------------------------------------------------------------------
+# --- Costs ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_needs_neither_torch_nor_transformers() -> None:

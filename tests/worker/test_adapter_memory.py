@@ -36,14 +36,14 @@ def make_host(rank: int, seed: int = 0, dtype: torch.dtype = torch.float32, voca
 
 
 def make_memory(num_units: int, dtype: torch.dtype = torch.float32) -> AdapterMemory:
-    """Free units are not numbers, so that one that is read shows."""
+    """Make a memory whose free units are NaN, so that a read of one shows."""
     memory = AdapterMemory(TARGETS, dtype, CPU, num_units)
     memory.arena.buffer.fill_(math.nan)
     return memory
 
 
 def check_place(memory: AdapterMemory, index: int, host: HostAdapter, first_unit: int) -> None:
-    """An adapter's bytes lie there, and the table says so."""
+    """Check that an adapter's bytes lie there, and that the tables agree."""
     arena, start = memory.arena, first_unit * UNIT_BYTES // host.buffer.itemsize
     assert torch.equal(arena.buffer[start : start + host.buffer.numel()], host.buffer)
     expected = host.table.clone()
@@ -57,7 +57,7 @@ def check_place(memory: AdapterMemory, index: int, host: HostAdapter, first_unit
 
 
 def numbers(memory: AdapterMemory) -> int:
-    """Units that were written to."""
+    """Return the number of units that were written to."""
     return int((~memory.arena.buffer.isnan()).sum()) * memory.arena.buffer.itemsize // UNIT_BYTES
 
 
@@ -99,7 +99,7 @@ def test_an_unloaded_index_has_nothing_and_can_be_used_again() -> None:
 def test_a_moved_adapter_is_whole_and_the_table_follows(
     source: int, target: int, move_units: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most of these lie partly over their own old place."""
+    """Move an adapter, mostly to a place that overlaps the old one."""
     monkeypatch.setattr(adapter_memory, "MOVE_UNITS", move_units)
     host, other = make_host(16, dtype=dtype), make_host(2, seed=5, dtype=dtype)
     assert host.units >= 5
@@ -157,7 +157,7 @@ def test_places_that_do_not_exist_are_mistakes_of_ours(index: int, first_unit: i
 
 @pytest.mark.parametrize("seed", range(4))
 def test_adapters_that_come_and_go_give_their_own_outputs(seed: int) -> None:
-    """In random places, at random indices, some unloaded, the rest moved together."""
+    """Load adapters in random places and at random indices, unload some, and move the rest together."""
     draw = random.Random(seed)
     memory = make_memory(600)
     weights = {index: make_weights(draw.choice([1, 3, 8, 17, 64]), index) for index in draw.sample(range(1, 200), 10)}

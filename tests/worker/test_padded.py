@@ -1,4 +1,4 @@
-"""Padded models behind plans: whatever shares the steps, each sequence gets what transformers gives it alone."""
+"""Padded models behind plans: each sequence gets what transformers gives it alone, whatever shares its steps."""
 
 import math
 import random
@@ -60,12 +60,12 @@ def oracle(zoo: Zoo) -> Any:
     return zoo.pair("gpt-j").oracle
 
 
-# --- What stands for the engine ---------------------------------------------------------------------------------------
+# --- A stand-in for the engine ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Running:
-    """A request, and all that came out for it. What it had generated when it came in is in `token_ids` too."""
+    """A request and its output. Tokens that it had generated when it came in are in `token_ids` too."""
 
     prompt: Sequence[int] = PROMPT
     sampling: SamplingParams = GREEDY
@@ -87,7 +87,7 @@ class Running:
 
 
 class Engine:
-    """Gives rows away, the last that became free first, and makes plans whose order means nothing."""
+    """A stand-in for the engine: it gives away the row that became free last, and orders plans at random."""
 
     def __init__(self, lm: CausalLM, seed: int = 0) -> None:
         self.runner = PaddedRunner(lm)
@@ -166,18 +166,18 @@ def make_plan(
 
 
 def alone(lm: CausalLM, sequence: Running) -> Running:
-    """The same request by itself from its prompt on."""
+    """Run the same request by itself from its prompt on."""
     again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.asks)
     Engine(lm).finish(again)
     return again
 
 
-# --- What is right ----------------------------------------------------------------------------------------------------
+# --- Right answers ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def check(oracle: Any, sequence: Running) -> None:
-    """Every token, logprob and alternative, from transformers' logits of the sequence alone, without any cache."""
+    """Compare every token, logprob and alternative with transformers, run on the sequence alone without a cache."""
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
     lengths = torch.arange(len(ids) - num_new, len(ids))
@@ -187,7 +187,7 @@ def check(oracle: Any, sequence: Running) -> None:
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
     found, wanted = torch.tensor(sequence.logprobs), expected.logprobs
     if not torch.allclose(found, wanted, rtol=0, atol=TOLERANCE):
-        # Which of two tokens at a limit is let in is a matter of rounding, and changes the probabilities of all others.
+        # Rounding decides which of two tokens at a limit is let in, and so changes the probabilities of all others.
         near = [logits + ROUNDING * torch.randn_like(logits) for _ in range(8)]
         choices = torch.stack([sampler(each[lengths - 1], history).logprobs for each in near])
         wanted = choices.gather(0, (choices - found).abs().argmin(0, keepdim=True))[0]
@@ -237,7 +237,7 @@ def random_sequence(rng: random.Random) -> Running:
 
 
 def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
-    """They come and go at random, some of them before their time; and some of those come again with what they had."""
+    """Run sequences that come and go at random. Some leave early, and some of those come back with their tokens."""
     engine, rng = Engine(lm, seed), random.Random(seed)
     everyone: list[Running] = []
     paused: list[Running] = []
@@ -286,7 +286,7 @@ def test_greedy_tokens_are_those_of_generate(pair: Pair) -> None:
 
 
 def test_what_is_drawn_depends_on_the_seed_alone(lm: CausalLM) -> None:
-    """Many of one prompt in one batch, come at different times."""
+    """Run many sequences of one prompt in one batch, which join at different times."""
     sequences = [Running(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
     engine = Engine(lm)
     for begin in range(0, len(sequences), 5):
@@ -354,11 +354,11 @@ def test_a_step_is_one_forward_of_those_that_run_and_one_of_the_prompts(
     assert shapes == [(2, 5), (2, 1), (2, 1), (3, 7), (5, 1)]
 
 
-# --- What is reported -------------------------------------------------------------------------------------------------
+# --- Reports ----------------------------------------------------------------------------------------------------------
 
 
 def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
-    """In steps that they join, beside others, and in plans of any order."""
+    """Ask for alternatives in steps of joining sequences, beside others, and in plans of any order."""
     counts = [0, 3, 0, 1, 400]  # the last asks for more than there are
     for seed in range(5):
         engine = Engine(lm, seed)
@@ -375,7 +375,7 @@ def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
 
 
 def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
-    """Those of the model's own scores, whatever is wanted of the tokens."""
+    """Prompt logprobs are those of the model's own scores, whatever the sampling parameters."""
     engine = Engine(pair.served)
     engine.step(Running(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
@@ -406,7 +406,7 @@ def test_neither_eos_nor_stop_strings_end_anything(lm: CausalLM) -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before: int) -> None:
-    """Also those of one that comes with some of its minimum."""
+    """Cover sequences that come in with some of their minimum generated."""
     stop = StopParams(
         max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
     )
@@ -417,7 +417,7 @@ def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before:
 
 
 def test_a_sequence_can_be_as_long_as_the_model_has_positions(zoo: Zoo) -> None:
-    """Beside others that come later and stay longer."""
+    """Run it beside another sequence that comes later and stays longer."""
     pair = zoo.pair("gpt-neo-window")
     engine, rng = Engine(pair.served), random.Random(5)
     full = Running(rng.choices(range(2, VOCAB), k=MAX_POSITIONS - 6), stop=StopParams(max_new_tokens=6))
@@ -429,14 +429,14 @@ def test_a_sequence_can_be_as_long_as_the_model_has_positions(zoo: Zoo) -> None:
         check(pair.oracle, sequence)
 
 
-# --- What is not a number ---------------------------------------------------------------------------------------------
+# --- Scores that are NaN ----------------------------------------------------------------------------------------------
 
 POISON = VOCAB - 1
 
 
 @pytest.fixture
 def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
-    """A token whose embedding is not a number, so that neither are the keys and values after it."""
+    """Make one token's embedding NaN, so that the keys and values after it are NaN too."""
     weight = lm.model.get_input_embeddings().weight
     kept = weight[POISON].detach().clone()
     with torch.no_grad():
@@ -466,7 +466,7 @@ def test_scores_that_are_not_numbers_are_reported_and_harm_nobody_else(
         check(oracle, sequence)
 
 
-# --- Plans that cannot be ---------------------------------------------------------------------------------------------
+# --- Impossible plans -------------------------------------------------------------------------------------------------
 
 
 def new_row(row: int, prompt: Sequence[int] = PROMPT) -> NewRow:

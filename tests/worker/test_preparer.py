@@ -1,4 +1,4 @@
-"""Adapters made ready beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
+"""Adapters prepared beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(originals: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
+    """Make a copy that tests may change."""
     shutil.copytree(originals, tmp_path / "adapters")
     return tmp_path / "adapters"
 
@@ -112,7 +112,7 @@ def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
 def test_what_is_ready_is_what_preparing_gives(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
-    """Also where all is read into memory at first, since the file is young."""
+    """Cover young files, which are read into memory as a whole first."""
     specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
     for spec in specs:
         preparer.start(spec)
@@ -179,7 +179,7 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
 
 
 def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
-    """The engine hears from the first rank; what it then says may reach another before its own thread is done."""
+    """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
     spec, go_on = make_spec(originals / "plain", targets), threading.Event()
     found: list[Any] = []
 
@@ -228,7 +228,7 @@ def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> No
     assert len(done) == 1
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 def vanish(folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_files_that_are_not_what_they_were(
     assert isinstance(failed.error, AdapterError)
     assert message in str(failed.error)
     assert (failed.units, failed.num_bytes) == (0, 0)
-    assert failed.error.__traceback__ is None  # which would keep all that was read
+    assert failed.error.__traceback__ is None  # a traceback would keep all that was read
     assert fine.error is None
     assert list(preparer._ready) == [other.identity]
 
@@ -273,7 +273,7 @@ def test_files_that_are_not_what_they_were(
 def test_a_file_that_changes_without_a_new_stamp(
     is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
-    """Twice within a tick of its file system's clock: while it is young it is looked at again."""
+    """Change a file twice within a tick of the file system's clock: a young file is read again."""
     plain, stamp = folder / "plain", (1, 2, 3, 4)
     with mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp):
         spec = make_spec(plain, targets)
@@ -326,7 +326,7 @@ def test_a_bug_or_no_memory_takes_nobody_along(
 
 
 def beside(group: TorchGroup, size: int) -> HostGroup | None:
-    """A second group of the first ranks. All have to make it."""
+    """Make a second group of the first ranks. All ranks have to call this."""
     if size == group.size():
         return group.beside()
     made = dist.new_group(list(range(size)), backend="gloo")
@@ -334,7 +334,7 @@ def beside(group: TorchGroup, size: int) -> HostGroup | None:
 
 
 def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
-    """What is taken on this rank: of one that fails on the last rank, if it shall, and then of others."""
+    """Prepare adapters on this rank: first, if `spoilt`, one that fails on the last rank, and then others."""
     second = beside(group, size)
     if second is None:
         return None
@@ -364,7 +364,7 @@ def make_specs(folder: Path) -> list[AdapterSpec]:
 
 
 def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
-    """What another machine may see of the same adapter."""
+    """Return the spec of the same adapter as another machine may see it."""
     (part,) = spec.parts
     parts = {
         "vanished": replace(part, folder=folder / "nowhere"),
@@ -380,7 +380,7 @@ def spoiling(how: str) -> Any:
 
 
 def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter] | None:
-    """The same without threads and files that are read before."""
+    """Prepare the same adapters without threads and without reading files ahead."""
     second = beside(group, size)
     if second is None:
         return None
@@ -399,7 +399,7 @@ def test_ranks_prepare_together(size: int, ranks: RankPool, originals: Path, tar
         for host, each, direct in zip(hosts, taken, wanted, strict=True):
             assert_same(host, direct)
             assert each.units == direct.units
-    # The norms of the matrix that is cut by its inputs are those of all of it.
+    # A matrix that is cut by its inputs has the norms of the whole matrix.
     whole = prepare(open_adapter(originals / "dora", targets), targets, torch.float32, FakeGroup())
     index = list(targets).index("model.layers.1.self_attn.o_proj")
     factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in found])]

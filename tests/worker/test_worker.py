@@ -1,4 +1,4 @@
-"""A rank does what plans say, in their order; and knows what it has, and what it can."""
+"""A rank carries out plans in their order, and reports its memory and capabilities."""
 
 import multiprocessing
 import pickle
@@ -67,7 +67,7 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
 
 @dataclass
 class Record:
-    """Stands for everything below a worker, and writes down what it is told."""
+    """A stand-in for everything below a worker, which records its calls."""
 
     said: list[tuple[Any, ...]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -157,7 +157,7 @@ def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Recor
 
 
 def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, record: Record) -> None:
-    """Of a stand-in for an event of a GPU; that nobody has to ask again and again is the point."""
+    """The worker notifies when a copy (a stand-in for a GPU event) has ended, so that the engine need not poll."""
 
     class Copy:
         def synchronize(self) -> None:
@@ -226,7 +226,7 @@ def test_a_real_step_with_and_without_rows() -> None:
     worker.close()
 
 
-# --- What a model can -------------------------------------------------------------------------------------------------
+# --- Capabilities of a model ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_small_cache_limits_the_length() -> None:
 
 
 class Uneven(FakeGroup):
-    """The first of two ranks, of which the other has room for three blocks."""
+    """The first of two ranks; the other has room for three blocks."""
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([x, torch.full_like(x, 3)], dim)
@@ -389,7 +389,7 @@ def test_what_a_padded_model_cannot_do_is_refused(gpt_j: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])
 @pytest.mark.parametrize("step_tokens", [5, 128, 300])
 def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: int) -> None:
-    """Also where a step has more tokens than the model has positions."""
+    """Cover steps with more tokens than the model has positions."""
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
     counted: list[int] = []
     model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))

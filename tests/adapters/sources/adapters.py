@@ -9,7 +9,7 @@ from lorax_server.adapters.sources.source import AdapterSources, FetchedAdapter,
 
 CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "owner/base"}
 WEIGHTS = "adapter_model.safetensors"
-# Not what safetensors look like, which is not for a source to know.
+# Not valid safetensors: a source does not look inside.
 ADAPTER = {
     "adapter_config.json": json.dumps(CONFIG).encode(),
     WEIGHTS: random.Random(0).randbytes(400_000),
@@ -28,7 +28,7 @@ def front(source: Source, **options: Any) -> AdapterSources:
 
 
 def fetch(source: Source, name: str, token: str | None = None) -> FetchedAdapter:
-    """A fetch of which no former one is remembered."""
+    """Fetch by a new front, which remembers no earlier fetch."""
     return front(source).fetch(source.kind, name, token, accept)
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_children(count: int, script: str, *arguments: object, **environment: str) -> list[str]:
-    """What each of several processes that run at the same time prints."""
+    """Run several processes at the same time and return the output of each."""
     code = "import sys\nfrom pathlib import Path\n" + dedent(script)
     children = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What all tests of sources have in common."""
+"""Fixtures for all tests of sources."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def no_proxy() -> Iterator[None]:
-    """Our servers are on this machine, whatever stands between it and the others."""
+    """Reach servers on this machine directly, whatever proxy the environment names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setenv("no_proxy", "127.0.0.1")

@@ -38,7 +38,7 @@ class Repo:
     gated: bool = False  # its list of files is open to all, its files are not
     model_type: str | None = None  # in its description
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    announced: dict[str, Any] = field(default_factory=dict)  # changes to what the API says
+    announced: dict[str, Any] = field(default_factory=dict)  # changes to the API's answers
 
     def at(self, revision: str) -> dict[str, bytes] | None:
         states = {"main": self.files, **self.branches}

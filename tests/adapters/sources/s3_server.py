@@ -7,7 +7,7 @@ from tests.adapters.sources.server import Reply, Request, Server
 
 class S3Proxy(Server):
     def __init__(self, host: str, port: int) -> None:
-        self.etags: dict[str, str] = {}  # what is said to be the tag, by what it is
+        self.etags: dict[str, str] = {}  # the tag that is reported, by the true one
         self.knows_ranges = True
         self._address = (host, port)
         super().__init__()

@@ -28,7 +28,7 @@ class Reply:
 
 @dataclass
 class Fault:
-    """What goes wrong with a reply, for this many requests."""
+    """A fault in the replies to the next `times` requests."""
 
     times: float = float("inf")
     reply: Reply | None = None  # sent instead
@@ -73,7 +73,7 @@ class Server:
         return fault
 
     def reset(self) -> None:
-        """As if it were new."""
+        """Forget all requests and faults."""
         self.seen.clear()
         self.faults.clear()
         self.before = _do_nothing
@@ -95,7 +95,7 @@ def running(server: Server) -> Iterator[Any]:
 
 class _Http(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that hang up are what these tests are about."""
+        """Say nothing: clients that hang up are what these tests are about."""
 
 
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:

@@ -1,4 +1,4 @@
-"""Fetched adapters on the disk: what leaves, what stays, and what is left of what was cut short."""
+"""Fetched adapters on the disk: versions that leave, versions that stay, and leftovers of interrupted work."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ LATER = IN_USE_S + 1
 
 
 class Clock:
-    """Hours after what was just written, so that what is in use is only what a test says."""
+    """A clock far ahead of files just written, so that only versions that a test marks are in use."""
 
     def __init__(self) -> None:
         self.now = 10**9 + 10**6
@@ -64,7 +64,7 @@ def place(name: str) -> str:
 
 
 def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = WEIGHTS) -> Path:
-    """A version as the S3 source leaves it."""
+    """Write a version as the S3 source leaves it."""
     folder = root / place(name)
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
     (folder / file).write_bytes(b"")
@@ -97,7 +97,7 @@ def test_the_longest_unused_leave_first(tmp_path: Path, root: Path, clock: Clock
     for index, name in enumerate("cabd"):
         put(root, name, 1000.0 + index)
     with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
-        # Some more than needed: 90 % are kept, of which two are coming.
+        # Remove some more than needed: keep 90 %, which include the two that are coming.
         assert names_left(root, *"abcd") == ["b", "d"]
     assert not list(root.glob(f"{ASIDE}*"))
 
@@ -140,7 +140,7 @@ def test_all_in_use_is_an_error_of_the_one_request(tmp_path: Path, root: Path, c
         budget.room_for("adapter 'x'", 2 * MB),
     ):
         pass
-    with budget.room_for("adapter 'y'", MB):  # what was refused takes no room
+    with budget.room_for("adapter 'y'", MB):  # a refused adapter takes no room
         pass
     clock.now += LATER
     with budget.room_for("adapter 'x'", 2 * MB):
@@ -156,7 +156,7 @@ def test_an_adapter_larger_than_the_budget_says_what_to_raise(tmp_path: Path, ro
 
 @pytest.mark.parametrize("reason", ["larger than the budget", "others are in use", "others are being fetched"])
 def test_what_cannot_fit_removes_nothing(tmp_path: Path, root: Path, clock: Clock, reason: str) -> None:
-    """Else one request could empty everybody's cache and get nothing for it."""
+    """Remove nothing for an adapter that cannot fit: else one request could empty the cache for nothing."""
     for index, name in enumerate("abc"):
         put(root, name, 1000.0 + index)
     used = put(root, "used", clock.now - 1 if reason == "others are in use" else 1000.0, 2 * MB)
@@ -226,7 +226,7 @@ def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clo
         pass
     with budget.room_for("three", 3 * MB):
         pass
-    clock.now += LATER  # nobody goes on with it
+    clock.now += LATER  # no process goes on with it
     with budget.room_for("four", 5 * MB):
         assert not path.with_name(f"{WEIGHTS}.part").exists()
 
@@ -235,7 +235,7 @@ def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clo
 def test_what_has_come_so_far_does_not_count_twice(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
 ) -> None:
-    """Of 10 MB that are free, 5 are for adapters, however much of the 3 that are being fetched has come."""
+    """Adapters may take 5 of 10 free MB. A fetch of 3 MB counts as 3 MB, however much of it has arrived."""
     budget = make_budget(tmp_path, clock, max_bytes)
     free = 10 * MB
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
@@ -282,7 +282,7 @@ def test_the_folder_is_not_looked_at_for_each_one(
 def test_the_disk_itself_is_a_limit(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None, is_kept: bool
 ) -> None:
-    """With 2 MB free and 4 MB of ours, none is half of 6 MB, and 8 MB are 6 MB."""
+    """With 2 MB free and 4 MB of ours, no budget means half of 6 MB, and a budget of 8 MB means 6 MB."""
     put(root, "a", 1000.0, 4 * MB)
     free = 2 * MB
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
@@ -391,7 +391,7 @@ def test_a_repository_makes_room_for_another_and_is_fetched_again(hub: HubServer
     first = fetch(source, NAME)
     age(tmp_path, 1000.0)
     other = fetch(source, "owner/other")
-    assert not repo_folder(tmp_path).exists()  # nor its locks, nor what its branches pointed at
+    assert not repo_folder(tmp_path).exists()  # nor its locks and refs
     assert (other.folder / WEIGHTS).read_bytes() == b"of the other" * 10_000
     age(tmp_path, 1000.0)
     assert fetch(source, NAME) == first
@@ -423,7 +423,7 @@ def test_what_others_keep_in_the_same_cache_is_never_removed(hub: HubServer, tmp
 
 
 def make_foreign(tmp_path: Path) -> None:
-    """As huggingface_hub leaves a repository: without marks, and with its locks elsewhere."""
+    """Leave a repository as huggingface_hub does: without marks, and with its locks elsewhere."""
     shutil.rmtree(repo_folder(tmp_path) / ".lorax")
     for lock in (repo_folder(tmp_path) / "blobs").glob("*.lock"):
         lock.unlink()
@@ -448,7 +448,7 @@ def test_what_a_server_fetched_before_there_were_marks_leaves_too(
 def test_a_repository_in_which_a_fetch_begins_is_not_removed(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two steps of the removal, another process comes."""
+    """Another process begins a fetch between two steps of the removal."""
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
     repo, rmdir = repo_folder(tmp_path), Path.rmdir
@@ -473,7 +473,7 @@ def test_a_repository_in_which_a_fetch_begins_is_not_removed(
 def test_what_is_served_while_the_hub_is_down_stays(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, after_s: float
 ) -> None:
-    """It could not be fetched again. What another source fetches meanwhile makes room at the cost of others."""
+    """Keep the version: it could not be fetched again. A fetch of another source must make room elsewhere."""
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     times = SimpleNamespace(now=0.0)
@@ -505,7 +505,7 @@ def bench_of(source: HubSource, times: Callable[[], float] = time.monotonic) -> 
 def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
     hub: HubServer, tmp_path: Path, clock: Clock
 ) -> None:
-    """Whatever is remembered of a name: its files are needed again as soon as its copy in memory has gone."""
+    """A remembered name is not enough: its files are needed as soon as the copy in memory has gone."""
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     resolver = bench_of(source)
@@ -520,7 +520,7 @@ def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
     finally:
         resolver.close()
     assert again.identity == spec.identity
-    assert again.parts != spec.parts  # so that a table that knows it as failed forgets that
+    assert again.parts != spec.parts  # so that a table that remembers a failure forgets it
     assert (again.parts[0].folder / WEIGHTS).read_bytes() == SMALL[WEIGHTS]
 
 

@@ -1,4 +1,4 @@
-"""Adapters in folders that others write to while they are looked at."""
+"""Adapters in folders that other programs change while the finder reads them."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FILES = [CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, TEMPLATE]
 
 
 def write(folder: Path, text: str) -> Path:
-    """An adapter of which every file has a text in it."""
+    """Write an adapter with a given text in each of its files."""
     (folder / TEMPLATES_FOLDER).mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "revision": text}
     (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -41,7 +41,7 @@ def ignore() -> None:
 
 
 class Raced(LocalSource):
-    """Somebody does something before and after the source looks."""
+    """A source whose folder a test can change before and after each look."""
 
     before: Callable[[], None] = staticmethod(ignore)
     after_config: Callable[[], None] = staticmethod(ignore)
@@ -59,7 +59,7 @@ class Raced(LocalSource):
 
 
 class Swap:
-    """A link to what is outside, in the place of what is inside, and back."""
+    """A swap of a path inside the root for a link to a path outside, and back."""
 
     def __init__(self, path: Path, outside: Path) -> None:
         self.path, self.outside = path, outside
@@ -102,7 +102,7 @@ def swap_at(root: Path, what: str) -> Swap:
 
 
 def read_vouched(found: Found, root: Path) -> dict[str, bytes]:
-    """What the stamps of the answer stand for, if it is inside."""
+    """Return the content of the stamped files, which must lie inside the root."""
     names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
     assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)
     return {str(path.relative_to(root / "poet")): path.read_bytes() for path in names}
@@ -111,7 +111,7 @@ def read_vouched(found: Found, root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("what", [*FILES, TEMPLATES_FOLDER, ""], ids=lambda what: what or "the folder")
 @pytest.mark.parametrize("times", [1, 100])
 def test_what_takes_the_place_of_a_file_that_was_checked_is_not_vouched_for(root: Path, what: str, times: int) -> None:
-    """Between the source's last look and the stamps of the answer; then it is put back."""
+    """Swap the file between the source's last look and the stamps of the answer; then put it back."""
     swap, source = swap_at(root, what), Raced([root])
     left = iter(range(times))
     source.before = swap.put_back
@@ -142,7 +142,7 @@ def test_a_config_in_the_place_of_the_one_that_was_checked_is_not_even_parsed(ro
 def test_who_it_is_comes_from_the_file_that_was_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """Its folder is another one only while it is read: all that can be seen before and after is as it was."""
+    """Swap the folder only while it is read: a look before and a look after see the original."""
     swap, read = swap_at(root, ""), getattr(finder, reader)
 
     def read_outside(*args: Any) -> Any:
@@ -158,7 +158,7 @@ def test_who_it_is_comes_from_the_file_that_was_checked(
 
 
 def test_a_root_after_the_one_that_has_it_is_not_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hang."""
+    """Leave later roots alone: they may hang."""
     later = root.parent / "later"
     write(later / "poet", "later")
     looked: list[str] = []
@@ -197,7 +197,7 @@ def test_a_name_that_moves_to_a_later_root_while_it_is_found(root: Path) -> None
 
 @pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
 def test_a_root_that_is_switched_is_seen_though_the_files_are_the_same(tmp_path: Path, name: str) -> None:
-    """An absolute name, one that the new root has as a link out of it, and one that it does not have."""
+    """Try an absolute name, one that the new root has as a link out of it, and one that it lacks."""
     first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "root"
     write(first / "poet", "first")
     second.mkdir()

@@ -26,7 +26,7 @@ SECRET = "hf_do_not_show_this"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ssl_context() -> Iterator[None]:
-    """Reading the system's certificates takes longer than all that a test does."""
+    """Share one context: reading the system's certificates takes longer than a test."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpx2, "create_ssl_context", lambda: context)
@@ -46,7 +46,7 @@ def source(hub: HubServer, tmp_path: Path) -> HubSource:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """What an unfinished download left in the cache."""
+    """Return the names of partial files that an unfinished download left in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part")]
 
 
@@ -62,7 +62,7 @@ def test_an_adapter_is_fetched(hub: HubServer, source: HubSource) -> None:
 def test_nothing_but_the_known_files_is_asked_for(hub: HubServer, source: HubSource) -> None:
     fetch(source, NAME)
     commit = commit_of(hub.repos[NAME].files)
-    # The first opens a file to see whether we may; the others name the commit, so that all are of one state.
+    # The first request opens a file to check permission; the others name the commit, so that all files fit.
     assert [request.path for request in hub.seen] == [
         f"/{NAME}/resolve/main/{CONFIG}",
         f"/api/models/{NAME}/revision/main?blobs=true",
@@ -178,7 +178,7 @@ def test_a_name_that_is_no_repository_goes_nowhere(hub: HubServer, tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
-# --- who may
+# --- permissions
 
 
 def test_anonymous_sends_no_token(hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +564,7 @@ def test_what_huggingface_hub_fetched_is_served_offline(
     hub.seen.clear()
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url, offline=True), NAME))
     assert not hub.seen
-    # Online, what is there need not be fetched.
+    # Online, files that are there need not be fetched.
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url), NAME))
     assert not hub.requests(WEIGHTS)
 

@@ -89,12 +89,12 @@ def test_a_linked_root_can_be_switched_in_one_step(tmp_path: Path, root: Path) -
     found = source.find("team/adapter", None)
     (tmp_path / "other").symlink_to(tmp_path / "new")
     os.replace(tmp_path / "other", link)
-    assert find_adapters(link).names == ["only-here"]  # whoever tells the names follows the link too
+    assert find_adapters(link).names == ["only-here"]  # the listing of names follows the link too
     check_contents(fetch(source, "only-here"))
     for name in ("team/adapter", str(link / "team" / "adapter")):
         check_contents(fetch(source, name), new)
     with pytest.raises(SourceError, match="changed while they were read"):
-        source.fetch(found, [WEIGHTS], None)  # half of the old one and half of the new one is neither
+        source.fetch(found, [WEIGHTS], None)  # never half of the old adapter and half of the new one
     with pytest.raises(AdapterNotFoundError):
         fetch(source, str(root / "team" / "adapter"))  # no longer below a root
 
@@ -195,7 +195,7 @@ OUTSIDE = [
 
 @pytest.fixture
 def traps(tmp_path: Path, root: Path) -> dict[str, str]:
-    """Adapters outside of the root, and links that lead to them."""
+    """Make adapters outside of the root, and links that lead to them."""
     outside = write(tmp_path / "outside")
     write(tmp_path / "rootevil")
     (root / "link-to-outside").symlink_to(outside)
@@ -216,7 +216,7 @@ def test_no_name_leads_out_of_the_root(source: LocalSource, traps: dict[str, str
     for ask in (source.authorize, source.find, lambda name, _: fetch(source, name)):
         with pytest.raises(AdapterNotFoundError) as caught:
             ask(name, None)
-        # What is outside is as good as what does not exist.
+        # A path outside a root is reported like one that does not exist.
         assert str(caught.value) == str(missing.value).replace("'missing'", repr(name))
     assert source.base_model_type(name, None) is None
 
@@ -359,7 +359,7 @@ def test_a_folder_of_templates_that_leads_out_is_refused(
 def test_a_path_that_leads_out_once_it_was_followed_is_refused(
     root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str, swapped: str
 ) -> None:
-    """A link takes the place of a file, or of a folder above it, right after the source has seen where it leads."""
+    """Replace a file, or a folder above it, by a link, right after the source has resolved its path."""
     folder, outside = root / "team" / "adapter", write(tmp_path / "outside", {**ADAPTER, TEMPLATE: b"a secret"})
     (outside / TEMPLATES / "named.jinja").write_text("as nobody may know")
     (folder / TEMPLATES).mkdir()
@@ -383,7 +383,7 @@ def test_a_path_that_leads_out_once_it_was_followed_is_refused(
 def test_a_folder_that_the_server_may_not_enter(
     root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it looks to a server that does not run as root."""
+    """Hide the folder as it is hidden from a server that does not run as root."""
     for name in ("stat", "lstat"):
         real = getattr(os, name)
 
@@ -401,7 +401,7 @@ def test_a_folder_that_the_server_may_not_enter(
 def test_a_link_that_cannot_be_followed(
     root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """It may have become something else a moment ago; or it is not for the server, as some in /proc."""
+    """A link may have changed a moment ago, or be closed to the server, as some in /proc are."""
     (root / "latest").symlink_to("team/adapter")
 
     def refuse(path: str, **_: Any) -> str:

@@ -60,7 +60,7 @@ def moto() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def filler(moto: tuple[str, int]) -> Iterator[Any]:
-    """A client that fills the bucket. It adds no checksums of its own, as older ones did not."""
+    """Make a client that fills the bucket and, like older clients, adds no checksums of its own."""
     config = Config(request_checksum_calculation="when_required")
     with closing(boto3.Session().client("s3", endpoint_url="http://{}:{}".format(*moto), config=config)) as client:
         yield client
@@ -68,7 +68,7 @@ def filler(moto: tuple[str, int]) -> Iterator[Any]:
 
 @pytest.fixture
 def admin(moto: tuple[str, int], filler: Any) -> Any:
-    """The client of a server that has one bucket, and in that one adapter."""
+    """Reset the server to one bucket with one adapter, and return a client for it."""
     with closing(HTTPConnection(*moto)) as connection:
         connection.request("POST", "/moto-api/reset")
         assert connection.getresponse().status == 200
@@ -96,7 +96,7 @@ def proxy(one_proxy: S3Proxy, admin: Any) -> S3Proxy:
 
 @pytest.fixture(scope="module")
 def client(one_proxy: S3Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The client that a source makes for itself. It is shared, for it takes long to make."""
+    """Return the client that a source makes for itself. It is shared, because making one is slow."""
     with closing(S3Source(BUCKET, tmp_path_factory.mktemp("none"), endpoint_url=one_proxy.url)._client) as made:
         yield made
 
@@ -106,7 +106,7 @@ Make = Callable[..., S3Source]
 
 @pytest.fixture
 def make(proxy: S3Proxy, client: Any, tmp_path: Path) -> Iterator[Make]:
-    """A source of the bucket; with its own client when something about that is asked for."""
+    """Return a function that makes sources of the bucket, with a client of their own if options need it."""
     made = []
 
     def build(**options: Any) -> S3Source:
@@ -126,7 +126,7 @@ def source(make: Make) -> S3Source:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """What an unfinished download left in the cache."""
+    """Return the names of non-empty partial files that an unfinished download left in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part") if path.stat().st_size]
 
 

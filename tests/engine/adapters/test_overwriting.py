@@ -1,4 +1,4 @@
-"""While a folder's files are overwritten, what was there before is served, for a while, and never a mixture."""
+"""Folders whose files are being overwritten: the old version is served for a while, and never a mixture."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def overwrite(bench: Bench, file: str, content: bytes) -> None:
-    """In place, as `cp` does."""
+    """Overwrite a file in place, as `cp` does."""
     with (bench.root / "tuned" / file).open("wb") as opened:
         opened.write(content)
 
@@ -85,7 +85,7 @@ def test_after_a_while_the_error_is_told(bench: Bench) -> None:
     overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
     assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
     overwrite(bench, WEIGHTS_FILE, b"half")
-    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)  # the time begins anew
+    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)  # the time starts again
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE, None])
@@ -118,7 +118,7 @@ def test_who_loads_by_hand_is_told_of_the_error(bench: Bench) -> None:
 
 
 def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, monkeypatch: Any) -> None:
-    """They may be whole, so that what was there before is served only if they have been broken."""
+    """Changed files may be complete: the old version is served only if the new one is damaged."""
     fetch = LocalSource.fetch
 
     def changed(*_: Any) -> Path:
@@ -186,12 +186,12 @@ def test_a_merge_says_that_a_part_is_not_the_newest(bench: Bench) -> None:
     assert resolved.stale is not None
 
 
-# --- The engine, which knows what is in memory ------------------------------------------------------------------------
+# --- The engine, which knows which adapters are in memory -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [*State, None])
 def test_what_was_there_before_is_served_only_from_memory(state: State | None) -> None:
-    """Else it would have to be read from files that are others by now."""
+    """An old version that is not in memory cannot be served: its files have changed."""
     stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
     found: Future[Any] = Future()
     found.set_result((SimpleNamespace(identity="old", merge=None, parts=()), stale))

@@ -1,4 +1,4 @@
-"""Who a name means: never an old one, never somebody else's, and nobody waits for what does not concern them."""
+"""Names become identities: never an outdated one, never another caller's, and no request waits for unrelated work."""
 
 import gc
 import itertools
@@ -55,11 +55,11 @@ HUB_NAME = "owner/adapter"
 PATIENCE_S = 20  # only ever spent by a test that fails
 
 
-# --- What the tests are made of ---------------------------------------------------------------------------------------
+# --- Helpers ----------------------------------------------------------------------------------------------------------
 
 
 def files_of(number: int, **changes: Any) -> dict[str, bytes]:
-    """An adapter unlike that of any other number, of the same size."""
+    """Return the files of an adapter: one for each number, all of one size."""
     header = {"q": entry([2, 4], 0, 32), "v": entry([4], 32, 48)}
     data = random.Random(number).randbytes(48)
     return {CONFIG_FILE: json.dumps(RAW | changes).encode(), WEIGHTS_FILE: file_bytes(header, data)}
@@ -73,7 +73,7 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def replace(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Each file in one step."""
+    """Replace each file in one step."""
     for file, content in files.items():
         new = folder / f"{file}.{threading.get_ident()}"
         new.write_bytes(content)
@@ -99,7 +99,7 @@ def ignore(*arguments: object) -> None:
 
 
 class FakeSource:
-    """Folders, as LocalSource, of any kind; `before` may wait or fail."""
+    """A source of folders, like LocalSource, with any kind; `before` may wait or fail."""
 
     def __init__(self, kind: str, root: Path) -> None:
         self.kind = kind
@@ -132,7 +132,7 @@ class FakeSource:
 
 
 class RateLimits:
-    """Holds whoever comes, until it is opened."""
+    """A gate that holds all callers until it is opened."""
 
     def __init__(self) -> None:
         self.arrived = threading.Semaphore(0)
@@ -173,7 +173,7 @@ class Bench:
         return self.gates[-1]
 
     def put(self, name: str, number: int, **changes: Any) -> str:
-        """A new adapter; who it is."""
+        """Write a new adapter and return its identity."""
         files = files_of(number, **changes)
         write(self.root / name, files)
         return identity_of(self.tmp_path, files)
@@ -221,7 +221,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The weights that are read."""
+    """Collect the paths of weights that are read."""
     read: list[Path] = []
 
     def counted(config: Any, path: Path, *rest: Any) -> str:
@@ -257,7 +257,7 @@ def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) 
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
     expected = answers(spec)
-    spec.parts[0].config._patterns._left_s = 0.0  # who takes it over has time of its own
+    spec.parts[0].config._patterns._left_s = 0.0  # a copy has a time budget of its own
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
     assert answers(copied) == expected
@@ -284,7 +284,7 @@ def test_what_the_base_model_cannot_serve_is_refused(
 
 
 def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
-    """Also for folders, which are looked at for each request: their base model may lie with a hub that hangs."""
+    """Ask once for folders too, though each request looks at them: their base model may lie on a hub that hangs."""
     bench.fake.base_types["owner/llama"] = "llama"
     for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
         bench.put(name, 1, base_model_name_or_path=base)
@@ -302,7 +302,7 @@ def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
 
 
 def rewrite(folder: Path, files: Mapping[str, bytes]) -> None:
-    """In place, as if nothing had happened: same inode, same size, same time."""
+    """Rewrite the weights in place without a trace: same inode, same size, same time."""
     path = folder / WEIGHTS_FILE
     times = os.stat(path)
     path.write_bytes(files[WEIGHTS_FILE])
@@ -310,7 +310,7 @@ def rewrite(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def swap_link(folder: Path, files: Mapping[str, bytes]) -> None:
-    """As a deployment does that keeps its versions side by side."""
+    """Switch a link, as a deployment does that keeps its versions side by side."""
     new = write(folder.with_name(f"version {random.getrandbits(64)}"), files)
     link = folder.with_name("new link")
     link.symlink_to(new.name)
@@ -397,7 +397,7 @@ def test_who_asks_while_a_folder_is_looked_at_gets_a_look_of_their_own(bench: Be
     monkeypatch.setattr(finder, "identify", slow)
     first = bench.begin("tuned", "local")
     gate.wait_for()
-    swap_link(bench.root / "tuned", second)  # which the first has no means to see
+    swap_link(bench.root / "tuned", second)  # which the first cannot see
     later = [bench.begin("tuned", "local") for _ in range(3)]
     assert not any(future.done() for future in later)
     gate.opened.set()
@@ -471,7 +471,7 @@ def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench
 
 
 def test_config_and_weights_are_of_one_moment(bench: Bench) -> None:
-    """Both are replaced after the source has looked a last time, the config first."""
+    """Replace both after the source's last look, the config first."""
     bench.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
 
@@ -529,7 +529,7 @@ def test_each_merged_adapter_needs_a_weight(bench: Bench, count: int, weights: i
 
 
 def test_merges_wait_for_their_parts_in_no_thread(bench: Bench) -> None:
-    """With one thread, and more merges than that, all of which wait for parts of others."""
+    """Use one thread, and more merges than that, all of which wait for one another's parts."""
     bench.resolver = bench.make(num_threads=1)
     names = [str(number) for number in range(6)]
     for number, name in enumerate(names):
@@ -551,7 +551,7 @@ def test_a_merge_fails_with_its_first_part_that_fails(bench: Bench) -> None:
     assert result(bench.begin("slow"))
 
 
-# --- Those who wait ---------------------------------------------------------------------------------------------------
+# --- Callers that wait ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["fake", "local"])
@@ -571,7 +571,7 @@ def test_all_who_ask_for_the_same_share_one_fetch(bench: Bench, source: str, mon
     assert bench.resolver.num_fetching == 1
     gate.opened.set()
     assert {result(future)[0].identity for future in futures} == {identity}
-    # Who came after a folder was looked at shares a second look.
+    # Callers that came after the first look share a second one.
     assert len(looks) <= (1 if source == "fake" else 2)
     assert bench.resolver.num_fetching == 0
 
@@ -632,7 +632,7 @@ def test_one_who_no_longer_waits_does_not_disturb_the_others(bench: Bench, caplo
 
 
 def test_who_is_told_may_ask_again_at_once(bench: Bench) -> None:
-    """On the thread of the resolver, which holds nothing then."""
+    """Ask from a callback, on the resolver's thread, which holds no lock then."""
     identities = [bench.put(name, number) for number, name in enumerate("ab")]
     bench.resolver = bench.make(num_threads=1)
     second: Future[Any] = Future()
@@ -763,7 +763,7 @@ def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
 # --- A source that is down --------------------------------------------------------------------------------------------
 
 
-TOO_OLD_S = 60 * (1 + resolver_module.MAX_STALE)  # to be served without its source being asked
+TOO_OLD_S = 60 * (1 + resolver_module.MAX_STALE)  # for an answer that is served without asking its source
 
 
 def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -780,7 +780,7 @@ def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytes
         bench.clock.now += wait_s
         assert bench.ask("tuned") == first
         assert len(bench.fake.asked) == asked
-    # For nobody else.
+    # Callers with other tokens get an error.
     assert isinstance(bench.error("tuned", token="other"), SourceError)
     second = bench.put("tuned", 2)
     assert isinstance(bench.error("tuned"), SourceError), "its files are others now"
@@ -790,7 +790,7 @@ def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytes
 
 
 def test_a_token_is_worth_nothing_once_its_minute_is_over_and_its_source_is_down(bench: Bench) -> None:
-    """It may have been revoked, which only the source knows."""
+    """Refuse the token: it may have been revoked, which only the source knows."""
     identity = bench.put("tuned", 1)
     assert bench.ask("tuned", token=SECRET) == identity
     bench.fake.before = fail_with(SourceError("it is down"))
@@ -916,7 +916,7 @@ def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.Mo
 
 
 class Looks:
-    """Counts what is done to files, and on which threads."""
+    """Counters of reads and stats of files, and of the threads that do them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stats: list[Path] = []
@@ -941,7 +941,7 @@ class Looks:
 
 
 def settled(bench: Bench) -> AdapterResolver:
-    """A resolver to which all that is there now is old."""
+    """Make a resolver to which all present files are old."""
     now_ns = time.time_ns() + SETTLED_NS + 10**9
     return bench.make(time_ns=lambda: now_ns)
 
@@ -1025,7 +1025,7 @@ def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(finder.Found, "is_unchanged", hang)
-        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns though nothing can be known
+        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns without waiting for the look
         gate.wait_for(resolver_module.NUM_LOOKERS)
         assert bench.ask("tuned", "other") == identity
         assert not any(future.done() for future in held)
@@ -1068,7 +1068,7 @@ def test_only_who_waited_for_a_fetch_is_told_of_it(bench: Bench) -> None:
 
 
 def settle(bench: Bench) -> None:
-    """Until no source is being asked: a second question of the same would join the first."""
+    """Wait until no source is being asked: a second request for the same name would join the first."""
     while bench.resolver.num_fetching:
         time.sleep(0.001)
 
@@ -1169,7 +1169,7 @@ def test_hostile_names(bench: Bench, source: str, tmp_path: Path) -> None:
 
 
 def reachable(start: object) -> Iterator[object]:
-    """All that is kept alive by an object, but for modules and classes."""
+    """Yield all objects that an object keeps alive, but for modules and classes."""
     seen, waiting = {id(start)}, [start]
     while waiting:
         found = waiting.pop()
@@ -1197,7 +1197,7 @@ def test_a_token_is_neither_kept_nor_logged(bench: Bench, caplog: pytest.LogCapt
             bench.begin(name, token=secret).exception(PATIENCE_S)
     bench.fake.before = ignore
     for threads in bench.resolver._threads.values():
-        threads.submit(lambda: None)  # what a thread did last, it holds until it does something else
+        threads.submit(lambda: None)  # a thread holds its last task until it gets another
     bench.resolver.close()
     bench.resolver = bench.make()
     for name in ("tuned", "tuned", "down"):
@@ -1208,7 +1208,7 @@ def test_a_token_is_neither_kept_nor_logged(bench: Bench, caplog: pytest.LogCapt
 
 
 def test_many_threads_at_once(bench: Bench) -> None:
-    """Whatever they do, each gets the right answer, and nothing is left behind."""
+    """Mix all operations: each thread gets right answers, and nothing is left behind."""
     names = [f"adapter{number}" for number in range(8)]
     expected = {name: bench.put(name, number) for number, name in enumerate(names)}
     bench.resolver = bench.make(num_threads=3)
@@ -1287,7 +1287,7 @@ def test_closing_ends_the_threads(bench: Bench) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def near_hub() -> Iterator[None]:
-    """The hub is on this machine; reading the system's certificates takes longer than a test does."""
+    """Use a hub on this machine, and one SSL context: reading the system's certificates takes longer than a test."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")

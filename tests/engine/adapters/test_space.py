@@ -15,7 +15,7 @@ from lorax_server.engine.adapters.space import AdapterSpace, Move
 
 
 def filled(num_units: int, *sizes: int) -> AdapterSpace:
-    """Loaded adapters "a", "b", ... one after the other from unit 0."""
+    """Load adapters "a", "b", ... one after the other from unit 0."""
     space = AdapterSpace(num_units)
     for key, units in zip("abcdefgh", sizes, strict=False):
         load(space, key, units)
@@ -238,7 +238,7 @@ def test_an_unknown_adapter_is_a_key_error(method: Callable[[AdapterSpace, str],
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_refused_below_95_percent(seed: int) -> None:
-    """Sizes up to 5% of the space, adapters leaving at random: refused only where all that is free is too little."""
+    """Sizes go up to 5 % of the space, and adapters leave at random: refuse only if all free units are too few."""
     rng = random.Random(seed)
     space = AdapterSpace(10_000)
     resident: list[str] = []
@@ -256,12 +256,12 @@ def test_nothing_is_refused_below_95_percent(seed: int) -> None:
     assert space.largest_hole == 10_000
 
 
-CHOICES = st.integers(0, 59)  # what is chosen is the remainder
+CHOICES = st.integers(0, 59)  # choices are made by the remainder
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is loaded for a key once; a key that comes back brings another content."""
+    """The content of one load of a key; a key that comes back brings another content."""
 
     key: Hashable
     load: int
@@ -279,7 +279,7 @@ class Content:
 
 @dataclass
 class Worker:
-    """Plays what the engine orders on a buffer, and checks that a step finds what it was submitted with.
+    """A worker that plays the engine's orders on a buffer, and checks that each step finds its own adapters.
 
     A load is written between `allocate` and `loaded`. A step runs between `submit` and `completed`, after the one
     before it: first its moves, and then it reads, for as long as it may.
@@ -327,7 +327,7 @@ class Worker:
         self.reading = []
 
     def completed(self, num_in_flight: int) -> None:
-        """Of the steps in flight the first ends: it must have run, the others may have."""
+        """End the first of the steps in flight: it must have run, the others may have."""
         if len(self.waiting) == num_in_flight:
             self.run_next()
         if len(self.waiting) == num_in_flight - 1:
@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(choices=st.lists(CHOICES, min_size=8, max_size=16))
     def fill(self, choices: list[int]) -> None:
-        """Adapters have been loaded, and every second one is gone."""
+        """Load adapters, and remove every second one."""
         for which in choices:
             self.allocate(which)
         while self.loading:
@@ -402,7 +402,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=CHOICES)
     def compact(self, which: int) -> None:
-        """What is free in all is one hole when steps have ended, unless a load is in the way; then nothing is moved."""
+        """Make one hole of all free units once steps have ended. If a load is in the way, nothing moves."""
         num_free = self.space.num_free_units
         num_scattered = num_free - self.space.largest_hole
         if num_scattered == 0:
@@ -440,7 +440,7 @@ class Machine(RuleBasedStateMachine):
             worker.submit(moves, reads)
 
     def follow(self, move: Move) -> None:
-        """A move goes down from where its adapter is, and touches no other."""
+        """Apply a move, which must go down from its adapter's place and touch no other adapter."""
         content = self.contents.pop(move.key)
         assert (content.start, content.units) == (move.source, move.units)
         assert 0 <= move.target < move.source
@@ -473,7 +473,7 @@ class Machine(RuleBasedStateMachine):
             worker.read()
 
     def teardown(self) -> None:
-        """Nothing leaks: when all is freed and all has ended, the space is one hole."""
+        """Free everything and end all steps: the space is one hole, and nothing leaks."""
         while self.loading:
             self.finish_load(0)
         while self.contents:
@@ -490,7 +490,7 @@ RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, M
 
 @pytest.mark.parametrize("seed", range(10))
 def test_long_plays(seed: int) -> None:
-    """The rules of the machine again, in mixes of all kinds and many times faster than hypothesis draws them."""
+    """Play the machine's rules in mixes of all kinds, many times faster than hypothesis does."""
     rng = random.Random(seed)
     for _ in range(50):
         machine = Machine()

@@ -1,4 +1,4 @@
-"""Adapters one thing at a time; then the real engine on workers that notice wrong use, in any order and at length."""
+"""The table of adapters, one rule at a time; then the real engine on workers that notice wrong use, at length."""
 
 import random
 import sys
@@ -29,7 +29,7 @@ from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilitie
 
 
 class Desk:
-    """A table whose steps end at once, and whose workers do all they are told within the step, unless held back."""
+    """A table whose steps end at once, and whose workers obey within the step, unless held back."""
 
     def __init__(self, units: int = 10, host: int = 100, **options: Any) -> None:
         self.now = 0.0
@@ -68,7 +68,7 @@ class Desk:
         self.table.prepared(Prepared(identity, units, units * UNIT_BYTES, VOCAB, error))
 
     def steps(self, count: int = 6) -> list[str]:
-        """Who has arrived."""
+        """Run some steps and return the identities of the adapters that have arrived."""
         for _ in range(count):
             self.step()
         self.table.advance()
@@ -92,7 +92,7 @@ class Desk:
             self.table.end_request(identity, has_begun=True)
 
     def use(self, *identities: str) -> None:
-        """One request for each, one after the other."""
+        """Run one request for each adapter, one after the other."""
         for identity in identities:
             self.want(identity)
             self.steps()
@@ -486,7 +486,7 @@ def test_a_fresh_one_is_not_evicted_before_it_ran() -> None:
 
 
 def test_a_fresh_one_that_does_not_run_leaves_in_the_end_for_who_has_waited() -> None:
-    """Else who never gets a turn, being of a low priority, would keep out the adapters of all others."""
+    """A request of low priority that never runs must not keep out all other adapters."""
     desk = Desk(units=4, patience_s=1.0)
     desk.know(a=4, b=4)
     desk.now = 50.0
@@ -494,7 +494,7 @@ def test_a_fresh_one_that_does_not_run_leaves_in_the_end_for_who_has_waited() ->
     assert desk.steps() == ["a"]
     desk.now += FRESH_S - 0.5
     desk.want("b")
-    desk.now += 0.5  # `a` is not fresh any more, but somebody waits for it, and `b` has not waited for long
+    desk.now += 0.5  # `a` is not fresh any more, but a request waits for it, and `b` has not waited for long
     assert desk.steps() == []
     desk.now += 0.5
     assert desk.steps() == ["b"]
@@ -522,13 +522,13 @@ def test_a_fresh_one_that_nobody_can_run_with_any_more_leaves_at_once() -> None:
     desk.table.bring("a")
     desk.begin("b")
     desk.end("b")
-    assert desk.steps() == ["a"]  # for who has begun with it, so it is fresh
+    assert desk.steps() == ["a"]  # for a request that has begun with it, so it is fresh
     desk.want("a", "b")
     desk.now = 2.0
     assert desk.steps() == []
     assert desk.table.index_of("a", has_begun=False) is None  # it drains, so that the second one waits for it
     desk.table.bring("a")
-    assert desk.steps() == []  # who has begun goes on
+    assert desk.steps() == []  # a request that has begun goes on
     desk.table.end_request("a", has_begun=True)  # but is aborted before
     assert desk.steps() == ["b"]
 
@@ -574,7 +574,7 @@ def test_where_all_run_one_lets_nobody_in_until_it_is_free() -> None:
     desk.know(a=4, b=4, c=4)
     desk.want("a", "b", "c")
     desk.steps()
-    desk.begin("b", "a")  # so `b` was used less lately
+    desk.begin("b", "a")  # so `b` was used less recently
     desk.now = 0.9
     desk.steps()
     assert desk.table.index_of("b", has_begun=False) is not None
@@ -582,7 +582,7 @@ def test_where_all_run_one_lets_nobody_in_until_it_is_free() -> None:
     desk.steps()
     assert desk.table.index_of("a", has_begun=False) is not None
     assert desk.table.index_of("b", has_begun=False) is None
-    assert desk.table.index_of("b", has_begun=True) is not None  # who has begun goes on
+    assert desk.table.index_of("b", has_begun=True) is not None  # a request that has begun goes on
     desk.want("b")
     desk.now = 50.0
     assert desk.steps() == []
@@ -680,7 +680,7 @@ def test_the_copy_of_one_that_has_begun_stays_unless_another_has_waited() -> Non
 
 
 def test_what_one_who_has_waited_can_have_of_host_memory_is_kept_for_it() -> None:
-    """Two that take turns on the device are never both there; without this, a third would wait for ever."""
+    """Two adapters take turns on the device; without the reservation, a third would wait for ever."""
     desk = Desk(units=4, host=6, patience_s=1.0)
     desk.know(a=3, b=3, c=4)
     desk.want("a")
@@ -807,7 +807,7 @@ def test_news_are_told_until_they_are_taken() -> None:
 
 @pytest.mark.parametrize("kind", ["to load", "to load where nothing leaves", "to prepare", "to be named"])
 def test_many_that_wait_take_time_by_their_number(kind: str) -> None:
-    """Lines of the table that one `advance` runs: ten times as many adapters, about ten times as many lines."""
+    """Count the lines that one `advance` runs: about ten times as many for ten times as many adapters."""
 
     def count(number: int) -> int:
         desk = Desk(units=number, host=number if kind in ("to prepare", "to be named") else 3 * number)
@@ -1029,7 +1029,7 @@ def test_loads_are_answered() -> None:
 @pytest.mark.parametrize("host_units", [3, 6, 30])
 @pytest.mark.parametrize("cold", ["c", "cde"])
 def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
-    """No starvation: each of them is served within a bounded number of steps, again and again."""
+    """Serve each of them within a bounded number of steps, again and again: no starvation."""
     for seed in range(4):
         rows = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
         world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * rows, max_rows=rows)
@@ -1061,7 +1061,7 @@ def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, h
 
 
 def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
-    """Whether a request could fail for this reason."""
+    """Return True if a request may fail for this reason."""
     if "is damaged" in failure:
         return spec.identity in world.workers.failing
     if "bytes of host memory" in failure:
@@ -1071,7 +1071,7 @@ def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) 
 
 
 def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
-    """Names whose content is replaced at random, and requests for them, in a place that holds a few."""
+    """Replace the content of names at random, and request them, with room for a few adapters."""
     rng = random.Random(seed)
     num_units = rng.choice([6, 10, 16])
     world = World(

@@ -1,4 +1,4 @@
-"""What is sent between processes arrives as it was."""
+"""Messages between processes arrive unchanged."""
 
 import asyncio
 import dataclasses
@@ -148,7 +148,7 @@ def test_every_message_is_tried_below() -> None:
 
 
 def comparable(value: object) -> object:
-    """Equal if the types and all that is inside are, with NaN equal to itself."""
+    """Return a value that is equal if types and contents are, with NaN equal to itself."""
     kind = type(value).__name__
     if isinstance(value, msgspec.Struct):
         return kind, {name: comparable(getattr(value, name)) for name in value.__struct_fields__}

@@ -1,4 +1,4 @@
-"""Real processes and real sockets; only the engine is not, but one that repeats prompts."""
+"""The client with real processes and sockets, and a fake engine that repeats prompts."""
 
 import asyncio
 import fcntl
@@ -51,7 +51,7 @@ logging.getLogger("lorax_server.engine.remote.client").setLevel(logging.CRITICAL
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines leave a file each, in a folder of its own beside that of the sockets; all of it is gone after."""
+    """Return the folder where each engine leaves a file. No socket and no process may be left after the test."""
     with tempfile.TemporaryDirectory() as whole:  # not `tmp_path`, which is too long for a socket
         starts, sockets = Path(whole, "s"), Path(whole, "t")
         starts.mkdir()
@@ -78,7 +78,7 @@ def run_with(config: FakeConfig, test: Test, restart: bool = True) -> None:
 
 
 def wait_for_end(folder: str | Path) -> None:
-    """Until no engine lives that was started with this folder: each holds a lock on its file. No zombies either."""
+    """Wait until all engines of this folder have ended: each holds a lock on its file. No zombies may be left."""
     for path in Path(folder).iterdir():
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ async def until_healthy(client: EngineClient) -> None:
 
 
 async def aborted(client: EngineClient, request_id: int) -> None:
-    """Until the engine was told to."""
+    """Wait until the engine has been told to abort a request."""
     await client.resolve([AdapterRef("aborted", str(request_id))])
 
 
@@ -238,7 +238,7 @@ def test_a_request_that_fails_raises_its_error(
         assert type(caught.value) is kind
         assert (caught.value.status, caught.value.retry_after_s) == (status, retry_after_s)
         assert str(caught.value).startswith(message)
-        assert await good == list(range(50))  # and harms nobody else
+        assert await good == list(range(50))  # and harms no other request
 
     shared(test)
 
@@ -433,7 +433,7 @@ def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) ->
         with pytest.raises(EngineError, match="it is being started again"):
             await client.status()
 
-    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing it ends also the one that hangs
+    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing the client ends also an engine that hangs
 
 
 def test_an_engine_that_dies_while_it_starts_again_is_started_until_it_does_not(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop of the engine process, served by a thread so that it can be looked at."""
+"""The loop of the engine process, run in a thread so that tests can look at it."""
 
 import logging
 import queue
@@ -21,7 +21,7 @@ from tests.engine.fake_engine import FakeEngine, ask_for
 
 
 class Peer:
-    """The other end, which can also send what is not a message; `process.serve` runs in a thread."""
+    """The other end of the channel, which can also send garbage; `process.serve` runs in a thread."""
 
     def __init__(self, folder: str) -> None:
         self._context = zmq.Context()
@@ -72,7 +72,7 @@ class Peer:
 
 @pytest.fixture
 def waiting_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    """Its engine has not started. What is not woken for does not happen."""
+    """Make a peer whose engine has not started. Nothing happens without a wake."""
     monkeypatch.setattr(process, "IDLE_S", 1000.0)
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(folder)
@@ -178,7 +178,7 @@ def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
 
 
 def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could stop it, and nobody would be answered."""
+    """An engine that cannot read messages ends: no client could stop it or get an answer."""
     monkeypatch.setattr(messages, "decode_question", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
     assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
@@ -212,7 +212,7 @@ def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer, monkey
 
 
 class WatchedEvent(threading.Event):
-    """Tells when somebody waits for it."""
+    """An event that tells when a thread waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_what_another_thread_found_out_is_answered_at_once(waiting_peer: Peer) -
 
 
 def in_a_step(peer: Peer) -> threading.Event:
-    """Have the engine be in the middle of a step, until the event that comes back is set."""
+    """Hold the engine in the middle of a step until the returned event is set."""
     is_stepping, may_go_on, real_step = threading.Event(), threading.Event(), peer.engine.step
 
     def step() -> list[Output]:

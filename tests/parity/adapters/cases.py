@@ -53,7 +53,7 @@ class Case:
         return LoraConfig(**settings | {"fan_in_fan_out": family == "gpt2"} | self.settings)
 
     def base_model(self) -> Any:
-        """The base model as PEFT needs it, with as many tokens as the adapter was trained with."""
+        """Return the base model as PEFT needs it, with as many tokens as the adapter was trained with."""
         model = make_oracle(self.base, self.spread)
         if self.vocab != VOCAB:
             torch.manual_seed(5)
@@ -66,7 +66,7 @@ class Case:
             (self.make or train_and_save)(self.base_model(), self, folder)
 
     def oracle(self, folder: Path) -> Any:
-        """The adapter as PEFT loads it, on a fresh base model."""
+        """Return a fresh base model with the adapter as PEFT loads it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             own = folder / PEFTS_OWN
@@ -82,7 +82,7 @@ def train_and_save(model: Any, case: Case, folder: Path) -> None:
 
 @torch.no_grad()
 def randomize(model: Any) -> None:
-    """As if trained: every parameter of the adapter is random and none is zero."""
+    """Make the adapter look trained: every parameter is random and none is zero."""
     torch.manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_magnitude_vector" in name:
@@ -96,7 +96,7 @@ def randomize(model: Any) -> None:
 
 
 def save_converted(model: Any, case: Case, folder: Path) -> None:
-    """PiSSA and its like change the base model; PEFT turns what they learn into an adapter of the unchanged one."""
+    """Save PiSSA and its like as PEFT converts them: they change the base model, the adapter fits the unchanged one."""
     config = case.config
     if config.loftq_config:
         config.init_lora_weights = "loftq"  # set from the start, PEFT would ask for scipy, which it does not use
@@ -111,7 +111,7 @@ def save_converted(model: Any, case: Case, folder: Path) -> None:
 
 
 def save_loftq(model: Any, case: Case, folder: Path) -> None:
-    """LoftQ quantizes with bitsandbytes on a GPU, for which coarse rounding stands in; the rest is PEFT's."""
+    """Save LoftQ, which quantizes with bitsandbytes on a GPU: coarse rounding stands in, the rest is PEFT's."""
 
     def quantize(weight: torch.Tensor, num_bits: int, reduced_rank: int, num_iter: int) -> tuple[torch.Tensor, ...]:
         step = weight.abs().max() / 2 ** (num_bits - 1)
@@ -124,7 +124,7 @@ def save_loftq(model: Any, case: Case, folder: Path) -> None:
 
 
 def save_renamed(rename: Callable[[str], str], model: Any, case: Case, folder: Path) -> None:
-    """Under names of other versions and programs; PEFT is given its own."""
+    """Save tensors under names of other versions and programs; PEFT gets its own names."""
     train_and_save(model, case, folder / PEFTS_OWN)
     tensors = load_file(folder / PEFTS_OWN / "adapter_model.safetensors")
     save_file({rename(key): tensor for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
@@ -143,7 +143,7 @@ def add_noise(model: Any) -> None:
 
 
 def save_eva(model: Any, case: Case, folder: Path) -> None:
-    """EVA gives every module a rank of its own."""
+    """Save an EVA adapter, in which every module has a rank of its own."""
     peft_model = get_peft_model(model, case.config)
     batches = [{"input_ids": torch.randint(3, VOCAB, (4, 16))} for _ in range(4)]
     initialize_lora_eva_weights(peft_model, batches, show_progress_bar=False)
@@ -157,7 +157,7 @@ def on(family: str, *names: str) -> dict[str, Any]:
 
 LAYER_1_V = r".*\.1\..*(v_proj|c_attn|query_key_value)"
 CASES = {
-    # What differs in kind, on Llama.
+    # Different kinds, on Llama.
     "plain": Case("LoRA", "llama-gqa"),
     "rslora": Case("rsLoRA", "llama-gqa", {"use_rslora": True, "lora_alpha": 3}),
     "rank-pattern": Case(
@@ -325,7 +325,7 @@ CASES = {
     # Ranks that divide nothing, and large ones.
     **{f"rank-{rank}": Case("LoRA", "llama-gqa", {"r": rank, "lora_alpha": 3}) for rank in (1, 7, 33, 128, 512)},
 }
-# The other architectures, each with what its matrices make different.
+# The other architectures, each with the special cases of its matrices.
 for family, base, saved in (
     ("mistral", "mistral-window", "lm_head"),
     ("qwen2", "qwen2-bias", "lm_head"),

@@ -34,7 +34,7 @@ def open_adapter(folder: Path, targets: dict[str, AdapterTarget], name: str = "t
 def load_adapters(
     model: PagedCausalLM, folders: Sequence[Path], device: torch.device, group: ProcessGroup | None = None
 ) -> AdapterArena:
-    """The adapter in folder `i` gets index `i + 1`."""
+    """Load the adapters; the one in folder `i` gets index `i + 1`."""
     targets = adapter_targets(model)
     adapters = [open_adapter(folder, targets, folder.name) for folder in folders]
     return fill_arena(targets, adapters, device, group or FakeGroup())

@@ -60,7 +60,7 @@ def test_from_a_hub_and_from_a_folder(name: str, tmp_path: Path, device: torch.d
         ]
     model = make_model(case.base, device)
     targets = adapter_targets(model)
-    # Two names, one content: who it is does not depend on where it came from, nor on what it calls its base model.
+    # Two names, one content: the identity does not depend on the source, nor on the name of the base model.
     assert len({open_adapter(found.folder, targets).identify() for found in fetched}) == 1
     arena = load_adapters(model, [fetched[0].folder], device)
     driver = PagedDriver(model)

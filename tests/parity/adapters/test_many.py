@@ -36,7 +36,7 @@ KINDS = [
 
 
 def write_many(folder: Path) -> list[Path]:
-    """One of each kind by PEFT; the others are copies of them with numbers of their own."""
+    """Write one adapter of each kind by PEFT; the others are copies with numbers of their own."""
     templates = []
     for number, case in enumerate(KINDS):
         case.write(folder / f"template{number}")
@@ -56,7 +56,7 @@ def write_many(folder: Path) -> list[Path]:
 
 
 class Residency:
-    """Brings adapters in and throws the longest unused out, with two steps in flight."""
+    """A memory that loads adapters and evicts the longest unused, with two steps in flight."""
 
     def __init__(self, memory: AdapterMemory, hosts: list[HostAdapter]) -> None:
         self.memory, self.hosts = memory, hosts

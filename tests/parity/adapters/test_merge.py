@@ -33,7 +33,7 @@ MERGES = {
 
 
 def write(folder: Path, settings: list[dict[str, Any]], base: str = "llama-gqa") -> list[Path]:
-    """Adapters in folders of their own, made by PEFT; each with its own seed, or they would be equal."""
+    """Write adapters, made by PEFT, into folders of their own; each has its own seed, or they would be equal."""
     folders = []
     for number, changes in enumerate(settings):
         folders.append(folder / f"adapter{number}")
@@ -69,7 +69,7 @@ def peft_merged(folders: list[Path], merge: Merge, base: str = "llama-gqa") -> A
 
 
 def _merge_again_with_our_seeds(model: Any, names: list[str], merge: Merge) -> None:
-    """PEFT draws all modules from one stream of random numbers; we have one for each."""
+    """Merge again with a seed for each module, as we do; PEFT draws all modules from one stream."""
     for module, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             torch.manual_seed(module_seed(merge.seed, module))

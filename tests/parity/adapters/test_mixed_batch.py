@@ -23,7 +23,7 @@ PADDED = {"neox-parallel": GPTNeoxForCausalLM, "opt-pre-norm": OPTForCausalLM}
 
 
 def make_rows(base: str) -> list[tuple[int, int, list[int]]]:
-    """Adapter, length of the prompt, and tokens of each row: every adapter, some again, and the base between them."""
+    """Return adapter, prompt length and tokens of each row: every adapter, some twice, and the base model."""
     generator = torch.Generator().manual_seed(11)
     cases = mixed_cases(base)
     adapters = [*range(1, len(cases) + 1), 0, 0, 0, 0, 0, 1, 6, 15, 17, 18]
@@ -38,7 +38,7 @@ def make_rows(base: str) -> list[tuple[int, int, list[int]]]:
 
 
 def run_paged(model: Any, arena: AdapterArena, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-    """Logits of every token of every row: the prompts together, then decode."""
+    """Return the logits of every token of every row: the prompts together, then decode."""
     driver = PagedDriver(model, num_blocks=256)
     seqs = [driver.add(adapter, length) for adapter, length, _ in rows]
     steps = [[(seq, ids[:length]) for seq, (_, length, ids) in zip(seqs, rows, strict=True)]]

@@ -1,4 +1,4 @@
-"""What is computed: every prompt once, then one token for each row and step. Who joins computes nothing anew."""
+"""The amount of computing: each prompt once, then one token per row and step. Joining computes nothing again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ COUNT = 9
 
 
 class Counted:
-    """Notes the shape of the ids of every forward."""
+    """A record of the shapes of the ids of every forward."""
 
     def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -30,7 +30,7 @@ class Counted:
 
 
 def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
-    """The tokens, and the shapes of ids that are to be computed."""
+    """Return the tokens, and the expected shapes of ids."""
     driver, expected = Driver(lm), []
     requests = [request(i, prompt, COUNT, stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     batch = driver.start(requests[0], requests[1])
@@ -73,7 +73,7 @@ def test_starting_together_computes_the_padded_prompts_in_one_forward(
 def test_only_the_last_column_of_a_prompt_goes_through_the_head(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the model can be told so: a vocabulary of scores for every token of a long prompt is a lot of memory."""
+    """Models that support it score one column only: scores for every token of a long prompt take a lot of memory."""
     lm = zoo.served(name)
     head, seen = lm.model.get_output_embeddings(), []
     hook = head.register_forward_hook(lambda *args: seen.append(args[-1].shape[1]))
@@ -85,7 +85,7 @@ def test_only_the_last_column_of_a_prompt_goes_through_the_head(
 
 
 def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
-    """What joining must not be: right, but every token of everyone is computed once more."""
+    """Join batches the wasteful way: the result is right, but every token of every request is computed again."""
     lists = {
         name: [each for batch in batches for each in getattr(batch, name)]
         for name in ("requests", "next_token_choosers", "stopping_criterias", "prefix_offsets", "read_offsets")
@@ -112,7 +112,7 @@ def test_computing_everything_anew_would_give_the_same_tokens_and_be_noticed(
 
 
 def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Joins, and then has the padding of the shorter seen."""
+    """Join batches, but let the model see the padding of the shorter one."""
     joined = join(batches)
     joined.attention_mask = torch.cat(
         [
@@ -125,7 +125,7 @@ def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., Causal
 
 
 def shifted(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Joins, and takes all to be as long as the longest."""
+    """Join batches, but take all rows to be as long as the longest."""
     joined = join(batches)
     joined.position_ids = torch.full_like(joined.position_ids, joined.max_input_length - 1)
     return joined

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 
 def join_and_leave(lm: CausalLM) -> dict[int, Answer]:
-    """A long one joins short ones, a short one long ones; some leave from the front, the middle and the end."""
+    """Join a long request to short ones and a short one to long ones; remove some from front, middle and end."""
     requests = [request(i, prompt, COUNTS[i], stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     driver = Driver(lm)
     batch = driver.start(requests[0], requests[1], steps=3)
@@ -47,7 +47,7 @@ def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
 
 
 def check(answer: Answer, expected: Sequence[int]) -> int:
-    """How many tokens were compared."""
+    """Compare an answer with the expected tokens and return the number compared."""
     compared = min(len(answer.token_ids), len(expected))
     assert answer.token_ids[:compared] == list(expected[:compared])
     return compared

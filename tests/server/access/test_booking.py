@@ -1,4 +1,4 @@
-"""What is counted for whom: refused requests on the adapter that they name, if the server knows it."""
+"""Counts by adapter and by tenant: a refused request counts for the adapter it names, if the server knows it."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def booked(routes: Routes, name: str) -> dict[str, float]:
-    """By adapter."""
+    """Return a metric's counts by adapter."""
     text = routes.parts.metrics.prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
@@ -102,11 +102,11 @@ def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
     assert "lorax_request_generated_tokens_sum 0.0" in text
 
 
-# --- With whom a request shares the engine ----------------------------------------------------------------------------
+# --- Tenants ----------------------------------------------------------------------------------------------------------
 
 
 class Elsewhere(Routes):
-    """Requests come from an address."""
+    """Routes whose requests come from a given address."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(["poet"], **options)
@@ -117,7 +117,7 @@ class Elsewhere(Routes):
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
     def ask(self, key: str | None = None) -> tuple[set[str], list[int]]:
-        """Of whom the engine was asked, and how many answers each call is known to have."""
+        """Send requests; return the tenants that the engine saw, and the number of answers of each call."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
         assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200
@@ -131,7 +131,7 @@ class Elsewhere(Routes):
     [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
 )
 def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
-    """Whatever it asks for; the answers to one call are known as such, over all of its prompts."""
+    """Every request of an address has its tenant. The answers to all prompts of one call belong together."""
     assert Elsewhere(address).ask() == ({tenant}, [1, 2, 4])
 
 

@@ -124,7 +124,7 @@ def test_it_is_looked_at_again_and_again_until_it_is_closed(tmp_path: Path) -> N
 
     watch = FolderWatch(tmp_path, tell, every_s=0.001)
     watch.start()
-    assert told == [["one"]]  # at first before anything else goes on
+    assert told == [["one"]]  # the first look comes before `start` returns
     put(tmp_path, "two")
     assert has_two.wait(PATIENCE_S)
     (thread,) = [each for each in threading.enumerate() if each.name == "adapters-dir"]

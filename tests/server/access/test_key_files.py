@@ -1,4 +1,4 @@
-"""A server with a file of keys: who shares cached prompts, and who may use which folder."""
+"""A server with a file of keys: keys that share cached prompts, and the folders that each key may use."""
 
 import asyncio
 from collections.abc import Iterator

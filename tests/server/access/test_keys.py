@@ -20,7 +20,7 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
     return path
 
 
-# --- What a key may use -----------------------------------------------------------------------------------------------
+# --- Permissions of a key ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_pattern_without_a_source_follows_the_default_one() -> None:
 
 @pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
 def test_a_revision_of_a_name_that_the_operator_gave_is_one_only_on_the_hub(place: str, is_allowed: bool) -> None:
-    """The key is allowed the name `poet`, whatever source is the default one."""
+    """Allow a key the name `poet`, with either source as the default."""
     for default in ("hub", "local"):
         assert Key("k", ("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
 
@@ -88,7 +88,7 @@ def test_the_base_model_can_be_forbidden() -> None:
         Key("k", base_model=False).check_may_use_base()
 
 
-# --- Who it is --------------------------------------------------------------------------------------------------------
+# --- Identities of callers --------------------------------------------------------------------------------------------
 
 
 def test_without_keys_anybody_may_ask() -> None:
@@ -138,7 +138,7 @@ def test_another_header_is_refused(header: str | None) -> None:
 
 
 class Digests(dict[bytes, Key]):
-    """Counts what is asked of it, and cannot be gone through."""
+    """A dictionary that counts its lookups and cannot be iterated."""
 
     num_asked = 0
 
@@ -164,7 +164,7 @@ def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
     assert digests.num_asked == 3
 
 
-# --- Who shares cached prompts ----------------------------------------------------------------------------------------
+# --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
 def test_salts_are_those_of_a_key_or_of_its_group() -> None:
@@ -178,7 +178,7 @@ def test_salts_are_those_of_a_key_or_of_its_group() -> None:
 
 
 def test_no_two_combinations_have_one_salt() -> None:
-    """Names, groups and salts that try to look like another combination."""
+    """Try names, groups and salts that look like another combination."""
     words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
     keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
     found = [key.salt(salt) for key in keys for salt in ("", *words, *(each.salt("") for each in keys))]

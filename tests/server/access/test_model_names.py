@@ -21,7 +21,7 @@ def make(**options: Any) -> ModelNames:
 
 
 def place(choice: Choice) -> Named:
-    """Of one adapter."""
+    """Return the place of the choice's only adapter."""
     (ref,) = choice.refs
     return Named(ref.source, ref.name)
 
@@ -101,7 +101,7 @@ def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
 
 
 def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
-    """And where the request names the source itself, the place that it names."""
+    """A key needs permission for the name; if the request names the source too, for the place."""
     names = make()
     assert names.by_adapter("tutor", None, None).named == (Named("hub", "tutor"),)
     assert names.by_adapter("tutor@v2", None, None).named == (Named("hub", "tutor@v2"),)
@@ -120,7 +120,7 @@ def test_several_adapters_are_merged_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
 def test_spellings_of_one_place_are_one_choice(name: str) -> None:
-    """Its label, what a key has to be allowed, and where it is."""
+    """Every spelling gives the same label, the same required permission and the same place."""
     names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
     expected = Choice((AdapterRef("local", "poet"),), None, "poet", (Named("local", "poet"),))
     for choice in (names.by_model(name, None, None), names.by_adapter(name, None, None), names.find(name, None)):
@@ -158,7 +158,7 @@ def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytes
     assert place(names.by_model("other", None, None)) == ("local", "base")
 
 
-# --- What is not there ------------------------------------------------------------------------------------------------
+# --- Missing adapters -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_hostile_name_is_shown_short_and_escaped() -> None:
 
 
 def test_names_of_others_are_not_told() -> None:
-    """A key may not use all of them."""
+    """An error lists no names: the key may not be allowed to use them."""
     with pytest.raises(AdapterNotFoundError) as raised:
         make().by_model("nobody", None, None)
     assert "poet" not in str(raised.value)
@@ -243,7 +243,7 @@ def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names.add("second", "hub", "a/b")
     with pytest.raises(InputError, match="unload some"):
         names.add("third", "hub", "a/b")
-    names.add("second", "hub", "a/c")  # one that is there may change
+    names.add("second", "hub", "a/c")  # a name that is there may change
     names.remove("tutor")
     names.add("third", "hub", "a/b")
 

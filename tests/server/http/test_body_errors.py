@@ -1,4 +1,4 @@
-"""What callers of OpenAI's routes are told: in their words, with the field and a code that programs look for."""
+"""Errors of OpenAI's routes: in OpenAI's words, with the field and a code that programs look for."""
 
 from typing import Any, Union, get_args, get_origin
 
@@ -14,7 +14,7 @@ NATIVE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completion
 
 
 class Templated(Routes):
-    """With a chat template that repeats what is said."""
+    """Routes with a chat template that repeats the messages."""
 
     def __init__(self) -> None:
         super().__init__(["poet"])
@@ -141,7 +141,7 @@ def test_models_are_listed_with_and_without_a_slash(routes: Templated) -> None:
 
 
 def test_every_field_of_several_forms_has_a_sentence() -> None:
-    """Else a caller is told of our types."""
+    """Without a sentence of its own, an error would tell callers about our types."""
     schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
     for schema in schemas:
         for name, field in schema.model_fields.items():

@@ -1,4 +1,4 @@
-"""How many connections there may be: what gives way, what is refused, and what is said of it."""
+"""Limits on connections: old ones that give way, new ones that are refused, and the replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -87,7 +87,7 @@ def test_one_that_has_gone_leaves_nothing_behind() -> None:
     [
         ("1.2.3.4", "1.2.3.5", False),
         ("::ffff:1.2.3.4", "1.2.3.4", True),
-        ("2001:db8::1", "2001:db8::ffff:1", True),  # a customer has all of them
+        ("2001:db8::1", "2001:db8::ffff:1", True),  # one customer has all of these addresses
         ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
         ("fe80::1%eth0", "fe80::2%eth0", True),
         ("", "", True),
@@ -114,7 +114,7 @@ BEGUN = b"GET /health HTTP/1.1\r\nhost: loc"
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers, at length if that is asked for, but for who is to stay."""
+    """Answer, at length for `/long`; for `/stay`, wait until the client leaves."""
     while scope["path"] == "/stay" and (await receive())["type"] != "http.disconnect":
         pass
     body = LONG if scope["path"] == "/long" else b""
@@ -134,7 +134,7 @@ async def limited(most: int, most_per_address: int = 0, keep_alive_s: float = 75
 def run(
     check: Callable[[Edge], Awaitable[None]], most: int, most_per_address: int = 0, keep_alive_s: float = 75.0
 ) -> None:
-    """On the event loop of the server, whose transports are not those of asyncio."""
+    """Run a check on the event loop of the server, whose transports are not those of asyncio."""
 
     async def inside() -> None:
         async with limited(most, most_per_address, keep_alive_s) as edge:
@@ -145,7 +145,7 @@ def run(
 
 
 async def stay(edge: Edge, address: str = "127.0.0.1") -> Wire:
-    """A connection whose request the server has, and does not answer."""
+    """Open a connection whose request the server has, and does not answer."""
     wire = await edge.connect(address)
     await wire.send(HEALTH)
     await wire.hear(1)
@@ -198,7 +198,7 @@ def test_idle_connections_give_way() -> None:
 
 
 def test_a_flood_of_slow_headers_leaves_room_for_who_asks() -> None:
-    """Clients that send a byte and wait: whoever comes with a whole request is served."""
+    """Open connections that send one byte and wait: a client with a whole request is still served."""
 
     async def check(edge: Edge) -> None:
         for _ in range(10):
@@ -242,7 +242,7 @@ async def until_open(edge: Edge, count: int) -> None:
 
 
 async def until_written(edge: Edge) -> None:
-    """Wait until each answer has begun, and cannot go on."""
+    """Wait until each answer has begun and its writing is blocked."""
     async with asyncio.timeout(30):
         while not all(each.transport.get_write_buffer_size() for each in edge.state.connections):
             await asyncio.sleep(0.001)
@@ -280,7 +280,7 @@ def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
 
 
 def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer below the mark at which writing pauses: the connection is closed as idle, but not at once."""
+    """An answer too small to pause writing: the connection is closed as idle, but not at once."""
     monkeypatch.setattr(protocol, "STUCK_S", 0.05)
 
     async def check(edge: Edge) -> None:
@@ -296,7 +296,7 @@ def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest
 
 
 def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look finds that there is less to write than at the last one."""
+    """Each check of the timer finds less to write than the one before."""
     monkeypatch.setattr(protocol, "STUCK_S", 1000.0)
 
     async def check(edge: Edge) -> None:
@@ -341,7 +341,7 @@ def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: 
 
 
 def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
-    """The answer before ended while the headers of this one were on their way."""
+    """End the first answer while the headers of the second request are on their way."""
 
     async def check(edge: Edge) -> None:
         wire = await edge.connect()

@@ -21,14 +21,14 @@ STAINLESS = (
 
 @cache
 def app_of(cors: CorsConfig) -> FastAPI:
-    """An application takes long to make."""
+    """Make an application once for each setting: it takes long."""
     return make_app(Bench(cors=cors).service)
 
 
 def ask_before(
     cors: CorsConfig, origin: str = PAGE, headers: str = STAINLESS, method: str = "POST", path: str = CHAT
 ) -> Reply:
-    """A preflight, as a browser sends it."""
+    """Send a preflight, as a browser does."""
     asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
     return send(cors, "OPTIONS", path, asked)
 

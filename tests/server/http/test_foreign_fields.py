@@ -17,7 +17,7 @@ SCHEMAS = {GENERATE: GenerateParameters, CHAT: ChatCompletionRequest, COMPLETION
 
 
 class Templated(Routes):
-    """With a chat template that keeps what it was asked."""
+    """Routes with a chat template that keeps its messages and variables."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(["poet", "pirate"], **options)

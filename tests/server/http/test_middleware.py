@@ -1,4 +1,4 @@
-"""What stands before all routes, on a socket: without a key no body is read, and what is refused is written down."""
+"""The middleware before all routes, on a socket: without a key no body is read, and each refusal is logged."""
 
 import asyncio
 import logging
@@ -28,23 +28,23 @@ SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Shared]:
-    """Callers need a key."""
+    """Make a server whose callers need a key."""
     with pytest.MonkeyPatch.context() as patch, closing(Shared(api_keys=("good",), admin_key=SECRET)) as shared:
         patch.setattr(middleware, "DISCARD_S", 0.01)
-        patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never says how it is
+        patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never reports its status
         yield shared
 
 
 @pytest.fixture(scope="module")
 def unlocked() -> Iterator[Shared]:
-    """They need none, as on a laptop."""
+    """Make a server whose callers need no key, as on a laptop."""
     with closing(Shared()) as shared:
         yield shared
 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """The fields of the lines with a message."""
+    """Return a function that finds the fields of log lines with a message."""
     with caplog.at_level(logging.INFO):
         yield lambda message: [getattr(each, FIELDS) for each in caplog.records if each.message == message]
 
@@ -70,7 +70,7 @@ Lines = Callable[[str], list[dict[str, Any]]]
     ids=lambda headers: headers[0][0] if headers else "nothing else",
 )
 def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], keyed: Shared) -> None:
-    """The answer comes though the body never does, and whatever else is wrong with the request."""
+    """The server answers though the body never comes, whatever else is wrong with the request."""
     given = {name for name, _ in headers}
     length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
 
@@ -117,7 +117,7 @@ def test_what_needs_no_key_still_needs_none(path: str, keyed: Shared) -> None:
 
 
 def test_every_other_route_needs_one(keyed: Shared) -> None:
-    """Also those that are added after this was written: all that the schema knows is asked for."""
+    """Ask for all routes of the schema, so that routes added later are covered too."""
     paths = keyed.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     guarded = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
@@ -141,7 +141,7 @@ def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed:
 
 
 def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) -> None:
-    """One token for many, at the same time and soon after; not if the engine is lost meanwhile."""
+    """One token answers many probes, at the same time and soon after, unless the engine is lost meanwhile."""
     engine, probe = unlocked.bench.engine, request("GET", "/startup")
 
     async def check(server: Edge) -> None:
@@ -265,7 +265,7 @@ def test_the_playground_asks_from_the_same_origin(unlocked: Shared) -> None:
     unlocked.run(check)
 
 
-# --- What is refused is counted and logged ----------------------------------------------------------------------------
+# --- Counts and logs of refusals --------------------------------------------------------------------------------------
 
 TOO_MUCH = ("content-length", str(10**9))
 
@@ -307,7 +307,7 @@ def test_what_is_refused_is_counted_and_logged_once(
         before = [server.count(*name) for name in names]
         assert (await server.ask(data)).status == status
         after = [server.count(*name) for name in names]
-        assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # and nobody is billed for it
+        assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # and no key is billed for it
 
     keyed.run(check)
     (line,) = lines("request")
@@ -329,7 +329,7 @@ def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, keyed:
 
 
 def test_a_body_that_nobody_wants_does_not_keep_a_connection_open(keyed: Shared) -> None:
-    """Also where the answer has been given already, a byte now and then is not enough."""
+    """A byte now and then does not keep a connection open, even after the answer was sent."""
 
     async def check(server: Edge) -> None:
         wire = await server.connect()
@@ -425,7 +425,7 @@ def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Share
 def test_callers_without_a_key_do_not_flood_the_log(
     data: bytes, status: int, messages: list[str], lines: Lines, unlocked: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where everybody may ask, either."""
+    """The log is limited also on a server without keys."""
     monkeypatch.setattr(audit, "LINES_PER_MINUTE", 3)
 
     async def check(server: Edge) -> None:
@@ -436,7 +436,7 @@ def test_callers_without_a_key_do_not_flood_the_log(
     assert {message: len(lines(message)) for message in messages} == dict.fromkeys(messages, 3)
 
 
-# --- What is shared ---------------------------------------------------------------------------------------------------
+# --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
 def test_without_keys_prompts_are_shared_as_ever(unlocked: Shared) -> None:

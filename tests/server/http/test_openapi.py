@@ -31,13 +31,13 @@ def document() -> Any:
 
 @pytest.fixture(scope="module")
 def locked() -> Any:
-    """That of a server with keys."""
+    """Return the document of a server with keys."""
     return make_app(Bench(api_keys=("secret",)).service).openapi()
 
 
 @pytest.fixture(scope="module")
 def with_admin() -> Any:
-    """That of a server which has a key for its admin only."""
+    """Return the document of a server with a key for its admin only."""
     return make_app(Bench(admin_key="secret").service).openapi()
 
 
@@ -98,7 +98,7 @@ def test_what_is_text_is_not_called_json() -> None:
 
 
 def test_values_are_listed_only_where_they_are_words() -> None:
-    """Programs make a class of an enum, and drop whatever has one that they cannot."""
+    """List only words: generators make a class of an enum, and drop operations whose enum they cannot read."""
 
     def look(at: Any) -> None:
         if isinstance(at, dict):

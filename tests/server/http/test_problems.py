@@ -139,7 +139,7 @@ def test_who_is_not_known_is_told_how_to_be() -> None:
     assert "www-authenticate" not in describe(ForbiddenError("you"), OPENAI).response(OPENAI).headers
 
 
-# --- What no route is asked ------------------------------------------------------------------------------------------
+# --- Requests that reach no route ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_json_has_no_numbers_that_are_none() -> None:
     ],
 )
 def test_fields_are_those_of_the_route(path: str, message: str) -> None:
-    """Whoever refuses a request, the engine too, names fields in LoRAX's words."""
+    """Translate fields in messages: all parts of the server, the engine too, name fields in LoRAX's words."""
     error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
     assert describe(error, path).message == message
     assert describe(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's

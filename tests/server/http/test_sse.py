@@ -15,7 +15,7 @@ PATIENCE_S = 60
 
 
 class Source:
-    """Events of a test, and what became of them."""
+    """Events of a test, and a record of how far they were read."""
 
     def __init__(self, *pieces: bytes, then: Callable[[], Awaitable[None]] | None = None) -> None:
         self.num_taken = 0
@@ -123,7 +123,7 @@ def test_a_stream_that_speaks_says_nothing_else() -> None:
 
 
 def test_a_sign_of_life_that_cannot_be_written_ends_nothing() -> None:
-    """Not even the next one."""
+    """A failed sign of life ends neither the stream nor the later signs."""
 
     async def check() -> None:
         heard, num_tried = asyncio.Event(), 0
@@ -145,7 +145,7 @@ def test_a_sign_of_life_that_cannot_be_written_ends_nothing() -> None:
     asyncio.run(check())
 
 
-# --- Those who leave --------------------------------------------------------------------------------------------------
+# --- Clients that leave -----------------------------------------------------------------------------------------------
 
 
 def test_a_client_that_leaves_ends_it() -> None:
@@ -179,7 +179,7 @@ def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("body", [event(2), KEEP_ALIVE])
 def test_a_client_that_takes_nothing_for_long_has_left(body: bytes) -> None:
-    """Be it what was asked for, or a sign of life."""
+    """Block either an event or a sign of life."""
 
     async def check() -> None:
         async def block(message: Message) -> None:
@@ -212,7 +212,7 @@ def test_one_that_is_cancelled_counts_as_left() -> None:
     asyncio.run(check())
 
 
-# --- What goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_events_that_fail_are_told_to_who_called() -> None:

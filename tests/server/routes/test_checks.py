@@ -1,4 +1,4 @@
-"""What both surfaces refuse."""
+"""Checks that both surfaces share."""
 
 from pathlib import Path
 

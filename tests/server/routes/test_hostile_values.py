@@ -1,4 +1,4 @@
-"""Names and numbers that mean no good, on every route: each is refused in few words, and none is the server's fault."""
+"""Hostile names and numbers on every route: each is refused in few words, and none counts as the server's fault."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ NAMES: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def routes() -> Iterator[Routes]:
-    """A server whose sources know one adapter, and whose log must have no mistakes of its own."""
+    """Make a server whose sources know one adapter, and whose log must have no errors of its own."""
     made = Routes(["poet"], admin_key=ADMIN)
     made.answers["poet"] = Resolved("hash", tier="device")
     made.answers |= {name: AdapterNotFoundError(f"adapter {name[:64]!r}: no such folder") for name in NAMES.values()}
@@ -86,7 +86,7 @@ def check(reply: Reply, *statuses: int) -> None:
     assert reply.status in statuses, (reply.status, reply.body[:300])
     assert "x-evil" not in reply.headers
     if reply.status >= 400:
-        assert 0 < len(reply.message) < 1000  # nothing is repeated to who sends much
+        assert 0 < len(reply.message) < 1000  # a large request is not repeated
 
 
 def _numeric() -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def _numeric() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("path", "field"), _numeric())
 def test_numbers(routes: Routes, path: str, field: str) -> None:
-    """Each field that has a number, with each number that it should not have: refused, or harmless."""
+    """Send each numeric field with each number that it should not have: refused, or harmless."""
     whole = {NATIVE: generate, COMPLETIONS: complete, CHAT: chat}[path]
     for text in NUMBERS.values():
         body = whole()

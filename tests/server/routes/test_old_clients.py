@@ -1,4 +1,4 @@
-"""Clients that know no chunks, and clients that stop to send before they are answered."""
+"""Clients that know no chunks, and clients that close their sending side before they are answered."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ WHOLE = b"whole"
 
 
 class App:
-    """Streams, or answers at once, when a test says so; it knows who has left."""
+    """An application that streams, or answers at once, when a test says so; it notices that the client has left."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -54,20 +54,20 @@ class Client:
         await self.writer.drain()
 
     async def hear(self) -> tuple[bytes, bytes]:
-        """Head and body of all that comes until the server closes the connection."""
+        """Read until the server closes the connection; return head and body."""
         async with asyncio.timeout(TIMEOUT_S):
             data = await self.reader.read()
         head, _, body = data.removeprefix(CONTINUE).partition(b"\r\n\r\n")
         return head.lower(), body
 
     async def stop_sending(self) -> None:
-        """Half of the connection is closed, and the server knows."""
+        """Close the sending half of the connection, and let the server notice."""
         self.writer.write_eof()
         await asyncio.sleep(0.02)
 
 
 def run(check: Callable[[Client, App], Awaitable[None]]) -> None:
-    """On the event loop of the server."""
+    """Run a check on the event loop of the server."""
 
     async def inside() -> None:
         app, metrics = App(), Metrics(max_input_length=1, max_total_tokens=2)

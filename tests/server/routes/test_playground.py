@@ -1,4 +1,4 @@
-"""The playground's files: served as they are, and nothing else is."""
+"""The playground's files: they are served as they are, and no other file is."""
 
 import asyncio
 import fnmatch
@@ -154,7 +154,7 @@ def test_examples_of_another_form_are_a_mistake_of_the_settings(tmp_path: Path, 
         Page(examples=tmp_path / "examples.json")
 
 
-# --- What the files say -----------------------------------------------------------------------------------------------
+# --- Contents of the files --------------------------------------------------------------------------------------------
 
 
 def test_a_wheel_has_them() -> None:
@@ -165,7 +165,7 @@ def test_a_wheel_has_them() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_they_name_nothing_outside(name: str) -> None:
-    """The name of a format is not an address."""
+    """Find no address in a file; the name of a format is none."""
     content = text_of(name).replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|//[a-z]+\.|@import|data:[a-z]+/", content)
 

@@ -1,4 +1,4 @@
-"""What routes tell their callers: of adapters that are misspelt, new or somewhere, of fields, of too much at once."""
+"""Replies of routes about misspelt and new adapters, where an adapter was, fields, and too much at once."""
 
 import asyncio
 from collections import Counter
@@ -54,7 +54,7 @@ FOLDER = ["poet", "pirate", "secret-poet"]
 
 
 class Misspelt(Routes):
-    """The source knows none of the names that are not listed."""
+    """Routes whose source knows none of the names that are not listed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(FOLDER, **options)
@@ -93,7 +93,7 @@ def test_a_misspelt_model_is_told_its_neighbours(keys_file: Path) -> None:
 
 
 def test_a_name_that_no_hub_can_have_is_told_its_neighbours() -> None:
-    """No source is asked."""
+    """Suggest neighbours without asking a source."""
     routes = Routes(["poet"], default_source="hub")
     reply = routes.post(CHAT, chat("peot"))
     assert (reply.status, "did you mean 'poet'?" in reply.message) == (404, True)
@@ -123,7 +123,7 @@ def test_a_key_that_may_use_little_is_told_what_it_may_use(keys_file: Path) -> N
     there, not_there = (
         routes.post(NATIVE, generate(adapter_id=name), "some") for name in ("secret-poet", "secret-poex")
     )
-    assert there.message.replace("poet'", "poex'") == not_there.message.replace("poet'", "poex'")  # it tells nothing
+    assert there.message.replace("poet'", "poex'") == not_there.message.replace("poet'", "poex'")  # no difference
 
 
 @pytest.mark.parametrize("default_source", ["hub", "local"])
@@ -260,7 +260,7 @@ def test_what_is_fetched_again_is_owed(keys_file: Path) -> None:
 
 
 def ask_together(routes: Routes, name: str, key: str, count: int) -> Counter[int]:
-    """How many of so many requests at once had which status."""
+    """Send `count` requests at once and count their statuses."""
     body, headers = generate(adapter_id=name, adapter_source="hub"), {"authorization": f"Bearer {key}"}
 
     async def send() -> list[Reply]:

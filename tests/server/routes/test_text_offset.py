@@ -1,4 +1,4 @@
-"""Where tokens are in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
+"""Offsets of tokens in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
 
 import copy
 from functools import cache
@@ -21,7 +21,7 @@ PROMPT = "Größe 👩‍👩‍👧 went"
 
 @cache
 def with_ends(kind: str) -> TextTokenizer:
-    """A tokenizer that puts a token before every text, and one after it."""
+    """Make a tokenizer that puts a token before every text, and one after it."""
     made = {"byte-level": byte_level, "sentencepiece": sentencepiece}
     tokenizer = Tokenizer.from_str((made[kind]().tokenizer if kind in made else word_piece()).to_str())
     special = [(name, tokenizer.token_to_id(name)) for name in (BOS, EOS)]
@@ -32,7 +32,7 @@ def with_ends(kind: str) -> TextTokenizer:
 
 
 class Scored(Routes):
-    """The engine answers with a text, and says how likely a prompt is. The adapter `own` brings another tokenizer."""
+    """Routes whose engine answers with a text and scores prompts. The adapter `own` brings another tokenizer."""
 
     def __init__(self, base: str, answer: str, own: str | None = None) -> None:
         super().__init__(["own"])
@@ -59,7 +59,7 @@ class Scored(Routes):
             await settle()
 
     def ask(self, **more: Any) -> tuple[str, list[str], list[int]]:  # type: ignore[override]
-        """The text, its tokens, and where they are; the same whether streamed or not."""
+        """Return the text, its tokens and their offsets, which must be the same whole and streamed."""
         body = complete(**{"logprobs": 0, "max_tokens": 64, "add_special_tokens": True} | more)
         choice = self.post(PATH, body).json["choices"][0]
         whole = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
@@ -73,7 +73,7 @@ class Scored(Routes):
 
 
 def check(text: str, tokens: list[str], offsets: list[int]) -> None:
-    """They never go back, and each token that can be shown by itself is where it is said to be."""
+    """Check that offsets never go back, and that each token that can be shown by itself is at its offset."""
     assert offsets == sorted(offsets)
     assert 0 <= offsets[0] <= offsets[-1] <= len(text)
     for token, offset in zip(tokens, offsets, strict=True):
@@ -114,7 +114,7 @@ def test_special_tokens_that_the_prompt_spells_out_take_their_room() -> None:
 
 
 def test_text_that_was_held_back_counts() -> None:
-    """What might become a stop string is shown later, and is where it is all the same."""
+    """Text that might become a stop string is shown later, and its offsets are right all the same."""
     routes = Scored("byte-level", "a+=b+==c+=-d")
     text, tokens, offsets = routes.ask(prompt="x", echo=True, stop="+=-")
     assert text == "xa+=b+==c"

@@ -1,4 +1,4 @@
-"""An adapter that is unloaded has left, or the answer says what holds it; places that are gone are forgotten."""
+"""Unloading: the adapter has left, or the answer names its holder; places that are gone are forgotten."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ SPELLINGS = ["json", "./json", "json/", "json//", "/srv/adapters/json"]
 
 
 class Loads(Routes):
-    """An engine that remembers what is on its device, and what is pinned there. `twin` is a copy of `json`."""
+    """Routes whose engine remembers the adapters on its device and their pins. `twin` is a copy of `json`."""
 
     def __init__(self) -> None:
         super().__init__(folder=["json", "twin", "sql"], admin_key=ADMIN)
@@ -87,7 +87,7 @@ def test_a_copy_that_is_not_pinned_does_not_hold_it(routes: Loads) -> None:
     assert routes.unload("json").status == 200
     assert routes.device == {}
     assert [routes.listed()[name]["state"] for name in ("json", "twin")] == ["on disk"] * 2
-    assert routes.use("twin").status == 200  # who names it gets it again
+    assert routes.use("twin").status == 200  # a request that names it loads it again
     assert "hash of json" in routes.device
 
 
@@ -136,7 +136,7 @@ def test_a_new_version_lets_the_old_one_go_with_its_pin(routes: Loads) -> None:
 
 
 def test_an_alias_is_another_name_of_the_same_place(routes: Loads) -> None:
-    """Unloading by either name unloads; only the name that is unloaded is taken away, if it was given here."""
+    """Unload by either name. Only the unloaded name is removed, if a client had added it."""
     routes.load("json", name="alias", pin=True)
     assert routes.unload("json").status == 200
     assert routes.device == {}
@@ -176,7 +176,7 @@ def test_a_place_that_is_gone_is_forgotten_when_it_is_asked_for(routes: Loads) -
     assert routes.parts.seen.names("hash of elsewhere") == ()
 
 
-# --- What a list says of folders that cannot be served ----------------------------------------------------------------
+# --- Lists of folders that cannot be served ---------------------------------------------------------------------------
 
 
 def test_a_broken_folder_is_listed_with_its_error_once_it_has_failed(routes: Loads) -> None:
@@ -242,7 +242,7 @@ def test_null_is_as_if_it_were_not_there(routes: Loads) -> None:
 
 
 def test_dare_draws_by_the_requests_seed(routes: Loads) -> None:
-    """And is the same adapter, which requests share, where there is no seed or nothing is drawn."""
+    """Without a seed, or if nothing is drawn, requests share one adapter."""
 
     def seeds(**more: Any) -> list[int]:
         return [

@@ -18,7 +18,7 @@ LINE_ENDS = re.compile("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """What `configure` changes is put back."""
+    """Restore the loggers that `configure` changes."""
     loggers = [logging.getLogger(), *map(logging.getLogger, LOGGERS_OF_UVICORN)]
     before = [(each, each.handlers[:], each.level, each.propagate) for each in loggers]
     loggers[0].handlers = []  # or those of pytest would be closed

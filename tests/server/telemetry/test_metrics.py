@@ -67,7 +67,7 @@ def families(metrics: Metrics) -> dict[str, Metric]:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """By name, as it is written, and labels. The parser ends every counter in `_total`."""
+    """Return values by name, as written, and labels. The parser ends every counter in `_total`."""
     return {
         (
             family.name if family.name in UPSTREAM_COUNTERS else sample.name,

@@ -24,7 +24,7 @@ GUARD_S = 30
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps what is sent to it. While `is_slow`, it answers nobody."""
+    """A server that keeps the spans sent to it. While `is_slow`, it does not answer."""
 
     daemon_threads = True
 
@@ -117,7 +117,7 @@ def span(spans: list[Any], name: str) -> Any:
     return found
 
 
-# --- What is sent -----------------------------------------------------------------------------------------------------
+# --- Spans ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_is_a_span_with_parts(collector: Collector) -> None:
@@ -223,7 +223,7 @@ def test_one_strange_request_costs_no_other(collector: Collector) -> None:
     assert max(len(attributes(each).get("lorax.adapter", "")) for each in spans) == tracing.MAX_CHARACTERS
 
 
-# --- Where it is sent to ----------------------------------------------------------------------------------------------
+# --- Endpoints --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/own/path"])
@@ -306,7 +306,7 @@ def test_a_collector_that_is_away_breaks_nothing(
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
     caplog.set_level(logging.CRITICAL, logger="opentelemetry")
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
         tracer = Tracer(f"http://127.0.0.1:{unused.getsockname()[1]}")
         tracer.end(request(started_at=time.time()))
         tracer.close()
