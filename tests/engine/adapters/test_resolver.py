@@ -131,7 +131,7 @@ class FakeSource:
         return self.base_types.get(name)
 
 
-class RateLimits:
+class Gate:
     """A gate that holds all callers until it is opened."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Bench:
         self.fake = FakeSource("fake", self.root)
         self.other = FakeSource("other", self.root)
         self.made: list[AdapterResolver] = []
-        self.gates: list[RateLimits] = []
+        self.gates: list[Gate] = []
         self.resolver = self.make()
 
     def make(self, *more: Source, **options: Any) -> AdapterResolver:
@@ -168,8 +168,8 @@ class Bench:
         self.made.append(AdapterResolver(sources, **options))
         return self.made[-1]
 
-    def gate(self) -> RateLimits:
-        self.gates.append(RateLimits())
+    def gate(self) -> Gate:
+        self.gates.append(Gate())
         return self.gates[-1]
 
     def put(self, name: str, number: int, **changes: Any) -> str:
