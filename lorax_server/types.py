@@ -111,7 +111,7 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     stop: StopParams
-    adapter: str = ""  # the base model
+    adapter_identity: str = ""  # the hash of its content; empty: the base model
     tenant: str = ""  # with whom it shares fairly what there is to serve
     priority: int = 0  # higher ones first, whoever they are of
     first_id: int | None = None

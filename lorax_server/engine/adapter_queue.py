@@ -23,7 +23,7 @@ class AdapterQueue:
         return self._deadlines[0][0] if self._deadlines else None
 
     def push(self, sequence: Sequence, until: float = math.inf) -> None:
-        self._waiting.setdefault(sequence.request.adapter, {})[sequence] = None
+        self._waiting.setdefault(sequence.request.adapter_identity, {})[sequence] = None
         sequence.cold_until = until
         if until < math.inf:
             self._deadlines.append((until, sequence))
@@ -34,7 +34,7 @@ class AdapterQueue:
 
     def remove(self, sequence: Sequence) -> bool:
         """Whether it was here."""
-        identity = sequence.request.adapter
+        identity = sequence.request.adapter_identity
         waiting = self._waiting.get(identity, {})
         if sequence not in waiting:
             return False
@@ -47,7 +47,9 @@ class AdapterQueue:
         """One that has waited for too long; None if nobody has."""
         while self._deadlines:
             until, sequence = self._deadlines[0]
-            is_current = until == sequence.cold_until and sequence in self._waiting.get(sequence.request.adapter, ())
+            is_current = until == sequence.cold_until and sequence in self._waiting.get(
+                sequence.request.adapter_identity, ()
+            )
             if is_current and until > now:
                 return None
             self._deadlines.popleft()

@@ -50,7 +50,7 @@ class _Tenant:
         return min((heap[0][0][0], served[adapter], *heap[0]) for adapter, heap in self._heaps.items())
 
     def push(self, sequence: Sequence) -> None:
-        adapter = sequence.request.adapter
+        adapter = sequence.request.adapter_identity
         if adapter not in self._heaps:
             self._ledger.come(adapter, self._heaps)
         heapq.heappush(self._heaps.setdefault(adapter, []), (sequence.order_key, sequence))
@@ -58,7 +58,7 @@ class _Tenant:
 
     def remove(self, sequence: Sequence) -> None:
         """The first of its adapter in no time, any other in the time of those of its adapter."""
-        adapter = sequence.request.adapter
+        adapter = sequence.request.adapter_identity
         heap = self._heaps[adapter]
         if heap[0][1] is sequence:
             heapq.heappop(heap)

@@ -95,7 +95,7 @@ class Scheduler:
         check_length(request, min(self.limits.max_length, self._pool.num_blocks * self._pool.block_size))
         assert request.request_id not in self._by_id, f"request {request.request_id} is here already"
         self._backlog.refuse_overload(self.num_waiting)
-        self._adapters.add_request(request.adapter)
+        self._adapters.add_request(request.adapter_identity)
         sequence = Sequence(request, self._num_arrived, arrived_at=self._clock())
         sequence.rope_variant = self.limits.rope.variant(len(request.prompt_ids))
         sequence.cost = self._backlog.add(request)
@@ -165,7 +165,7 @@ class Scheduler:
         request_id, token_id, logprob = sequence.request.request_id, result.token_ids[place], result.logprobs[place]
         if math.isnan(logprob):
             self._end(sequence)
-            return Output.failed(request_id, self._not_numbers(sequence.request.adapter))
+            return Output.failed(request_id, self._not_numbers(sequence.request.adapter_identity))
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
         of_prompt = sequence.take_prompt()  # with the first token only
@@ -283,7 +283,7 @@ class Scheduler:
     def _put(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> None:
         builder.put(sequence, count, samples)
         request = sequence.request
-        self._waiting.charge(request.tenant, request.adapter, count)  # at once: it decides who is let in next
+        self._waiting.charge(request.tenant, request.adapter_identity, count)  # at once: it decides who is let in next
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort()
@@ -317,7 +317,7 @@ class Scheduler:
     # --- Coming and going ---------------------------------------------------------------------------------------------
 
     def _wait(self, sequence: Sequence) -> None:
-        identity = sequence.request.adapter
+        identity = sequence.request.adapter_identity
         if self._adapters.index_of(identity, sequence.has_begun) is not None:
             self._enqueue(sequence)
             return
@@ -339,7 +339,7 @@ class Scheduler:
             sequence.cold_s += self._clock() - sequence.cold_since
             sequence.cold_since = None
         if not sequence.has_begun:
-            problem = find_token_problem(request, self._adapters.vocab_size(request.adapter))
+            problem = find_token_problem(request, self._adapters.vocab_size(request.adapter_identity))
         if problem is None:
             self._waiting.push(sequence)
         else:
@@ -348,7 +348,7 @@ class Scheduler:
     def _next(self) -> Sequence | None:
         """The next one that can run. Those whose adapter has left meanwhile wait for it again."""
         while (sequence := self._waiting.peek()) is not None:
-            if self._adapters.index_of(sequence.request.adapter, sequence.has_begun) is not None:
+            if self._adapters.index_of(sequence.request.adapter_identity, sequence.has_begun) is not None:
                 return sequence
             self._waiting.remove(sequence)
             self._wait(sequence)
@@ -360,15 +360,15 @@ class Scheduler:
         self._waiting.take_row(request.tenant)
         tokens = sequence.token_ids.copy()
         builder.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
-        index = self._adapters.index_of(request.adapter, sequence.has_begun)
+        index = self._adapters.index_of(request.adapter_identity, sequence.has_begun)
         assert index is not None
         sequence.adapter_index = index
         if not sequence.has_begun:
             sequence.has_begun = True
             sequence.started = Started(self._clock() - sequence.arrived_at, sequence.cold_s, sequence.num_computed)
             self._backlog.remove(sequence.cost)
-            self._adapters.begin(request.adapter)
-        self._adapters.hold(request.adapter)
+            self._adapters.begin(request.adapter_identity)
+        self._adapters.hold(request.adapter_identity)
         insort(self._running, sequence, key=lambda each: each.order_key)
         self.counters.prefix_tokens += sequence.num_computed
 
@@ -379,7 +379,7 @@ class Scheduler:
         self._waiting.give_row(sequence.request.tenant)
         sequence.row = None
         self._give_back_blocks(sequence)
-        self._adapters.release(sequence.request.adapter)
+        self._adapters.release(sequence.request.adapter_identity)
 
     def _give_back_blocks(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
@@ -406,4 +406,4 @@ class Scheduler:
         del self._by_id[sequence.request.request_id]
         if not sequence.has_begun:
             self._backlog.remove(sequence.cost)
-        self._adapters.end_request(sequence.request.adapter, sequence.has_begun)
+        self._adapters.end_request(sequence.request.adapter_identity, sequence.has_begun)

@@ -82,7 +82,7 @@ class Sequence:
         return self._hashes
 
     def _root(self) -> bytes:
-        return root_hash(self.request.adapter, self.rope_variant, self.request.salt)
+        return root_hash(self.request.adapter_identity, self.rope_variant, self.request.salt)
 
     def ended_by(self, token_id: int) -> FinishReason | None:
         """Whether the token that has just been appended is the last. Stop strings are found where text is made."""

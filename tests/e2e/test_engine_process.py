@@ -303,7 +303,7 @@ def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
             for refs, weights in (([one], (0.5,)), ([one, other], (0.5, 0.0)), ([one, other], (0.5, 0.5))):
                 merged = await client.resolve(refs, Merge(weights))
                 request = Request(client.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=8))
-                request = replace(request, adapter=merged.identity)
+                request = replace(request, adapter_identity=merged.identity)
                 answers.append([output.token_id async for output in client.generate(request)])
             assert answers[0] == answers[1] != answers[2]
 

@@ -486,7 +486,7 @@ class World:
     def _add(self, asked: Asked) -> None:
         stop = StopParams(max_new_tokens=asked.num_tokens)
         request = Request(
-            asked.request_id, asked.prompt, SamplingParams(), stop, adapter=asked.identity, **asked.options
+            asked.request_id, asked.prompt, SamplingParams(), stop, adapter_identity=asked.identity, **asked.options
         )
         try:
             self.engine.add(request)

@@ -46,7 +46,7 @@ def test_who_comes_begins_in_the_next_step(depth: int) -> None:
     many = flood(engine, 16)
     run(engine, 5)
     assert engine.scheduler.num_running == ROWS
-    small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter="1")
+    small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter_identity="1")
     engine.scheduler.add(small)
     run(engine, depth)
     assert len(engine.answers[100]) == 1
@@ -248,8 +248,8 @@ def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> Non
 def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
     """A flood for one adapter does not hold up another adapter of the same tenant, though nobody gives way."""
     engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
-    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="1") for i in range(20)]
-    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="2") for i in range(100, 103)]
+    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
+    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="2") for i in range(100, 103)]
     for request in (*many, *few):
         engine.scheduler.add(request)
     engine.finish()
@@ -265,7 +265,9 @@ def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
     num_new = 100
     while 1 not in engine.reasons:
         while engine.scheduler.num_waiting < 4:
-            engine.scheduler.add(make_request(num_new, [1], 4, eos=False, tenant="one", adapter=str(num_new % 250)))
+            engine.scheduler.add(
+                make_request(num_new, [1], 4, eos=False, tenant="one", adapter_identity=str(num_new % 250))
+            )
             num_new += 1
         engine.step()
         assert num_new < 250

@@ -176,7 +176,7 @@ class Engine:
 
 def check(engine: Engine, *requests: Request) -> None:
     for request in requests:
-        expected = alone(int(request.adapter or 0), list(request.prompt_ids), request.stop)
+        expected = alone(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
         assert engine.answers[request.request_id] == expected
         last_is_eos = expected[-1] in request.stop.ending_token_ids
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
@@ -191,7 +191,7 @@ ROOMY = Limits(max_step_tokens=64, max_rows=8, max_length=100)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_requests_get_what_they_get_alone(depth: int) -> None:
     engine = Engine(ROOMY, 64, depth)
-    requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter=str(i % 3 or "")) for i in range(8)]
+    requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter_identity=str(i % 3 or "")) for i in range(8)]
     for request in requests:
         engine.scheduler.add(request)
     engine.finish()
@@ -262,7 +262,7 @@ def test_a_prompt_that_begins_alike_is_not_computed_again() -> None:
 
 def test_what_another_adapter_computed_is_not_used() -> None:
     engine = Engine(ROOMY, 64)
-    requests = [make_request(i, [1, 2, 3] * 5, adapter=adapter) for i, adapter in enumerate(("", "1", "2"))]
+    requests = [make_request(i, [1, 2, 3] * 5, adapter_identity=adapter) for i, adapter in enumerate(("", "1", "2"))]
     for request in requests:
         engine.scheduler.add(request)
         engine.finish()
@@ -312,7 +312,7 @@ def test_higher_priorities_go_first() -> None:
 def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
     engine = Engine(ROOMY, 64)
     engine.adapters.missing.add("1")
-    cold, warm = make_request(0, [1], adapter="1"), make_request(1, [2], adapter="2")
+    cold, warm = make_request(0, [1], adapter_identity="1"), make_request(1, [2], adapter_identity="2")
     engine.scheduler.add(cold)
     engine.scheduler.add(warm)
     while 1 not in engine.reasons:
@@ -327,7 +327,7 @@ def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
 
 def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> None:
     engine = Engine(Limits(8, 1, 100), 64)
-    first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter="1")
+    first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter_identity="1")
     engine.scheduler.add(first)
     engine.scheduler.add(second)
     engine.step()
@@ -543,10 +543,10 @@ def test_pace_expects_what_requests_came_to_lately() -> None:
 def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, depth)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="1"))
+    engine.scheduler.add(make_request(0, [1], adapter_identity="1"))
     engine.now = 10.0
-    engine.scheduler.add(make_request(1, [1], adapter="1"))
-    engine.scheduler.add(make_request(2, [1], adapter="2"))
+    engine.scheduler.add(make_request(1, [1], adapter_identity="1"))
+    engine.scheduler.add(make_request(2, [1], adapter_identity="2"))
     engine.scheduler.add(make_request(3, [1], 4, eos=False))
     assert engine.scheduler.deadline_s == 20.0
     engine.now = 29.9
@@ -570,9 +570,11 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
 def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps those behind it in the queue of who gives up
+    engine.scheduler.add(
+        make_request(0, [1], adapter_identity="2")
+    )  # keeps those behind it in the queue of who gives up
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
-    engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter="1"))
+    engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter_identity="1"))
     engine.adapters.missing.remove("1")
     engine.scheduler.adapter_arrived("1")
     while not engine.scheduler.counters.preemptions:  # the last gives way
@@ -595,7 +597,7 @@ def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.missing |= {"1", "2"}
     for i, adapter in enumerate(("1", "2", "1", "")):
-        engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter=adapter))
+        engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter_identity=adapter))
     error = AdapterError("damaged")
     error.retry_after_s = 7.0
     engine.scheduler.adapter_failed("1", error)
@@ -626,7 +628,7 @@ def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> No
     """It chose the weights."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
-    engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter="1"))
+    engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter_identity="1"))
     engine.finish()
     expected = "the scores of these merged adapters are not numbers; give them smaller weights"
     assert engine.failure(0)[:3] == ("InputError", 422, expected)
@@ -637,7 +639,7 @@ def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> No
     [
         ([1, VOCAB], {}, "`inputs` has tokens beyond the vocabulary of 7"),
         ([1, -1], {}, "`inputs` has tokens beyond the vocabulary of 7"),
-        ([1, VOCAB + 2], {"adapter": "1"}, "`inputs` has tokens beyond the vocabulary of 9"),
+        ([1, VOCAB + 2], {"adapter_identity": "1"}, "`inputs` has tokens beyond the vocabulary of 9"),
         ([1], {"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "`logit_bias` has tokens beyond"),
         ([1], {"stop": StopParams(min_new_tokens=1, stop_token_ids=frozenset(range(VOCAB)))}, "every token"),
     ],
@@ -663,7 +665,7 @@ def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
 def test_an_adapter_can_bring_tokens_of_its_own() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
-    engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter="1"))
+    engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter_identity="1"))
     engine.finish()
     assert set(engine.reasons) == {0}
 
@@ -700,7 +702,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
 
 def test_alternatives_reach_who_asked() -> None:
     engine = ReportingEngine(ROOMY, 64, depth=2)
-    requests = [make_request(i, [1 + i], 4, eos=False, adapter=str(2 - i or "")) for i in range(3)]
+    requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
         engine.scheduler.add(request)
     engine.finish()
@@ -829,7 +831,11 @@ def crowd(seed: int) -> Engine:
     requests, aborted = [], set()
     for i in range(100):
         prompt = [*rng.choice(beginnings), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
-        options = {"adapter": rng.choice(["", "1"]), "priority": rng.choice([0, 0, 0, 1]), "tenant": rng.choice("ab")}
+        options = {
+            "adapter_identity": rng.choice(["", "1"]),
+            "priority": rng.choice([0, 0, 0, 1]),
+            "tenant": rng.choice("ab"),
+        }
         requests.append(make_request(i, prompt, rng.randint(1, 20), rng.random() < 0.3, **options))
         engine.scheduler.add(requests[-1])
         for _ in range(rng.choice([0, 0, 1, 3])):
@@ -876,7 +882,7 @@ class Machine(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], new: int, adapter: str, priority: int, tenant: str, eos: bool) -> None:
         request_id = len(self.requests)
-        request = make_request(request_id, prompt, new, eos, adapter=adapter, priority=priority, tenant=tenant)
+        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, priority=priority, tenant=tenant)
         self.engine.scheduler.add(request)
         self.requests[request_id] = request
 

@@ -127,7 +127,7 @@ class Crowd:
             identity = found.result().identity
         sampling = more.pop("sampling", SamplingParams())
         stop = StopParams(max_new_tokens=NEW_TOKENS)
-        self.engine.add(Request(request_id, prompt, sampling, stop, adapter=identity, **more))
+        self.engine.add(Request(request_id, prompt, sampling, stop, adapter_identity=identity, **more))
         for _ in range(self.rng.choice([0, 1, 2])):
             self.step()
         if aborted:

@@ -27,7 +27,7 @@ IDLE_S = 0.05  # how often it is looked for what depends on time alone
 REST_AFTER = 20  # times that it had nothing to do
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """What can be served: `engine.engine.Engine`, or what stands in for it."""
 
     @property
@@ -67,13 +67,13 @@ def connected(address: str) -> Iterator[EngineChannel]:
         channel.close()
 
 
-def serve(engine: Engine, channel: EngineChannel, info: messages.Info | None = None) -> None:
+def serve(engine: ServedEngine, channel: EngineChannel, info: messages.Info | None = None) -> None:
     """Until it is told to stop or nobody is left to serve. Whatever `step` raises is told, and then raised.
 
     Who finds in another thread that the engine cannot go on calls `channel.report`.
     """
     try:
-        _Server(engine, channel).run(info or {})
+        _EngineLoop(engine, channel).run(info or {})
         if channel.has_failed:
             raise SystemExit(1)
     except Exception as error:
@@ -83,8 +83,8 @@ def serve(engine: Engine, channel: EngineChannel, info: messages.Info | None = N
         engine.close()
 
 
-class _Server:
-    def __init__(self, engine: Engine, channel: EngineChannel) -> None:
+class _EngineLoop:
+    def __init__(self, engine: ServedEngine, channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # goes out with those of the step

@@ -1236,9 +1236,9 @@ class Machine(RuleBasedStateMachine):
         world = self.world
         world.check_tokens_so_far()
         for sequence in world.scheduler._running:
-            if sequence.request.adapter:
+            if sequence.request.adapter_identity:
                 resident = world.workers.residents[sequence.adapter_index]
-                assert resident.identity == sequence.request.adapter
+                assert resident.identity == sequence.request.adapter_identity
         held = [block for sequence in world.scheduler._running for block in sequence.blocks]
         assert world.pool.num_free == world.pool.num_blocks - len(set(held))
         device = world.table._device
@@ -1247,7 +1247,7 @@ class Machine(RuleBasedStateMachine):
         known = world.table._known.values()
         assert world.table.host_bytes_used == sum(each.num_bytes for each in known)
         for entry in known:
-            of = [each for each in world.scheduler._by_id.values() if each.request.adapter == entry.identity]
+            of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]
             assert entry.num_requests == len(of)
             assert entry.num_begun == sum(each.has_begun for each in of)
             assert entry.num_running == sum(each.row is not None for each in of)

@@ -74,7 +74,7 @@ requests = st.builds(
     prompt_ids=st.lists(token_ids, max_size=20),
     sampling=sampling,
     stop=stop,
-    adapter=texts,
+    adapter_identity=texts,
     tenant=texts,
     priority=st.integers(-(2**63), 2**63 - 1),
     first_id=st.none() | ids,
@@ -164,7 +164,7 @@ def comparable(value: object) -> object:
     return "int or float" if kind == "int" else kind, value
 
 
-def assert_survives(message: messages.Message, decode: Callable[[bytes], messages.Message]) -> None:
+def assert_survives(message: messages.EngineMessage, decode: Callable[[bytes], messages.EngineMessage]) -> None:
     assert comparable(decode(messages.encode(message))) == comparable(message)
 
 
@@ -190,10 +190,10 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
     for damaged in (noise, whole[:place], whole[:place] + noise + whole[place + len(noise) :]):
         for decode in (messages.decode_to_engine, messages.decode_from_engine):
             try:
-                assert isinstance(decode(damaged), messages.Message)
+                assert isinstance(decode(damaged), messages.EngineMessage)
             except messages.ChannelError as error:
                 answer = messages.answer_to_unreadable(damaged, error)
-                assert answer is None or isinstance(answer, messages.Message)
+                assert answer is None or isinstance(answer, messages.EngineMessage)
         assert isinstance(messages.decode_question(damaged), messages.Resolve | messages.ForgetAdapter | None)
 
 
@@ -224,7 +224,9 @@ def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"salt": "\ud800"}, {"priority": 2**64}, {"adapter": object()}], ids=["surrogate", "large", "object"]
+    "fields",
+    [{"salt": "\ud800"}, {"priority": 2**64}, {"adapter_identity": object()}],
+    ids=["surrogate", "large", "object"],
 )
 def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:
     with pytest.raises(messages.ChannelError, match="a message Add cannot be sent: "):

@@ -47,7 +47,7 @@ class Scored(Routes):
 
     async def _give(self, request_id: int, *_: int) -> None:
         (request,) = (each for each in self.engine.added if each.request_id == request_id)
-        tokenizer = self.parts.tokenizers.base if not request.adapter else with_ends(self.own or "")
+        tokenizer = self.parts.tokenizers.base if not request.adapter_identity else with_ends(self.own or "")
         tokens = tokenizer.encode(self.text, add_special_tokens=False)[: request.stop.max_new_tokens]
         prompt = [-1.0] * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
         for place, token_id in enumerate(tokens):
