@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from lorax_server import errors
@@ -103,6 +103,15 @@ class StopParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
+class Task(StrEnum):
+    """The kind of result that a request asks for. Engines refuse all but `GENERATE` so far."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
+    SCORE = "score"
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and what is wanted of it. Its adapter is named by its identity, which never changes what it means."""
@@ -118,6 +127,7 @@ class Request:
     """The first answer's request, if this is a further one to the same call: those give way to other calls."""
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
+    task: Task = Task.GENERATE
 
 
 class FinishReason(IntEnum):
@@ -165,22 +175,28 @@ class Started(NamedTuple):
     cached_tokens: int  # of its prompt, that did not have to be computed
 
 
-class Output(NamedTuple):
-    """A token of a request, and why it is the last, if it is; or the failure that ends it."""
+class SampledToken(NamedTuple):
+    """A token that was chosen for a request."""
 
-    request_id: int
     token_id: int
     logprob: float
-    finish_reason: FinishReason | None = None
-    alternatives: Alternatives | None = None
-    prompt_logprobs: list[float] | None = None  # with the first token: of the prompt's tokens from the second on
-    failure: Failure | None = None  # then there is no token
-    started: Started | None = None  # with the first token
-    prompt_alternatives: list[Alternatives] | None = None  # likewise, of the same tokens as `prompt_logprobs`
+    alternatives: Alternatives | None = None  # the likeliest tokens in its place, if the request asks for them
+
+
+class Output(NamedTuple):
+    """The result of one step for one request: its next tokens, or the failure that ends it."""
+
+    request_id: int
+    tokens: tuple[SampledToken, ...] = ()  # none with a failure; one today, several once steps speculate
+    finish_reason: FinishReason | None = None  # of the last token, if it ends the request
+    failure: Failure | None = None
+    started: Started | None = None  # with the first token, as are the next two
+    prompt_logprobs: list[float] | None = None  # of the prompt's tokens from the second on
+    prompt_alternatives: list[Alternatives] | None = None  # of the same tokens
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
-        return cls(request_id, -1, math.nan, failure=Failure.of(error))
+        return cls(request_id, failure=Failure.of(error))
 
 
 class AdapterRef(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.throughput import Throughput
-from lorax_server.errors import ContextLengthError, InputError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, NotSupportedError, OverloadedError
 from lorax_server.plan import RopeRule
-from lorax_server.types import Request
+from lorax_server.types import Request, Task
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Limits:
         assert self.max_step_tokens >= self.max_rows > 0, "every running sequence needs a token of each step"
         least = self.max_length + self.max_rows
         assert self.can_chunk or self.max_step_tokens >= least, "a prompt must fit into a step beside all that run"
+
+
+def check_task(request: Request) -> None:
+    if request.task is not Task.GENERATE:
+        raise NotSupportedError(f"task {request.task.value!r} is not supported yet; this server only generates text")
 
 
 def check_length(request: Request, most: int) -> None:

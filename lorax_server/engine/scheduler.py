@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.protocol import Adapters
-from lorax_server.engine.admission import Backlog, Limits, check_length, find_token_problem
+from lorax_server.engine.admission import Backlog, Limits, check_length, check_task, find_token_problem
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.fair_queue import FairQueue
@@ -19,7 +19,7 @@ from lorax_server.engine.step_builder import StepBuilder
 from lorax_server.engine.throughput import Throughput
 from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
-from lorax_server.types import Output, Request, Started
+from lorax_server.types import Output, Request, SampledToken, Started
 
 
 class _InFlight(NamedTuple):
@@ -92,6 +92,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Take a request, or refuse what could never run or would wait for too long."""
+        check_task(request)
         check_length(request, min(self.limits.max_length, self._pool.num_blocks * self._pool.block_size))
         assert request.request_id not in self._by_id, f"request {request.request_id} is here already"
         self._backlog.refuse_overload(self.num_waiting)
@@ -168,16 +169,14 @@ class Scheduler:
             return Output.failed(request_id, self._not_numbers(sequence.request.adapter_identity))
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
-        of_prompt = sequence.take_prompt()  # with the first token only
-        started, sequence.started = sequence.started, None
         if reason is not None:
             self._throughput.finish(len(sequence.token_ids) - len(sequence.request.prompt_ids))
             self._end(sequence)
         elif sequence in self._unsettled and not sequence.num_in_flight:
             self._unsettled.remove(sequence)
             self._wait(sequence)
-        alternatives = result.alternatives.get(place)
-        return Output(request_id, token_id, logprob, reason, alternatives, started=started, **of_prompt)
+        output = Output(request_id, (SampledToken(token_id, logprob, result.alternatives.get(place)),), reason)
+        return output if sequence.started is None else sequence.report_start(output)
 
     def _not_numbers(self, adapter: str) -> LoraxError:
         """The mistake of a request if it chose the weights of a merge, else ours."""

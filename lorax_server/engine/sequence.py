@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from lorax_server.engine.block_pool import chain_hash, root_hash
 from lorax_server.generation.stopping import ended_by
-from lorax_server.types import Alternatives, FinishReason, Request, Started
+from lorax_server.types import Alternatives, FinishReason, Output, Request, Started
 
 FURTHER_LAG = 64  # arrivals that go before a further answer to a call
 OrderKey = tuple[int, int, int]
@@ -56,11 +55,13 @@ class Sequence:
             assert self.prompt_alternatives is not None
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
-    def take_prompt(self) -> dict[str, Any]:
-        """Hand over all that is told of the prompt, once."""
-        taken = {"prompt_logprobs": self.prompt_logprobs, "prompt_alternatives": self.prompt_alternatives}
-        self.prompt_logprobs = self.prompt_alternatives = None
-        return taken
+    def report_start(self, output: Output) -> Output:
+        """Add to the first output how the sequence started and how likely its prompt was."""
+        output = output._replace(
+            started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
+        )
+        self.started = self.prompt_logprobs = self.prompt_alternatives = None
+        return output
 
     @property
     def order_key(self) -> OrderKey:

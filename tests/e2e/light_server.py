@@ -17,7 +17,7 @@ from lorax_server.engine.remote.client import EngineClient
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.run import run
-from lorax_server.types import AdapterRef, FinishReason, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, FinishReason, Merge, Output, Request, Resolved, SampledToken
 from tests.engine.fake_engine import FakeEngine
 
 INFO: messages.Info = {
@@ -63,7 +63,7 @@ class GatedEngine(FakeEngine):
         is_last = count + 1 == request.stop.max_new_tokens
         if is_last:
             del self._begun[request_id]
-        return Output(request_id, token_id, -0.5, FinishReason.LENGTH if is_last else None)
+        return Output(request_id, (SampledToken(token_id, -0.5),), FinishReason.LENGTH if is_last else None)
 
 
 def run_engine(gate: str, address: str) -> None:

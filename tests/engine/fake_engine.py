@@ -35,6 +35,7 @@ from lorax_server.types import (
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     StopParams,
 )
@@ -144,8 +145,8 @@ class FakeEngine:
                 self._left.pop(request_id, None)
                 return Output.failed(request_id, AdapterError("broken \udcff"))
             case "hang":
-                return Output(request_id, token_id, 0.0)
-        return Output(request_id, token_id, -0.5, None if left else FinishReason.EOS_TOKEN)
+                return Output(request_id, (SampledToken(token_id, 0.0),))
+        return Output(request_id, (SampledToken(token_id, -0.5),), None if left else FinishReason.EOS_TOKEN)
 
     def _misbehave(self, how: str) -> None:
         match how:

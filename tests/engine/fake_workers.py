@@ -501,7 +501,7 @@ class World:
             if output.failure is not None:
                 self._fail(asked, output.failure.message)
                 continue
-            asked.tokens.append(output.token_id)
+            asked.tokens.extend(token.token_id for token in output.tokens)
             is_last = len(asked.tokens) == asked.num_tokens
             assert (output.finish_reason is not None) == is_last
             if is_last:

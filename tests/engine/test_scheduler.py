@@ -17,10 +17,10 @@ from lorax_server.engine.admission import Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.throughput import Throughput
-from lorax_server.errors import AdapterError, InputError, OverloadedError
+from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
-from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams
+from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams, Task
 
 EOS = 0
 VOCAB = 7
@@ -162,7 +162,7 @@ class Engine:
     def collect(self) -> None:
         for emitted in self.scheduler.update(self.results.popleft()):
             assert emitted.request_id not in self.reasons, "a token after the last"
-            self.answers.setdefault(emitted.request_id, []).append(emitted.token_id)
+            self.answers.setdefault(emitted.request_id, []).extend(token.token_id for token in emitted.tokens)
             if emitted.finish_reason is not None:
                 self.reasons[emitted.request_id] = emitted.finish_reason
 
@@ -451,7 +451,7 @@ class ReportingEngine(Engine):
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
             if output.failure is None:
-                self.answers.setdefault(output.request_id, []).append(output.token_id)
+                self.answers.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
 
@@ -700,6 +700,14 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
     assert num_preempted_in_the_prompt > 0
 
 
+@pytest.mark.parametrize("task", [task for task in Task if task is not Task.GENERATE])
+def test_other_tasks_are_refused(task: Task) -> None:
+    engine = Engine(ROOMY, 64)
+    with pytest.raises(NotSupportedError, match=f"task '{task}' is not supported yet"):
+        engine.scheduler.add(make_request(0, [1], task=task))
+    assert not engine.scheduler.has_work
+
+
 def test_alternatives_reach_who_asked() -> None:
     engine = ReportingEngine(ROOMY, 64, depth=2)
     requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
@@ -708,8 +716,9 @@ def test_alternatives_reach_who_asked() -> None:
     engine.finish()
     for request in requests:
         for output in engine.outputs[request.request_id]:
-            assert output.alternatives == ([output.token_id], [-0.25])
-            assert output.logprob == -0.5
+            (token,) = output.tokens
+            assert token.alternatives == ([token.token_id], [-0.25])
+            assert token.logprob == -0.5
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SamplingParams, Started
+from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SampledToken, SamplingParams, Started
 from tests.text.tokenizers import byte_level
 
 Message = dict[str, Any]
@@ -72,7 +72,8 @@ class ScriptedClient(EngineClient):
     def give(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
         for i, token_id in enumerate(token_ids):
             is_last = i == len(token_ids) - 1
-            self._deliver(Output(request_id, token_id, -0.5, end if is_last else None, started=Started(0.25, 0.125, 3)))
+            token = SampledToken(token_id, -0.5)
+            self._deliver(Output(request_id, (token,), end if is_last else None, started=Started(0.25, 0.125, 3)))
 
     def fail(self, request_id: int, error: LoraxError) -> None:
         self._deliver(Output.failed(request_id, error))

@@ -31,9 +31,11 @@ from lorax_server.types import (
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     Started,
     StopParams,
+    Task,
 )
 
 ids = st.integers(0, 2**64 - 1)
@@ -80,19 +82,18 @@ requests = st.builds(
     first_id=st.none() | ids,
     salt=texts,
     prompt_logprobs=st.booleans(),
+    task=st.sampled_from(Task),
 )
 failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
 alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
 outputs = st.builds(
     Output,
     ids,
-    st.integers(-1, 2**32),
-    floats,
+    st.lists(st.builds(SampledToken, token_ids, floats, st.none() | alternatives), max_size=3).map(tuple),
     st.none() | st.sampled_from(FinishReason),
-    st.none() | alternatives,
-    st.none() | st.lists(floats, max_size=3),
     st.none() | failures,
     st.none() | st.builds(Started, floats, floats, ids),
+    st.none() | st.lists(floats, max_size=3),
     st.none() | st.lists(alternatives, max_size=3),
 )
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)

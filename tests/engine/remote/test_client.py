@@ -37,6 +37,7 @@ from lorax_server.types import (
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     StopParams,
 )
@@ -87,7 +88,7 @@ def wait_for_end(folder: str | Path) -> None:
 
 
 async def read(client: EngineClient, request: Request) -> list[int]:
-    return [output.token_id async for output in client.generate(request)]
+    return [output.tokens[0].token_id async for output in client.generate(request)]
 
 
 async def pid_of(client: EngineClient) -> int:
@@ -131,7 +132,10 @@ def test_a_request_streams_its_tokens(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
         request_id = client.new_id()
         outputs = [output async for output in client.generate(ask_for(request_id, [5, 6]))]
-        assert outputs == [Output(request_id, 5, -0.5), Output(request_id, 6, -0.5, FinishReason.EOS_TOKEN)]
+        assert outputs == [
+            Output(request_id, (SampledToken(5, -0.5),)),
+            Output(request_id, (SampledToken(6, -0.5),), FinishReason.EOS_TOKEN),
+        ]
 
     shared(test)
 
@@ -151,7 +155,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_loses_nothing(shared: S
         first = await anext(slow)
         for _ in range(3):
             assert await read(client, ask_for(client.new_id(), range(100))) == list(range(100))
-        assert [first.token_id] + [output.token_id async for output in slow] == list(range(100))
+        assert [first.tokens[0].token_id] + [output.tokens[0].token_id async for output in slow] == list(range(100))
 
     shared(test)
 
@@ -160,7 +164,7 @@ def test_who_stops_reading_aborts_the_request(shared: Shared) -> None:
     async def test(client: EngineClient) -> None:
         request = ask_for(client.new_id(), how="hang")
         stream = client.generate(request)
-        assert (await anext(stream)).token_id == 1
+        assert (await anext(stream)).tokens[0].token_id == 1
         await stream.aclose()
         await aborted(client, request.request_id)
 
@@ -196,7 +200,7 @@ def test_an_aborted_request_ends_for_its_reader_too(shared: Shared) -> None:
         request = ask_for(client.new_id(), how="hang")
         tokens = []
         async for output in client.generate(request):
-            tokens.append(output.token_id)
+            tokens.append(output.tokens[0].token_id)
             client.abort(request.request_id)
         assert tokens == [1]
         await aborted(client, request.request_id)
@@ -539,7 +543,7 @@ def test_an_engine_that_does_not_listen_is_ended_by_force(folder: Path, monkeypa
     monkeypatch.setattr(child_module, "GRACE_S", 0.05)
 
     async def test(client: EngineClient) -> None:
-        assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).token_id == 1
+        assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).tokens[0].token_id == 1
 
     run_with(FakeConfig(str(folder), ignore_sigterm=True), test)
 
