@@ -243,6 +243,18 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class EngineInfo:
+    """Facts about an engine that stay the same while it runs."""
+
+    max_length: int  # tokens of a sequence
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str  # without its number
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     """What an engine is doing, and has done."""
 

@@ -19,7 +19,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES, prepare
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
 from lorax_server.layers.targets import adapter_targets
@@ -83,7 +83,7 @@ def units(name: str, folder: Path, ranks: int) -> list[int]:
 
 
 @asynccontextmanager
-async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineClient]:
+async def started(config: EngineConfig, **options: Any) -> AsyncIterator[RemoteEngine]:
     client = make_client(config, **options)
     await client.start()
     try:
@@ -92,14 +92,14 @@ async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineC
         await client.close()
 
 
-async def ask(client: EngineClient, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
+async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
     identity = "" if adapter is None else (await client.resolve([AdapterRef("local", adapter)])).identity
     stop = StopParams(max_new_tokens=more.pop("max_new_tokens", NEW_TOKENS))
     request = Request(client.new_id(), list(prompt), more.pop("sampling", SamplingParams()), stop, identity, **more)
     return [output async for output in client.generate(request)]
 
 
-async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int) -> None:
+async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
     """Read a few tokens, and go."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
     answer = client.generate(request)
@@ -250,7 +250,7 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def engine_of(client: EngineClient) -> int:
+def engine_of(client: RemoteEngine) -> int:
     assert client._child is not None
     assert client._child._process is not None
     assert client._child._process.pid is not None

@@ -29,6 +29,7 @@ from lorax_server.errors import (
 from lorax_server.types import (
     AdapterRef,
     AdapterState,
+    EngineInfo,
     EngineStatus,
     FinishReason,
     Merge,
@@ -44,6 +45,11 @@ from lorax_server.types import (
 def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
     """To have these tokens repeated. `how` it is treated is one of what `FakeEngine` does below."""
     return Request(request_id, list(tokens), SamplingParams(), StopParams(), tenant=how)
+
+
+def fake_info(number: int, pid: int = 0) -> EngineInfo:
+    """Facts that tell which start of which process an engine is."""
+    return EngineInfo(128, 300, num_blocks=number, block_size=16, dtype="float32", device=f"process {pid}")
 
 
 class FakeEngine:
@@ -206,4 +212,4 @@ def fake_target(config: FakeConfig, address: str) -> None:
                     raise SystemExit(7)
                 case "hang":
                     time.sleep(1000)
-            serve(FakeEngine(channel), channel, {"pid": os.getpid(), "number": number})
+            serve(FakeEngine(channel), channel, fake_info(number, os.getpid()))

@@ -6,9 +6,18 @@ from typing import TypeVar
 import msgspec
 
 from lorax_server.errors import EngineError
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    EngineInfo,
+    EngineStatus,
+    Failure,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+)
 
-Info = dict[str, str | int | float | bool | None]
 Received = TypeVar("Received")
 
 
@@ -75,9 +84,9 @@ ToEngine = Add | Abort | Queries | Stop
 
 
 class Ready(EngineMessage, frozen=True):
-    """The first message: the engine takes requests, and what there is to know about it."""
+    """The first message: the engine takes requests."""
 
-    info: Info
+    info: EngineInfo
 
 
 class Outputs(EngineMessage, frozen=True):

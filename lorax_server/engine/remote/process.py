@@ -18,7 +18,17 @@ from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.machine import give_back_memory
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    EngineInfo,
+    EngineStatus,
+    Failure,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+)
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -67,13 +77,13 @@ def connected(address: str) -> Iterator[EngineChannel]:
         channel.close()
 
 
-def serve(engine: ServedEngine, channel: EngineChannel, info: messages.Info | None = None) -> None:
+def serve(engine: ServedEngine, channel: EngineChannel, info: EngineInfo) -> None:
     """Until it is told to stop or nobody is left to serve. Whatever `step` raises is told, and then raised.
 
     Who finds in another thread that the engine cannot go on calls `channel.report`.
     """
     try:
-        _EngineLoop(engine, channel).run(info or {})
+        _EngineLoop(engine, channel).run(info)
         if channel.has_failed:
             raise SystemExit(1)
     except Exception as error:
@@ -92,7 +102,7 @@ class _EngineLoop:
         self._idle_s = 0.0
         self._num_idle = 0  # since something was told
 
-    def run(self, info: messages.Info) -> None:
+    def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
         channel.wake = engine.wake
         channel.answer_at_once = self._answer_at_once

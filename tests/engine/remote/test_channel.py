@@ -24,6 +24,7 @@ from lorax_server.types import (
     AdapterRef,
     AdapterState,
     Alternatives,
+    EngineInfo,
     EngineStatus,
     Failure,
     FinishReason,
@@ -116,7 +117,6 @@ resolved = st.builds(
     stale=st.none() | failures,
 )
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
-scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
 statuses = st.builds(EngineStatus, **{field.name: NUMBERS[field.type] for field in dataclasses.fields(EngineStatus)})
 
@@ -132,7 +132,7 @@ TO_ENGINE = {
     messages.Stop: st.builds(messages.Stop),
 }
 FROM_ENGINE = {
-    messages.Ready: st.builds(messages.Ready, st.dictionaries(texts, scalars, max_size=5)),
+    messages.Ready: st.builds(messages.Ready, st.builds(EngineInfo, ids, ids, ids, ids, texts, texts)),
     messages.Outputs: st.builds(messages.Outputs, st.lists(outputs, max_size=5)),
     messages.ResolveReply: st.builds(messages.ResolveReply, ids, resolved),
     messages.StatusReply: st.builds(messages.StatusReply, ids, statuses),

@@ -18,7 +18,7 @@ from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import serve
 from lorax_server.errors import EngineError
 from lorax_server.types import AdapterRef, Output, Resolved, SampledToken
-from tests.engine.fake_engine import FakeEngine, ask_for
+from tests.engine.fake_engine import FakeEngine, ask_for, fake_info
 
 
 def one(request_id: int, token_id: int, logprob: Any) -> Output:
@@ -47,7 +47,7 @@ class Peer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self.receive() == messages.Ready({"name": "fake"})
+        assert self.receive() == messages.Ready(fake_info(7))
 
     def until_arrived(self, num_messages: int) -> None:
         while self._channel._inbox.qsize() < num_messages:
@@ -56,7 +56,7 @@ class Peer:
 
     def _serve(self) -> None:
         try:
-            serve(self.engine, self._channel, {"name": "fake"})
+            serve(self.engine, self._channel, fake_info(7))
         except BaseException as error:
             self.ended_with.put(error)
         else:
