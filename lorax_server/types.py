@@ -122,7 +122,6 @@ class Request:
     stop: StopParams
     adapter_identity: str = ""  # the hash of its content; empty: the base model
     tenant: str = ""  # with whom it shares fairly what there is to serve
-    priority: int = 0  # higher ones first, whoever they are of
     first_id: int | None = None
     """The first answer's request, if this is a further one to the same call: those give way to other calls."""
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
@@ -158,12 +157,12 @@ class Failure(NamedTuple):
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
-        """The error that it was made of, of the same class."""
-        kind = getattr(errors, self.kind, LoraxError)
-        is_error = isinstance(kind, type) and issubclass(kind, LoraxError)
-        error: LoraxError = kind(self.message) if is_error else LoraxError(self.message)
+        """Return an error of the same class as the one that this failure was made of."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, LoraxError)):
+            kind = LoraxError
+        error: LoraxError = kind(self.message, self.retry_after_s)
         error.status = self.status
-        error.retry_after_s = self.retry_after_s
         return error
 
 

@@ -526,6 +526,6 @@ class World:
         self.settle()
         assert not self.workers.host
         assert not self.workers.residents
-        assert self.table.host_bytes_used == 0
+        assert self.table._host.bytes_used == 0
         assert self.table.num_on_host == self.table.num_on_device == self.table.num_preparing == 0
         self.turn()

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.admission import Limits
+from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
+from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.engine.throughput import Throughput
 from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
@@ -214,9 +214,9 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_long_prompt_that_matters_more_does_not_hold_up_those_that_run(depth: int) -> None:
+def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: int) -> None:
     engine = Engine(Limits(8, 4, 100), 64, depth)
-    short, long = make_request(0, [4], 30, eos=False), make_request(1, [1, 2, 3] * 20, 2, eos=False, priority=1)
+    short, long = make_request(0, [4], 30, eos=False, first_id=9), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
     engine.scheduler.add(long)
@@ -299,14 +299,6 @@ def test_a_request_can_be_aborted_at_any_step(depth: int) -> None:
 
 def test_aborting_what_is_not_here_does_nothing() -> None:
     Engine(ROOMY, 4).scheduler.abort(7)
-
-
-def test_higher_priorities_go_first() -> None:
-    engine = Engine(Limits(8, 1, 100), 64)
-    for i, priority in enumerate((0, 5, 1)):
-        engine.scheduler.add(make_request(i, [1], 2, eos=False, priority=priority))
-    engine.finish()
-    assert list(engine.reasons) == [1, 2, 0]
 
 
 def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
@@ -486,7 +478,7 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
     while engine.scheduler.has_work:
         engine.now += 2.0
         engine.step()
-    cost, throughput = 5 + 3, engine.scheduler._throughput.seconds_for(1)  # requests have come to 3 tokens
+    cost, throughput = 5 + 3, engine.scheduler._backlog.seconds_for(1)  # requests have come to 3 tokens
     assert 0.5 < throughput < 1.0  # 10 tokens have taken 6 s
     num_taken = int(10.0 / (cost * throughput)) + 1
     for i in range(1, num_taken + 1):
@@ -513,30 +505,30 @@ def test_the_backlog_is_of_those_that_have_not_begun() -> None:
 
 
 def test_pace_counts_overlapping_steps_once() -> None:
-    throughput = Throughput()
-    assert throughput.seconds_for(1000) == 0.0
-    throughput.step(10, submitted=0.0, now=1.0)
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
-    throughput.step(10, submitted=0.5, now=2.0)
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
-    throughput.step(0, submitted=2.0, now=50.0)  # computes nothing
-    throughput.step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
+    backlog = Backlog(ROOMY, SchedulerCounters())
+    assert backlog.seconds_for(1000) == 0.0
+    backlog.note_step(10, submitted=0.0, now=1.0)
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
+    backlog.note_step(10, submitted=0.5, now=2.0)
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
+    backlog.note_step(0, submitted=2.0, now=50.0)  # computes nothing
+    backlog.note_step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
     for end in range(92, 500):
-        throughput.step(10, submitted=end - 0.5, now=float(end))
-    assert throughput.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
+        backlog.note_step(10, submitted=end - 0.5, now=float(end))
+    assert backlog.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
 
 
 def test_pace_expects_what_requests_came_to_lately() -> None:
-    throughput = Throughput()
+    backlog = Backlog(ROOMY, SchedulerCounters())
     request = make_request(0, [1] * 4, 100)
-    assert throughput.expect(request) == 104
-    throughput.finish(10)
-    assert throughput.expect(request) == 14
-    assert throughput.expect(make_request(0, [1] * 4, 3)) == 7
+    assert backlog.expect_tokens(request) == 104
+    backlog.note_answer(10)
+    assert backlog.expect_tokens(request) == 14
+    assert backlog.expect_tokens(make_request(0, [1] * 4, 3)) == 7
     for _ in range(500):
-        throughput.finish(20)
-    assert throughput.expect(request) == pytest.approx(24, rel=1e-2)
+        backlog.note_answer(20)
+    assert backlog.expect_tokens(request) == pytest.approx(24, rel=1e-2)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -563,7 +555,7 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
     engine.finish()
     assert engine.failure(1).kind == "SourceError"
     assert set(engine.reasons) == {2, 3}
-    assert engine.scheduler.num_cold == 0
+    assert engine.scheduler.num_waiting_for_adapters == 0
     assert not any(engine.adapters.requests.values())
 
 
@@ -582,7 +574,7 @@ def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine.adapters.missing.add("1")
     while engine.step():
         pass
-    assert engine.scheduler.num_cold == 2
+    assert engine.scheduler.num_waiting_for_adapters == 2
     engine.now = 100.0
     engine.step()
     assert engine.failure(0).kind == "SourceError"
@@ -682,7 +674,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
             if i % 4 == 3:
                 prompt = prompt[:1]
-            more = {"prompt_logprobs": i % 2 == 1, "priority": rng.choice([0, 0, 1])}
+            more = {"prompt_logprobs": i % 2 == 1, "first_id": rng.choice([1000, 1000, None])}
             requests.append(make_request(i, prompt, rng.randint(1, 9), eos=False, **more))
             engine.scheduler.add(requests[-1])
             for _ in range(rng.randint(0, 4)):
@@ -782,14 +774,14 @@ def test_a_step_must_have_room_for_a_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_higher_priority_takes_the_blocks_of_a_lower_one_that_runs(depth: int) -> None:
+def test_a_first_answer_takes_the_blocks_of_a_further_one_that_runs(depth: int) -> None:
     engine = ReportingEngine(Limits(64, 4, 60), 6, depth)
-    low, high = make_request(0, [1] * 4, 16, eos=False), make_request(1, [2] * 4, 16, eos=False, priority=1)
-    engine.scheduler.add(low)
+    further, first = make_request(0, [1] * 4, 16, eos=False, first_id=9), make_request(1, [2] * 4, 16, eos=False)
+    engine.scheduler.add(further)
     engine.step()
-    engine.scheduler.add(high)
+    engine.scheduler.add(first)
     engine.finish()
-    check(engine, low, high)
+    check(engine, further, first)
     assert list(engine.reasons) == [1, 0]
     assert engine.scheduler.counters.preemptions > 0
 
@@ -806,14 +798,11 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
     assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
 
 
-@pytest.mark.parametrize("priority", [0, 5])
 @pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
-def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
-    priority: int, num_blocks: int, max_chunk: int | None
-) -> None:
+def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(num_blocks: int, max_chunk: int | None) -> None:
     """Short requests never end to come, and take whatever block is free."""
     engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
-    long = make_request(0, [1, 2, 3] * 16, 2, eos=False, priority=priority)
+    long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
     num_short = 0
     for step in range(400):
         while engine.scheduler.num_waiting < 4:
@@ -842,7 +831,7 @@ def crowd(seed: int) -> Engine:
         prompt = [*rng.choice(beginnings), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
         options = {
             "adapter_identity": rng.choice(["", "1"]),
-            "priority": rng.choice([0, 0, 0, 1]),
+            "first_id": rng.choice([1000, 1000, 1000, None]),
             "tenant": rng.choice("ab"),
         }
         requests.append(make_request(i, prompt, rng.randint(1, 20), rng.random() < 0.3, **options))
@@ -885,13 +874,13 @@ class Machine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
         new=st.integers(1, 9),
         adapter=st.sampled_from(["", "1", "2"]),
-        priority=st.integers(0, 1),
+        first_id=st.sampled_from([None, 1000]),
         tenant=st.sampled_from("ab"),
         eos=st.booleans(),
     )
-    def add(self, prompt: list[int], new: int, adapter: str, priority: int, tenant: str, eos: bool) -> None:
+    def add(self, prompt: list[int], new: int, adapter: str, first_id: int | None, tenant: str, eos: bool) -> None:
         request_id = len(self.requests)
-        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, priority=priority, tenant=tenant)
+        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, first_id=first_id, tenant=tenant)
         self.engine.scheduler.add(request)
         self.requests[request_id] = request
 

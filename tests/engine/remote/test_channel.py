@@ -79,7 +79,6 @@ requests = st.builds(
     stop=stop,
     adapter_identity=texts,
     tenant=texts,
-    priority=st.integers(-(2**63), 2**63 - 1),
     first_id=st.none() | ids,
     salt=texts,
     prompt_logprobs=st.booleans(),
@@ -226,7 +225,7 @@ def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"salt": "\ud800"}, {"priority": 2**64}, {"adapter_identity": object()}],
+    [{"salt": "\ud800"}, {"first_id": 2**64}, {"adapter_identity": object()}],
     ids=["surrogate", "large", "object"],
 )
 def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:
@@ -252,9 +251,7 @@ def test_who_sent_what_cannot_be_read_is_answered_if_it_can_be_made_out() -> Non
     failure = Failure.of(EngineError("unreadable"))
     call = msgspec.msgpack.encode({"type": "Unknown", "call_id": 5})
     assert messages.answer_to_unreadable(call, error) == messages.Refused(5, failure)
-    answer = messages.answer_to_unreadable(
-        messages.encode(messages.Add(request_with(request_id=6, priority=True))), error
-    )
+    answer = messages.answer_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)
     assert isinstance(answer, messages.Outputs)
     assert [(output.request_id, output.failure) for output in answer.outputs] == [(6, failure)]
     assert messages.answer_to_unreadable(b"\xc1", error) is None
