@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.launch import make_client
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
@@ -122,7 +122,7 @@ async def measure(folder: Path, rounds: int) -> tuple[Times, Times]:
     return idle, busy
 
 
-async def time_requests(client: EngineClient, identity: str, rounds: int, times: Times, chance: random.Random) -> None:
+async def time_requests(client: RemoteEngine, identity: str, rounds: int, times: Times, chance: random.Random) -> None:
     for kind in KINDS:  # work that happens only once
         await first_token_s(client, kind, identity, chance)
     for _ in range(rounds):
@@ -131,7 +131,7 @@ async def time_requests(client: EngineClient, identity: str, rounds: int, times:
             times.first[kind].append(await first_token_s(client, kind, identity, chance))
 
 
-async def first_token_s(client: EngineClient, kind: str, identity: str, chance: random.Random) -> float:
+async def first_token_s(client: RemoteEngine, kind: str, identity: str, chance: random.Random) -> float:
     start = time.perf_counter()
     adapter = {"base": "", "resolved before": identity}.get(kind)
     if adapter is None:
@@ -141,7 +141,7 @@ async def first_token_s(client: EngineClient, kind: str, identity: str, chance: 
     raise SystemExit("a request ended without a token")
 
 
-async def time_steps(client: EngineClient, num_tokens: int, times: list[float]) -> None:
+async def time_steps(client: RemoteEngine, num_tokens: int, times: list[float]) -> None:
     """Record the times between tokens of one sequence."""
     last = None
     async for _ in client.stream(make_request(client, "", num_tokens, random.Random(0))):
@@ -152,7 +152,7 @@ async def time_steps(client: EngineClient, num_tokens: int, times: list[float]) 
 
 
 @asynccontextmanager
-async def crowd(client: EngineClient, times: Times) -> AsyncIterator[None]:
+async def crowd(client: RemoteEngine, times: Times) -> AsyncIterator[None]:
     """Run sequences of the base model all the time, and record the times between tokens of the first."""
 
     async def run(place: int) -> None:
@@ -169,7 +169,7 @@ async def crowd(client: EngineClient, times: Times) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def make_request(client: EngineClient, adapter: str, num_tokens: int, chance: random.Random) -> Request:
+def make_request(client: RemoteEngine, adapter: str, num_tokens: int, chance: random.Random) -> Request:
     ids = [chance.randrange(VOCAB) for _ in range(PROMPT)]
     stop = StopParams(max_new_tokens=num_tokens, ignore_eos=True)
     return Request(client.new_id(), ids, SamplingParams(), stop, adapter)

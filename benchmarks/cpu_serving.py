@@ -227,7 +227,7 @@ def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) 
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
-            served.show(output.request_id, now, output.token_id)
+            served.show(output.request_id, now, output.tokens[0].token_id)
     return served
 
 

@@ -105,7 +105,7 @@ def measure(num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH
         adapter = str(i % (NUM_ADAPTERS + 1)) if i % (NUM_ADAPTERS + 1) < NUM_ADAPTERS else ""
         prompt = [(i * 7 + j) % VOCAB for j in range(PROMPT)]
         stop = StopParams(max_new_tokens=num_tokens)
-        engine.add(Request(i, prompt, params, stop, adapter=adapter, tenant=adapter))
+        engine.add(Request(i, prompt, params, stop, adapter_identity=adapter, tenant=adapter))
 
     for i in range(num_rows):
         add(answer if answer == LENGTH - PROMPT else 1 + i % answer)  # so that they do not end together

@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.launch import make_client
 from lorax_server.llm import LLM
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
@@ -335,19 +335,19 @@ def engine_config(folder: Path) -> EngineConfig:
     return EngineConfig(ModelConfig(folder / "model"), max_rows=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
 
 
-async def resolve_all(client: EngineClient) -> dict[str, str]:
+async def resolve_all(client: RemoteEngine) -> dict[str, str]:
     names = [name_of(number) for number in range(ADAPTERS)]
     return {name: (await client.resolve([AdapterRef("local", name)])).identity for name in names}
 
 
-def to_request(client: EngineClient, wanted: Wanted, identities: dict[str, str], tokenizer: Tokenizer) -> Request:
+def to_request(client: RemoteEngine, wanted: Wanted, identities: dict[str, str], tokenizer: Tokenizer) -> Request:
     identity = identities[wanted.adapter]
     stop = StopParams(max_new_tokens=wanted.answer, ignore_eos=True)
     ids = tokenizer.encode(wanted.prompt).ids
     return Request(client.new_id(), ids, SamplingParams(), stop, identity, tenant=identity)
 
 
-async def run_bare(client: EngineClient, requests: Sequence[Request], at_once: int) -> Run:
+async def run_bare(client: RemoteEngine, requests: Sequence[Request], at_once: int) -> Run:
     left: Iterator[Request] = iter(requests)
 
     async def work() -> None:

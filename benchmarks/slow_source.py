@@ -66,7 +66,7 @@ class Traffic:
             request_id = next(self.ids)
             prompt = [1 + (request_id + i) % 1000 for i in range(16)]
             stop = StopParams(max_new_tokens=200)
-            self.engine.add(Request(request_id, prompt, SamplingParams(), stop, priority=1))
+            self.engine.add(Request(request_id, prompt, SamplingParams(), stop))
             self.running.add(request_id)
         outputs = self.engine.step()
         self.running -= {output.request_id for output in outputs if output.finish_reason is not None}

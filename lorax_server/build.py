@@ -96,7 +96,6 @@ def warm_up(engine: Engine) -> None:
 def _await(engine: Engine, answers: Sequence["Future[Any]"]) -> None:
     while not all(answer.done() for answer in answers):
         engine.wait()
-        engine.wake.clear()
         engine.step()
 
 

@@ -1,49 +1,54 @@
-"""What can go wrong because of what a user gave us, each with the HTTP status it becomes.
+"""Errors that users cause or see, each with its HTTP status.
 
 LoraxError                   500
 ├── ConfigError              500   a setting, or a field of a model's config, that cannot be honoured
-│   └── UnsupportedModelError      a model that cannot be served, by its type or by what it does
+│   └── UnsupportedModelError      a model that cannot be served, by its type or by its behaviour
 ├── WeightsError             500   a checkpoint that is missing, damaged or does not fit its config
-├── AdapterError             424   an adapter that cannot be served; the message says which, what and why
+├── AdapterError             424   an adapter that cannot be served; the message says which one and why
 │   ├── AdapterNotFoundError 404   no adapter of this name
 │   ├── AdapterAccessError   403   the caller's token may not read it
-│   └── SourceError          503   where adapters come from cannot be reached or fails; trying again may help
-├── InputError               422   a request the model cannot take
+│   └── SourceError          503   a source of adapters that fails or cannot be reached; a retry may help
+├── InputError               422   a request that the model cannot take
 │   ├── TemplateError              messages that the chat template refuses, or a template that cannot be used
-│   │   ├── MissingVariableError   a template that needs something which the request does not say
-│   │   └── NoTemplateError        a model that has no chat template
-│   ├── ContextLengthError         a prompt that is too long, alone or with what is to come
-│   └── NotSupportedError          what this server cannot do yet, and would do wrong if it tried
-├── AuthenticationError      401   no API key, or one that is not known
-├── ForbiddenError           403   a key that may not do this
-├── ConflictError            409   something else holds what was to be changed; the message says what
-├── DeadlineError            504   it took longer than the request, or the server, allows
-├── OverloadedError          429   too much is waiting already; the error says when to try again
-├── BusyError                503   what a request needs is busy, starting or stopping; the error says when to try again
-└── EngineError              500   the engine, or a rank of it, failed; it starts again by itself
+│   │   ├── MissingVariableError   a template that needs a variable which the request does not set
+│   │   └── NoTemplateError        a model without a chat template
+│   ├── ContextLengthError         a prompt that is too long, alone or with its answer
+│   └── NotSupportedError          a feature that this server does not have yet
+├── AuthenticationError      401   no API key, or an unknown one
+├── ForbiddenError           403   a key without this permission
+├── ConflictError            409   another operation is in the way; the message says which
+├── DeadlineError            504   the request took longer than it, or the server, allows
+├── OverloadedError          429   too many requests wait; the error says when to try again
+├── BusyError                503   a resource is busy, starting or stopping; the error says when to try again
+└── EngineError              500   the engine, or a rank of it, failed; it restarts by itself
 """
 
 
 class LoraxError(Exception):
-    """Base of every error that is shown to a user; anything else that escapes is a bug of ours."""
+    """Base of every error that users see. Anything else that escapes is a bug of this server."""
 
     status = 500
-    request_ids: tuple[int, ...] = ()  # whose fault it is, where several requests were at stake
-    retry_after_s: float | None = None  # when it makes sense to try again, if it does
+    request_ids: tuple[int, ...] = ()  # the requests at fault, where several share a batch
+    retry_after_s: float | None = None  # when a retry makes sense, if it does
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
     def of(self, *request_ids: int) -> "LoraxError":
-        """The same error, of these requests."""
+        """Return the same error, with the requests at fault in its message."""
         named = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
         named.request_ids = request_ids
         return named
 
 
 class ConfigError(LoraxError):
-    """A setting or a field of a model's config that we cannot honour."""
+    """A setting, or a field of a model's config, that cannot be honoured."""
 
 
 class UnsupportedModelError(ConfigError):
-    """A model whose type is not known, or that does not do what it would have to."""
+    """A model of an unknown type, or one that does not behave as a server needs."""
 
 
 class WeightsError(LoraxError):
@@ -69,7 +74,7 @@ class AdapterAccessError(AdapterError):
 
 
 class SourceError(AdapterError):
-    """A source that cannot be reached, or that failed in the middle; trying again may help."""
+    """A source of adapters that cannot be reached or fails; a retry may help."""
 
     status = 503
 
@@ -81,67 +86,60 @@ class InputError(LoraxError):
 
 
 class ContextLengthError(InputError):
-    """A prompt that does not fit, alone or together with the answer that is wanted."""
+    """A prompt that does not fit, alone or together with its answer."""
 
 
 class TemplateError(InputError):
-    """Messages that cannot be made into a prompt."""
+    """Messages that cannot become a prompt."""
 
 
 class MissingVariableError(TemplateError):
-    """A chat template that needs something which the request does not say."""
+    """A chat template that needs a variable which the request does not set."""
 
 
 class NoTemplateError(TemplateError):
-    """A model that has no chat template, nor has its adapter."""
+    """A model without a chat template, whose adapter has none either."""
 
 
 class NotSupportedError(InputError):
-    """Something that other servers can do and this one cannot yet."""
+    """A feature that this server does not have yet."""
 
 
 class AuthenticationError(LoraxError):
-    """The caller is not known."""
+    """A caller without a valid key."""
 
     status = 401
 
 
 class ForbiddenError(LoraxError):
-    """The caller is known, and may not do this."""
+    """A caller whose key lacks the permission."""
 
     status = 403
 
 
 class ConflictError(LoraxError):
-    """A request that cannot be done now, because of something else that the message names."""
+    """A request that conflicts with another operation, which the message names."""
 
     status = 409
 
 
 class DeadlineError(LoraxError):
-    """A request that was not answered in the time it had."""
+    """A request whose time is up."""
 
     status = 504
 
 
 class OverloadedError(LoraxError):
-    """More is waiting than can be served in time."""
+    """More requests wait than the engine can serve in time."""
 
     status = 429
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class BusyError(LoraxError):
     """A lack of something that a request needs now; the request is not to blame."""
 
     status = 503
-
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1.0
 
 
 class EngineError(LoraxError):

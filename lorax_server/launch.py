@@ -7,11 +7,11 @@ part, which only the server needs.
 from dataclasses import replace
 
 from lorax_server.config import EngineConfig, ServerConfig
-from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.client import EngineClient
 from lorax_server.engine.remote.process import connected, serve
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.machine import return_large_blocks, share_arenas
 from lorax_server.plan import Capabilities
+from lorax_server.types import EngineInfo
 
 
 def serve_forever(config: ServerConfig) -> int:
@@ -25,9 +25,9 @@ def serve_forever(config: ServerConfig) -> int:
     return run(config, make_client(engine), keys)
 
 
-def make_client(config: EngineConfig, *, restart: bool = True) -> EngineClient:
+def make_client(config: EngineConfig, *, restart: bool = True) -> RemoteEngine:
     """A client whose engine is started by `start`, and again whenever it dies."""
-    return EngineClient(run_engine, config, restart=restart)
+    return RemoteEngine(run_engine, config, restart=restart)
 
 
 def run_engine(config: EngineConfig, address: str) -> None:
@@ -42,14 +42,12 @@ def run_engine(config: EngineConfig, address: str) -> None:
         serve(engine, channel, describe(engine.capabilities, config))
 
 
-def describe(capabilities: Capabilities, config: EngineConfig) -> messages.Info:
-    """What the server has to know of an engine."""
-    return {
-        "model": capabilities.model_type,
-        "max_length": capabilities.max_length,
-        "vocab_size": capabilities.vocab_size,
-        "num_blocks": capabilities.num_blocks,
-        "block_size": capabilities.block_size,
-        "dtype": capabilities.dtype,
-        "device": config.model.device.partition(":")[0],
-    }
+def describe(capabilities: Capabilities, config: EngineConfig) -> EngineInfo:
+    return EngineInfo(
+        max_length=capabilities.max_length,
+        vocab_size=capabilities.vocab_size,
+        num_blocks=capabilities.num_blocks,
+        block_size=capabilities.block_size,
+        dtype=capabilities.dtype,
+        device=config.model.device.partition(":")[0],
+    )

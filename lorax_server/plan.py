@@ -102,6 +102,7 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     new_blocks: Ints  # [blocks, 3] row, place in its table, block
     adapter_ops: tuple[AdapterOp, ...] = ()  # to be done before, in this order
+    token_masks: npt.NDArray[np.int32] | None = None  # [sampled rows, ceil(vocab / 32)] a bit for each allowed token
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from lorax_server import errors
@@ -103,6 +103,15 @@ class StopParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
+class Task(StrEnum):
+    """The kind of result that a request asks for. Engines refuse all but `GENERATE` so far."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
+    SCORE = "score"
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and what is wanted of it. Its adapter is named by its identity, which never changes what it means."""
@@ -111,13 +120,13 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     stop: StopParams
-    adapter: str = ""  # the base model
+    adapter_identity: str = ""  # the hash of its content; empty: the base model
     tenant: str = ""  # with whom it shares fairly what there is to serve
-    priority: int = 0  # higher ones first, whoever they are of
     first_id: int | None = None
     """The first answer's request, if this is a further one to the same call: those give way to other calls."""
     salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
+    task: Task = Task.GENERATE
 
 
 class FinishReason(IntEnum):
@@ -148,12 +157,12 @@ class Failure(NamedTuple):
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
-        """The error that it was made of, of the same class."""
-        kind = getattr(errors, self.kind, LoraxError)
-        is_error = isinstance(kind, type) and issubclass(kind, LoraxError)
-        error: LoraxError = kind(self.message) if is_error else LoraxError(self.message)
+        """Return an error of the same class as the one that this failure was made of."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, LoraxError)):
+            kind = LoraxError
+        error: LoraxError = kind(self.message, self.retry_after_s)
         error.status = self.status
-        error.retry_after_s = self.retry_after_s
         return error
 
 
@@ -165,22 +174,28 @@ class Started(NamedTuple):
     cached_tokens: int  # of its prompt, that did not have to be computed
 
 
-class Output(NamedTuple):
-    """A token of a request, and why it is the last, if it is; or the failure that ends it."""
+class SampledToken(NamedTuple):
+    """A token that was chosen for a request."""
 
-    request_id: int
     token_id: int
     logprob: float
-    finish_reason: FinishReason | None = None
-    alternatives: Alternatives | None = None
-    prompt_logprobs: list[float] | None = None  # with the first token: of the prompt's tokens from the second on
-    failure: Failure | None = None  # then there is no token
-    started: Started | None = None  # with the first token
-    prompt_alternatives: list[Alternatives] | None = None  # likewise, of the same tokens as `prompt_logprobs`
+    alternatives: Alternatives | None = None  # the likeliest tokens in its place, if the request asks for them
+
+
+class Output(NamedTuple):
+    """The result of one step for one request: its next tokens, or the failure that ends it."""
+
+    request_id: int
+    tokens: tuple[SampledToken, ...] = ()  # none with a failure; one today, several once steps speculate
+    finish_reason: FinishReason | None = None  # of the last token, if it ends the request
+    failure: Failure | None = None
+    started: Started | None = None  # with the first token, as are the next two
+    prompt_logprobs: list[float] | None = None  # of the prompt's tokens from the second on
+    prompt_alternatives: list[Alternatives] | None = None  # of the same tokens
 
     @classmethod
     def failed(cls, request_id: int, error: LoraxError) -> "Output":
-        return cls(request_id, -1, math.nan, failure=Failure.of(error))
+        return cls(request_id, failure=Failure.of(error))
 
 
 class AdapterRef(NamedTuple):
@@ -224,6 +239,18 @@ class Merge:
     def identity(self, hashes: Sequence[str]) -> str:
         """Who the merged adapter is, from who its parts are."""
         return hashlib.sha256(json.dumps(["lorax merge", 1, list(hashes), astuple(self)]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts about an engine that stay the same while it runs."""
+
+    max_length: int  # tokens of a sequence
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str  # without its number
 
 
 @dataclass(frozen=True)

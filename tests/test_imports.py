@@ -80,6 +80,6 @@ def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}
     assert not modules & {
         "lorax_server.engine.remote.channel",
-        "lorax_server.engine.remote.client",
+        "lorax_server.engine.remote.remote_engine",
         "lorax_server.launch",
     }

@@ -1,4 +1,4 @@
-"""Who waits for an adapter, and until when."""
+"""Sequences that wait for their adapter."""
 
 import math
 from collections import deque
@@ -7,11 +7,11 @@ from lorax_server.engine.sequence import Sequence
 
 
 class AdapterQueue:
-    """Waiting sequences by the adapter they need. Who leaves the queue for a while waits anew when it comes back."""
+    """Waiting sequences by the adapter they need, each with a deadline. A sequence that comes back waits anew."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Sequence, None]] = {}  # by the identity of their adapter, in order
-        # By time, since all that may give up wait for equally long. Some have left already, or wait anew.
+        self._waiting: dict[str, dict[Sequence, None]] = {}  # by identity, in order of arrival
+        # Sorted, since all sequences with a deadline wait equally long. Some have left already, or wait anew.
         self._deadlines: deque[tuple[float, Sequence]] = deque()
 
     def __len__(self) -> int:
@@ -19,22 +19,22 @@ class AdapterQueue:
 
     @property
     def deadline(self) -> float | None:
-        """When to look for those that are late."""
+        """When to look for late sequences."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def push(self, sequence: Sequence, until: float = math.inf) -> None:
-        self._waiting.setdefault(sequence.request.adapter, {})[sequence] = None
-        sequence.cold_until = until
-        if until < math.inf:
-            self._deadlines.append((until, sequence))
+    def push(self, sequence: Sequence, deadline: float = math.inf) -> None:
+        self._waiting.setdefault(sequence.request.adapter_identity, {})[sequence] = None
+        sequence.adapter_deadline = deadline
+        if deadline < math.inf:
+            self._deadlines.append((deadline, sequence))
 
     def pop_all(self, identity: str) -> list[Sequence]:
-        """Those that need this adapter, which wait for it no more."""
+        """Remove and return the sequences that wait for this adapter."""
         return list(self._waiting.pop(identity, ()))
 
     def remove(self, sequence: Sequence) -> bool:
-        """Whether it was here."""
-        identity = sequence.request.adapter
+        """Remove a sequence; False if it is not in the queue."""
+        identity = sequence.request.adapter_identity
         waiting = self._waiting.get(identity, {})
         if sequence not in waiting:
             return False
@@ -44,11 +44,12 @@ class AdapterQueue:
         return True
 
     def pop_late(self, now: float) -> Sequence | None:
-        """One that has waited for too long; None if nobody has."""
+        """Remove and return a sequence whose deadline has passed; None if there is none."""
         while self._deadlines:
-            until, sequence = self._deadlines[0]
-            is_current = until == sequence.cold_until and sequence in self._waiting.get(sequence.request.adapter, ())
-            if is_current and until > now:
+            deadline, sequence = self._deadlines[0]
+            waiting = self._waiting.get(sequence.request.adapter_identity, ())
+            is_current = deadline == sequence.adapter_deadline and sequence in waiting
+            if is_current and deadline > now:
                 return None
             self._deadlines.popleft()
             if is_current:

@@ -1,31 +1,30 @@
-"""Admission: what the engine can hold, and which requests it refuses: those that could never run, and those that would
-wait for too long."""
+"""Admission: refuses requests that could never run, and those that would wait for too long."""
 
 from dataclasses import dataclass, field
 
 from lorax_server.engine.counters import SchedulerCounters
-from lorax_server.engine.throughput import Throughput
-from lorax_server.errors import ContextLengthError, InputError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, NotSupportedError, OverloadedError
 from lorax_server.plan import RopeRule
-from lorax_server.types import Request
+from lorax_server.types import Request, Task
+
+MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler keeps to."""
+    """Limits that the scheduler keeps."""
 
-    max_step_tokens: int  # that are computed in a step
+    max_step_tokens: int  # computed in a step
     max_rows: int  # sequences that run at once
     max_length: int  # tokens of a sequence
     max_chunk: int | None = None  # tokens of one sequence in a step, so that others can begin beside a long prompt
-    can_chunk: bool = (
-        True  # else a sequence is computed in one step up to its last token, and never gives way for lack of blocks
-    )
+    # Without chunks a sequence is computed in one step up to its last token, and never gives way for lack of blocks.
+    can_chunk: bool = True
     can_reuse: bool = True  # blocks of one sequence can serve another
     rope: RopeRule = field(default_factory=RopeRule)
     max_waiting: int | None = None  # requests; more are refused
-    max_wait_s: float | None = None  # requests that would probably wait for longer are refused
-    adapter_timeout_s: float | None = None  # how long a request waits for its adapter to come
+    max_wait_s: float | None = None  # requests that would probably wait longer are refused
+    adapter_timeout_s: float | None = None  # how long a request waits for its adapter
 
     def __post_init__(self) -> None:
         assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
@@ -34,21 +33,25 @@ class Limits:
         assert self.can_chunk or self.max_step_tokens >= least, "a prompt must fit into a step beside all that run"
 
 
-def check_length(request: Request, most: int) -> None:
-    """Refuse what does not fit even alone."""
-    length = len(request.prompt_ids) + request.stop.max_new_tokens
-    if not request.prompt_ids:
+def check_request(request: Request, max_length: int) -> None:
+    """Refuse a task that the engine does not have, and a request that does not fit even alone."""
+    num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
+    if request.task is not Task.GENERATE:
+        raise NotSupportedError(f"task {request.task.value!r} is not supported yet; this server only generates text")
+    if not num_prompt:
         raise InputError("`inputs` cannot be empty")
-    if length > most:
+    if num_prompt + num_new > max_length:
         raise ContextLengthError(
-            f"`inputs` tokens + `max_new_tokens` must be <= {most}. Given: {len(request.prompt_ids)} `inputs` "
-            f"tokens and {request.stop.max_new_tokens} `max_new_tokens`"
+            f"`inputs` tokens + `max_new_tokens` must be <= {max_length}. Given: {num_prompt} `inputs` "
+            f"tokens and {num_new} `max_new_tokens`"
         )
 
 
 def find_token_problem(request: Request, vocab_size: int) -> InputError | None:
-    """What fails in a step fails for all, so token ids are checked before. Only an adapter that is there can tell how
-    many it knows."""
+    """Return the error of a request whose token ids do not fit, which would fail all sequences of its step.
+
+    Only an adapter that has been loaded can tell the size of its vocabulary.
+    """
     if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
         return InputError(f"`inputs` has tokens beyond the vocabulary of {vocab_size}")
     if max(request.sampling.logit_bias, default=0) >= vocab_size:
@@ -59,17 +62,23 @@ def find_token_problem(request: Request, vocab_size: int) -> InputError | None:
 
 
 class Backlog:
-    """The tokens that are expected of requests that have not begun, and with them how long a new one would wait."""
+    """The tokens expected of requests that have not begun, and the time that they take.
 
-    def __init__(self, limits: Limits, throughput: Throughput, counters: SchedulerCounters) -> None:
+    It measures throughput and the length of answers as averages in which the latest count most.
+    """
+
+    def __init__(self, limits: Limits, counters: SchedulerCounters) -> None:
         self.num_tokens = 0.0
         self._limits = limits
-        self._throughput = throughput
         self._counters = counters
+        self._computed = 0.0  # tokens, and the seconds that they took
+        self._seconds = 0.0
+        self._last_end = float("-inf")
+        self._mean_generated: float | None = None
 
     def refuse_overload(self, num_waiting: int) -> None:
-        """Raise if one more would wait for too long behind these."""
-        limits, wait_s = self._limits, self._throughput.seconds_for(self.num_tokens)
+        """Raise if one more request would wait too long behind these."""
+        limits, wait_s = self._limits, self.seconds_for(self.num_tokens)
         is_full = limits.max_waiting is not None and num_waiting >= limits.max_waiting
         is_late = limits.max_wait_s is not None and wait_s > limits.max_wait_s
         if is_full or is_late:
@@ -79,11 +88,24 @@ class Backlog:
                 retry_after_s=max(1.0, wait_s - (limits.max_wait_s or 0.0)),
             )
 
-    def add(self, request: Request) -> float:
-        """A request was taken. How many tokens are expected of it: as many are to be removed when it begins or ends."""
-        expected = self._throughput.expect(request)
-        self.num_tokens += expected
-        return expected
+    def expect_tokens(self, request: Request) -> float:
+        """Return the number of tokens that a request will probably take."""
+        most = request.stop.max_new_tokens
+        return len(request.prompt_ids) + (most if self._mean_generated is None else min(most, self._mean_generated))
 
-    def remove(self, num_tokens: float) -> None:
-        self.num_tokens -= num_tokens
+    def seconds_for(self, num_tokens: float) -> float:
+        """Return the time that so many tokens take; 0 before the first step."""
+        return num_tokens * self._seconds / self._computed if self._computed else 0.0
+
+    def note_step(self, num_tokens: int, submitted: float, now: float) -> None:
+        """Note a finished step. Of two that overlap, each counts the time after the end of the one before."""
+        seconds = now - max(submitted, self._last_end)
+        self._last_end = now
+        if num_tokens:
+            self._computed = self._computed * MEMORY + num_tokens
+            self._seconds = self._seconds * MEMORY + seconds
+
+    def note_answer(self, num_generated: int) -> None:
+        """Note the length of a finished answer."""
+        mean = self._mean_generated
+        self._mean_generated = num_generated if mean is None else mean * MEMORY + num_generated * (1 - MEMORY)

@@ -45,11 +45,6 @@ class BlockPool:
         """Blocks that `allocate` can give, whatever they hold."""
         return len(self._free)
 
-    @property
-    def num_found(self) -> int:
-        """Blocks that a prompt could use again."""
-        return len(self._found)
-
     def reuse(self, hashes: Sequence[bytes]) -> list[int]:
         """Hold the blocks of the longest beginning of this chain that is there."""
         blocks = []

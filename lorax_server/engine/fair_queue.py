@@ -1,83 +1,84 @@
-"""The next one to run: the higher priority, then tenants with fewer rows than their part, then the tenant that was
-served least or came first; and of a tenant, the adapter that was served least."""
+"""The order of waiting sequences.
+
+First come tenants with fewer rows than their share, then the tenant that was served least or came first. Within a
+tenant the adapter that was served least comes first.
+"""
 
 import heapq
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 from lorax_server.engine.sequence import OrderKey, Sequence
 
-MAX_NAMES = 10_000  # that are remembered though they wait for nothing
-ROUNDING = 1e-6  # a part of a row that sums of weights may be off by
+MAX_NAMES = 10_000  # remembered in a ledger though nothing waits for them
+ROUNDING = 1e-6  # the part of a row by which sums of weights may be off
 
 
 class _Ledger:
-    """The tokens that each of several was served.
+    """The tokens served to each of several names.
 
-    Who had nothing waiting does not save up its share: when it comes back, it is on a par with the least served of the
-    others. Nor do those that wait fall behind for good because new ones never end to come: where these begin moves on
-    with every token.
+    A name without waiting requests saves nothing up: when it comes back, it is level with the least served of the
+    others. Nor do waiting names fall behind because new ones keep coming: every token raises the level of newcomers.
     """
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
-        self._start = 0.0  # what one that comes now counts as served
+        self._start = 0.0  # the level of a newcomer
 
-    def come(self, name: str, waiting: Collection[str]) -> None:
+    def enter(self, name: str, waiting: Collection[str]) -> None:
         least = min([self.served[other] for other in waiting], default=0.0)
         self.served[name] = max(self.served.get(name, 0.0), self._start, least)
 
-    def charge(self, name: str, amount: float, moved: float, waiting: Collection[str]) -> None:
-        """Note tokens by the weight of who was served, and by that of all together."""
+    def charge(self, name: str, amount: float, rise: float, waiting: Collection[str]) -> None:
+        """Charge an amount to a name, and raise the level of newcomers."""
         self.served[name] = self.served.get(name, 0.0) + amount
-        self._start += moved
+        self._start += rise
         if len(self.served) > MAX_NAMES + len(waiting):
             self.served = {other: self.served[other] for other in {*waiting, name}}
 
 
 class _Tenant:
-    """The requests that one tenant waits for: heaps by adapter, which share equally."""
+    """The rows and the waiting sequences of one tenant: a heap for each adapter. Adapters share equally."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[OrderKey, Sequence]]] = {}
+        self._heaps: dict[str, list[tuple[OrderKey, Sequence]]] = {}  # by the identity of the adapter
         self._ledger = _Ledger()
         self.num_waiting = 0
         self.num_rows = 0
 
     @property
-    def head(self) -> tuple[int, float, OrderKey, Sequence]:
+    def head(self) -> tuple[float, OrderKey, Sequence]:
         served = self._ledger.served
-        return min((heap[0][0][0], served[adapter], *heap[0]) for adapter, heap in self._heaps.items())
+        return min((served[identity], *heap[0]) for identity, heap in self._heaps.items())
 
     def push(self, sequence: Sequence) -> None:
-        adapter = sequence.request.adapter
-        if adapter not in self._heaps:
-            self._ledger.come(adapter, self._heaps)
-        heapq.heappush(self._heaps.setdefault(adapter, []), (sequence.order_key, sequence))
+        identity = sequence.request.adapter_identity
+        if identity not in self._heaps:
+            self._ledger.enter(identity, self._heaps)
+        heapq.heappush(self._heaps.setdefault(identity, []), (sequence.order_key, sequence))
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """The first of its adapter in no time, any other in the time of those of its adapter."""
-        adapter = sequence.request.adapter
-        heap = self._heaps[adapter]
+        """Remove a sequence: the first of its adapter at once, any other in the time of all of its adapter."""
+        identity = sequence.request.adapter_identity
+        heap = self._heaps[identity]
         if heap[0][1] is sequence:
             heapq.heappop(heap)
         else:
             heap.remove((sequence.order_key, sequence))
             heapq.heapify(heap)
         if not heap:
-            del self._heaps[adapter]
+            del self._heaps[identity]
         self.num_waiting -= 1
 
-    def charge(self, adapter: str, num_tokens: int) -> None:
-        self._ledger.charge(adapter, num_tokens, num_tokens / (1 + len(self._heaps)), self._heaps)
+    def charge(self, identity: str, num_tokens: int) -> None:
+        self._ledger.charge(identity, num_tokens, num_tokens / (1 + len(self._heaps)), self._heaps)
 
 
 class FairQueue:
-    """Waiting sequences of several tenants, and how many rows each tenant has.
+    """Waiting sequences of several tenants, and the number of rows of each tenant.
 
-    Rows are divided among the tenants that run or wait, by their weights. Who has fewer than its part comes first. All
-    others share by the tokens that they were served, divided by their weights.
+    Rows are divided among the tenants that run or wait, by their weights. Tenants with fewer rows than their share come
+    first. All others share by the tokens that they were served, divided by their weights.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, num_rows: int = 1) -> None:
@@ -85,9 +86,9 @@ class FairQueue:
         self._most_weight = max([1.0, *self._weights.values()])
         self._num_rows = num_rows
         self._ledger = _Ledger()
-        self._here: dict[str, _Tenant] = {}  # those that run or wait
-        self._waiting: dict[str, _Tenant] = {}  # of these: those that wait
-        self._weight_here = 0.0
+        self._present: dict[str, _Tenant] = {}  # tenants that run or wait
+        self._waiting: dict[str, _Tenant] = {}  # of these: tenants that wait
+        self._total_weight = 0.0  # of present tenants
         self._count = 0
 
     def __len__(self) -> int:
@@ -96,56 +97,57 @@ class FairQueue:
     @property
     def is_shared(self) -> bool:
         """Tell whether there is more than one tenant."""
-        return len(self._here) > 1
+        return len(self._present) > 1
 
-    @property
-    def rows(self) -> Counter[str]:
-        """By tenant."""
-        return Counter({name: tenant.num_rows for name, tenant in self._here.items() if tenant.num_rows})
+    def share_of(self, tenant: str) -> int:
+        """Return the tenant's whole rows by its weight: none where there are too many tenants, or heavier ones."""
+        return int(self._num_rows * self._weight(tenant) / self._total_weight + ROUNDING)
 
-    def part(self, tenant: str) -> int:
-        """Whole rows that are the tenant's by its weight; none where there are too many tenants, or heavier ones."""
-        return int(self._num_rows * self._weight(tenant) / self._weight_here + ROUNDING)
-
-    def kept(self, tenant: str) -> int:
-        """Rows that nobody takes from the tenant: its part, and one at least."""
-        return max(1, self.part(tenant))
+    def kept_rows(self, tenant: str) -> int:
+        """Return the rows that are never taken from the tenant: its share, and one at least."""
+        return max(1, self.share_of(tenant))
 
     @property
     def has_excess(self) -> bool:
-        """Tell whether a tenant has more rows than are kept for it."""
-        return any(each.num_rows > self.kept(name) for name, each in self._here.items() if each.num_rows > 1)
+        """Tell whether a tenant has more rows than it keeps."""
+        tenants = self._present.items()
+        return any(tenant.num_rows > self.kept_rows(name) for name, tenant in tenants if tenant.num_rows > 1)
 
     @property
     def has_due(self) -> bool:
-        """Tell whether a tenant waits that has fewer rows than are kept for it."""
-        return any(tenant.num_rows < self.kept(name) for name, tenant in self._waiting.items())
+        """Tell whether a tenant waits that has fewer rows than it could keep."""
+        return any(tenant.num_rows < self.kept_rows(name) for name, tenant in self._waiting.items())
 
     @property
     def num_due(self) -> int:
-        """Rows that tenants wait for and that are theirs."""
-        if self._num_rows * self._most_weight < self._weight_here:
-            return 0  # so many tenants that no part is a row
+        """Return the rows that waiting tenants lack of their shares."""
+        if self._num_rows * self._most_weight < self._total_weight:
+            return 0  # so many tenants that no share is a row
         return sum(
-            min(tenant.num_waiting, max(0, self.part(name) - tenant.num_rows)) for name, tenant in self._waiting.items()
+            min(tenant.num_waiting, max(0, self.share_of(name) - tenant.num_rows))
+            for name, tenant in self._waiting.items()
         )
 
-    def has_none(self, tenant: str) -> bool:
-        """Tell whether a tenant that waits has no row at all."""
+    def has_no_row(self, tenant: str) -> bool:
+        """Tell whether a waiting tenant has no row at all."""
         return self._waiting[tenant].num_rows == 0
 
     def push(self, sequence: Sequence) -> None:
         name = sequence.request.tenant
-        tenant = self._come(name)
+        tenant = self._enter(name)
         if not tenant.num_waiting:
-            self._ledger.come(name, self._waiting)
+            self._ledger.enter(name, self._waiting)
             self._waiting[name] = tenant
         tenant.push(sequence)
         self._count += 1
 
     def peek(self) -> Sequence | None:
-        """The next one; None if nobody waits."""
-        best = min(self._heads(), default=None)
+        """Return the next sequence; None if none waits."""
+        heads = (
+            (tenant.num_rows >= self.share_of(name), self._ledger.served[name], *tenant.head[1:])
+            for name, tenant in self._waiting.items()
+        )
+        best = min(heads, default=None)
         return None if best is None else best[-1]
 
     def remove(self, sequence: Sequence) -> None:
@@ -155,40 +157,32 @@ class FairQueue:
         if not tenant.num_waiting:
             del self._waiting[name]
         self._count -= 1
-        self._go(name)
+        self._leave(name)
 
     def take_row(self, tenant: str) -> None:
-        self._come(tenant).num_rows += 1
+        self._enter(tenant).num_rows += 1
 
     def give_row(self, tenant: str) -> None:
-        self._here[tenant].num_rows -= 1
-        self._go(tenant)
+        self._present[tenant].num_rows -= 1
+        self._leave(tenant)
 
-    def charge(self, tenant: str, adapter: str, num_tokens: int) -> None:
-        """Tokens of a tenant that has a row."""
-        self._here[tenant].charge(adapter, num_tokens)
-        moved = num_tokens / self._weight_here
-        self._ledger.charge(tenant, num_tokens / self._weight(tenant), moved, self._waiting)
-
-    def _heads(self) -> list[tuple[int, bool, float, OrderKey, Sequence]]:
-        """The first of each tenant, by what decides."""
-        heads = []
-        for name, tenant in self._waiting.items():
-            priority, _, rank, sequence = tenant.head
-            heads.append((priority, tenant.num_rows >= self.part(name), self._ledger.served[name], rank, sequence))
-        return heads
+    def charge(self, tenant: str, identity: str, num_tokens: int) -> None:
+        """Charge tokens to a tenant that has a row, and to its adapter."""
+        self._present[tenant].charge(identity, num_tokens)
+        rise = num_tokens / self._total_weight
+        self._ledger.charge(tenant, num_tokens / self._weight(tenant), rise, self._waiting)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _come(self, name: str) -> _Tenant:
-        if name not in self._here:
-            self._here[name] = _Tenant()
-            self._weight_here += self._weight(name)
-        return self._here[name]
+    def _enter(self, name: str) -> _Tenant:
+        if name not in self._present:
+            self._present[name] = _Tenant()
+            self._total_weight += self._weight(name)
+        return self._present[name]
 
-    def _go(self, name: str) -> None:
-        tenant = self._here[name]
+    def _leave(self, name: str) -> None:
+        tenant = self._present[name]
         if not tenant.num_waiting and not tenant.num_rows:
-            del self._here[name]
-            self._weight_here = self._weight_here - self._weight(name) if self._here else 0.0
+            del self._present[name]
+            self._total_weight = self._total_weight - self._weight(name) if self._present else 0.0

@@ -1,27 +1,26 @@
-"""A request under way. Only the scheduler changes it, by itself or through its builder and its queues."""
+"""A request under way. Only the scheduler changes it, directly or through its builder, its queues and its cache."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from lorax_server.engine.block_pool import chain_hash, root_hash
 from lorax_server.generation.stopping import ended_by
-from lorax_server.types import Alternatives, FinishReason, Request, Started
+from lorax_server.types import Alternatives, FinishReason, Output, Request, Started
 
 FURTHER_LAG = 64  # arrivals that go before a further answer to a call
-OrderKey = tuple[int, int, int]
+OrderKey = tuple[int, int]
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """What is known of a request's tokens, and what the workers hold of it."""
+    """The tokens of a request, and what the workers hold of it."""
 
     request: Request
     arrival: int
     token_ids: list[int] = field(init=False)
     num_in_flight: int = 0  # tokens that steps in flight choose: they count, but are not known
     num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
-    num_published: int = 0  # blocks that others can find
+    num_published: int = 0  # blocks that other sequences can find
     num_sent_blocks: int = 0  # blocks that the workers know of
     row: int | None = None  # in the workers' tables, while it is running
     adapter_index: int = 0  # of its adapter there, likewise
@@ -29,11 +28,11 @@ class Sequence:
     has_begun: bool = False  # has run before, if it does not now
     finished: bool = False
     arrived_at: float = 0.0
-    cold_since: float | None = None  # waits for its adapter since then
-    cold_s: float = 0.0  # has waited for it before
-    started: Started | None = None  # to be told with its first token
-    cold_until: float = math.inf  # when it will not wait for its adapter any more
-    cost: float = 0.0  # tokens that were expected of it when it came
+    adapter_wait_began: float | None = None  # since when it waits for its adapter
+    adapter_wait_s: float = 0.0  # how long it has waited for its adapter before
+    adapter_deadline: float = math.inf  # when it stops waiting for its adapter
+    started: Started | None = None  # reported with its first token
+    expected_tokens: float = 0.0  # as guessed when it arrived
     prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known
     prompt_alternatives: list[Alternatives] | None = field(init=False)  # likewise
     rope_variant: str = ""
@@ -41,32 +40,34 @@ class Sequence:
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_ids)
-        asks = self.request.prompt_logprobs
-        self.prompt_logprobs = [math.nan] * (len(self.token_ids) - 1) if asks else None
-        has_top = asks and self.request.sampling.num_alternatives > 0
-        self.prompt_alternatives = [Alternatives([], [])] * (len(self.token_ids) - 1) if has_top else None
-        self._max_tokens = len(self.token_ids) + self.request.stop.max_new_tokens
+        request = self.request
+        self.token_ids = list(request.prompt_ids)
+        num_reported = len(self.token_ids) - 1
+        has_alternatives = request.prompt_logprobs and request.sampling.num_alternatives > 0
+        self.prompt_logprobs = [math.nan] * num_reported if request.prompt_logprobs else None
+        self.prompt_alternatives = [Alternatives([], [])] * num_reported if has_alternatives else None
+        self._max_tokens = len(self.token_ids) + request.stop.max_new_tokens
 
     def note_prompt(self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None) -> None:
-        """Note how likely the tokens after some of the prompt's were."""
+        """Note how likely the tokens of the prompt after `start` were."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
         if alternatives is not None:
             assert self.prompt_alternatives is not None
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
-    def take_prompt(self) -> dict[str, Any]:
-        """Hand over all that is told of the prompt, once."""
-        taken = {"prompt_logprobs": self.prompt_logprobs, "prompt_alternatives": self.prompt_alternatives}
-        self.prompt_logprobs = self.prompt_alternatives = None
-        return taken
+    def report_start(self, output: Output) -> Output:
+        """Add to the first output how the sequence started and how likely its prompt was."""
+        output = output._replace(
+            started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
+        )
+        self.started = self.prompt_logprobs = self.prompt_alternatives = None
+        return output
 
     @property
     def order_key(self) -> OrderKey:
-        """Smaller is served first. A further answer to a call lets some that come later go before it."""
-        lag = 0 if self.request.first_id is None else FURTHER_LAG
-        return -self.request.priority, self.arrival + lag, self.arrival
+        """Smaller keys are served first. A further answer to a call lets some later arrivals go before it."""
+        return self.arrival + (0 if self.request.first_id is None else FURTHER_LAG), self.arrival
 
     @property
     def num_uncomputed(self) -> int:
@@ -74,18 +75,22 @@ class Sequence:
         num_tokens = len(self.token_ids) + self.num_in_flight
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
     def hashes(self, block_size: int) -> list[bytes]:
-        """Of all full blocks of the tokens that are known."""
+        """Return the hashes of all full blocks of known tokens."""
         while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
-            before = self._hashes[-1] if self._hashes else self._root()
+            before = self._hashes[-1] if self._hashes else self._root_hash()
             self._hashes.append(chain_hash(before, self.token_ids[start : start + block_size]))
         return self._hashes
 
-    def _root(self) -> bytes:
-        return root_hash(self.request.adapter, self.rope_variant, self.request.salt)
+    def _root_hash(self) -> bytes:
+        return root_hash(self.request.adapter_identity, self.rope_variant, self.request.salt)
 
     def ended_by(self, token_id: int) -> FinishReason | None:
-        """Whether the token that has just been appended is the last. Stop strings are found where text is made."""
-        reason = ended_by(token_id, len(self.token_ids) - len(self.request.prompt_ids), self.request.stop)
+        """Return why the token that was just appended is the last, if it is. The detokenizer finds stop strings."""
+        reason = ended_by(token_id, self.num_generated, self.request.stop)
         is_full = len(self.token_ids) >= self._max_tokens
         return FinishReason.LENGTH if reason is None and is_full else reason

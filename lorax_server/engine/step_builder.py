@@ -1,4 +1,4 @@
-"""A step that is being put together."""
+"""A step under construction."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,54 +10,53 @@ from lorax_server.plan import AdapterOp, NewRow, StepPlan
 
 
 class Scheduled(NamedTuple):
-    """A sequence's part in a step."""
+    """The tokens of one sequence in a step."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    asks: bool  # to be told how likely the prompt's tokens are
+    asks: bool  # for the log probabilities of the prompt's tokens
 
 
 @dataclass
 class StepBuilder:
-    """Who has a part in the step so far, what the workers have to know of them, and how many tokens are left."""
+    """The sequences of the step so far, news of them for the workers, and the number of tokens left."""
 
     budget: int
     scheduled: list[Scheduled] = field(default_factory=list)
-    placed: set[Sequence] = field(default_factory=set)
+    sequences: set[Sequence] = field(default_factory=set)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def put(self, sequence: Sequence, count: int, samples: bool) -> None:
-        """A number of the sequence's tokens into the step; it has a row, and the blocks for them."""
+    def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
+        """Add a number of tokens of a sequence that has a row, and the blocks for them."""
         assert sequence.row is not None
         if sequence.num_sent_blocks < len(sequence.blocks):
-            for place in range(sequence.num_sent_blocks, len(sequence.blocks)):
-                self.new_blocks.append((sequence.row, place, sequence.blocks[place]))
+            for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
+                self.new_blocks.append((sequence.row, index, sequence.blocks[index]))
             sequence.num_sent_blocks = len(sequence.blocks)
         start = sequence.num_computed
         asks = sequence.prompt_logprobs is not None and start < len(sequence.request.prompt_ids) - 1
         self.scheduled.append(Scheduled(sequence, start, count, samples, asks))
-        self.placed.add(sequence)
+        self.sequences.add(sequence)
         self.budget -= count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
 
-    def sort(self) -> None:
-        """Tokens of one adapter beside each other."""
-        self.scheduled.sort(key=lambda each: each.sequence.adapter_index)
+    def sort_by_adapter(self) -> None:
+        self.scheduled.sort(key=lambda entry: entry.sequence.adapter_index)
 
-    def plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
+    def build_plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         scheduled = self.scheduled
         return StepPlan(
             step=step,
-            rows=np.array([each.sequence.row for each in scheduled], dtype=np.int64),
-            starts=np.array([each.start for each in scheduled], dtype=np.int64),
-            counts=np.array([each.num_tokens for each in scheduled], dtype=np.int64),
-            samples=np.array([each.samples for each in scheduled], dtype=np.bool_),
-            asks=np.array([each.asks for each in scheduled], dtype=np.bool_),
-            adapter_indices=np.array([each.sequence.adapter_index for each in scheduled], dtype=np.int64),
+            rows=np.array([entry.sequence.row for entry in scheduled], dtype=np.int64),
+            starts=np.array([entry.start for entry in scheduled], dtype=np.int64),
+            counts=np.array([entry.num_tokens for entry in scheduled], dtype=np.int64),
+            samples=np.array([entry.samples for entry in scheduled], dtype=np.bool_),
+            asks=np.array([entry.asks for entry in scheduled], dtype=np.bool_),
+            adapter_indices=np.array([entry.sequence.adapter_index for entry in scheduled], dtype=np.int64),
             new_rows=tuple(self.new_rows),
             new_blocks=np.array(self.new_blocks, dtype=np.int64).reshape(-1, 3),
             adapter_ops=adapter_ops,

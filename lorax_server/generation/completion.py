@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lorax_server.errors import LoraxError
 from lorax_server.generation.answer import Answer
-from lorax_server.types import Alternatives, FinishReason, Output, Request
+from lorax_server.types import Alternatives, FinishReason, Output, Request, SampledToken
 
 
 class Chunk(NamedTuple):
@@ -53,19 +53,25 @@ class Run:
             completion.text = self.answer.text
             completion.error = output.failure.to_error()
             return
-        offset = self.answer.num_characters
-        text = self.answer.take(output.token_id)
-        completion.token_ids.append(output.token_id)
-        completion.logprobs.append(output.logprob)
         if output.prompt_logprobs is not None:
             completion.prompt_logprobs, completion.prompt_alternatives = (
                 output.prompt_logprobs,
                 output.prompt_alternatives,
             )
-        if output.alternatives is not None:
-            completion.alternatives.append(output.alternatives)
-        reason = output.finish_reason if self.answer.finish_reason is None else self.answer.finish_reason
-        self.chunks.append(Chunk(text, output.token_id, output.logprob, reason, output.alternatives, offset))
+        for place, token in enumerate(output.tokens, start=1):
+            self._take_token(token, output.finish_reason if place == len(output.tokens) else None)
+            if self.is_done:
+                return
+
+    def _take_token(self, token: SampledToken, reason: FinishReason | None) -> None:
+        completion, offset = self.completion, self.answer.num_characters
+        text = self.answer.take(token.token_id)
+        completion.token_ids.append(token.token_id)
+        completion.logprobs.append(token.logprob)
+        if token.alternatives is not None:
+            completion.alternatives.append(token.alternatives)
+        reason = reason if self.answer.finish_reason is None else self.answer.finish_reason
+        self.chunks.append(Chunk(text, token.token_id, token.logprob, reason, token.alternatives, offset))
         if reason is not None:
             completion.text = self.answer.text
             completion.finish_reason = reason  # last: then all is there for who waits on another thread

@@ -267,7 +267,7 @@ class Exchange:
             )
         else:
             ids = list(question.prompt)
-            most = max(int(self.parts.engine.info.get("vocab_size") or 0), tokenizer.num_ids)
+            most = max(self.parts.engine.info.vocab_size, tokenizer.num_ids)
             if ids and not 0 <= min(ids) <= max(ids) < most:
                 raise InputError(f"`inputs` has tokens beyond the vocabulary of {most}")
             if question.truncate is not None:
@@ -426,7 +426,7 @@ class Exchange:
 
     def stream_headers(self) -> dict[str, str]:
         return {
-            "x-compute-type": f"{self.parts.engine.info.get('device')}+optimized",
+            "x-compute-type": f"{self.parts.engine.info.device}+optimized",
             "x-compute-characters": str(self.num_characters),
             "x-model-id": quote(self.parts.config.model_id, safe="/@:,.-_ +"),
             **self.adapter_headers(),

@@ -98,7 +98,7 @@ class Service:
             await asyncio.to_thread(self._folder.start)
         await starting
         seen = await self._find_preloaded()
-        total = int(self.engine.info["max_length"] or 0)
+        total = self.engine.info.max_length
         most = min(config.max_input_length or total, total - 1)
         return Parts(
             config=config,

@@ -13,7 +13,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
-from lorax_server.errors import ConfigError
+from lorax_server.errors import ConfigError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
@@ -75,6 +75,8 @@ class Worker:
             self._arrivals = _Arrivals(notify)
 
     def submit(self, plan: StepPlan) -> None:
+        if plan.token_masks is not None:
+            raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
             self._do(op)
         if self._memory is not None and plan.adapter_indices.any():

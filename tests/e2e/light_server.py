@@ -11,24 +11,15 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
-from lorax_server.engine.remote.client import EngineClient
 from lorax_server.engine.remote.process import connected, serve
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.run import run
-from lorax_server.types import AdapterRef, FinishReason, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, EngineInfo, FinishReason, Merge, Output, Request, Resolved, SampledToken
 from tests.engine.fake_engine import FakeEngine
 
-INFO: messages.Info = {
-    "model": "light",
-    "max_length": 10_000,
-    "vocab_size": 300,
-    "num_blocks": 1,
-    "block_size": 16,
-    "dtype": "float32",
-    "device": "cpu",
-}
+INFO = EngineInfo(max_length=10_000, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
 
 
 class GatedEngine(FakeEngine):
@@ -63,7 +54,7 @@ class GatedEngine(FakeEngine):
         is_last = count + 1 == request.stop.max_new_tokens
         if is_last:
             del self._begun[request_id]
-        return Output(request_id, token_id, -0.5, FinishReason.LENGTH if is_last else None)
+        return Output(request_id, (SampledToken(token_id, -0.5),), FinishReason.LENGTH if is_last else None)
 
 
 def run_engine(gate: str, address: str) -> None:
@@ -74,7 +65,7 @@ def run_engine(gate: str, address: str) -> None:
 def main(folder: str, gate: str, drain_s: str) -> int:
     model = ModelConfig(Path(folder))
     config = ServerConfig(EngineConfig(model), "light", port=0, default_source="local", drain_s=float(drain_s))
-    return run(config, EngineClient(run_engine, gate), KeyRing((), None, None))
+    return run(config, RemoteEngine(run_engine, gate), KeyRing((), None, None))
 
 
 if __name__ == "__main__":

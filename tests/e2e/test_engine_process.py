@@ -19,7 +19,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES, prepare
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
 from lorax_server.layers.targets import adapter_targets
@@ -83,7 +83,7 @@ def units(name: str, folder: Path, ranks: int) -> list[int]:
 
 
 @asynccontextmanager
-async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineClient]:
+async def started(config: EngineConfig, **options: Any) -> AsyncIterator[RemoteEngine]:
     client = make_client(config, **options)
     await client.start()
     try:
@@ -92,14 +92,14 @@ async def started(config: EngineConfig, **options: Any) -> AsyncIterator[EngineC
         await client.close()
 
 
-async def ask(client: EngineClient, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
+async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
     identity = "" if adapter is None else (await client.resolve([AdapterRef("local", adapter)])).identity
     stop = StopParams(max_new_tokens=more.pop("max_new_tokens", NEW_TOKENS))
     request = Request(client.new_id(), list(prompt), more.pop("sampling", SamplingParams()), stop, identity, **more)
     return [output async for output in client.generate(request)]
 
 
-async def ask_and_leave(client: EngineClient, prompt: Sequence[int], count: int) -> None:
+async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
     """Read a few tokens, and leave."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
     answer = client.generate(request)
@@ -129,7 +129,7 @@ def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
     tensors, compared = dict(oracles[0].state_dict()), 0
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         expected = oracle_greedy(oracles[WHO[i]], prompt, NEW_TOKENS, tensors)
-        assert [output.token_id for output in answer][: len(expected)] == expected
+        assert [output.tokens[0].token_id for output in answer][: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
     return status
@@ -175,7 +175,8 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: 
             async def draw(i: int) -> list[int]:
                 adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
                 sampling = SamplingParams(do_sample=True, temperature=0.9, top_p=0.9, seed=i)
-                return [output.token_id for output in await ask(client, prompts[i], adapter, sampling=sampling)]
+                answer = await ask(client, prompts[i], adapter, sampling=sampling)
+                return [output.tokens[0].token_id for output in answer]
 
             alone = [await draw(i) for i in range(len(prompts))]
             assert await asyncio.gather(*(draw(i) for i in range(len(prompts)))) == alone
@@ -197,7 +198,7 @@ def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with started(make_config(tmp_path)) as client:
-            alone = [output.token_id for output in await ask(client, prompt)]
+            alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
             with pytest.raises(InputError, match="beyond the vocabulary of 97"):
                 await ask(client, [5, 97])
             with pytest.raises(InputError, match="must be <= 48"):
@@ -210,7 +211,7 @@ def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
                 await ask(client, prompt, "broken")
             with pytest.raises(InputError, match="logit_bias"):
                 await ask(client, prompt, sampling=SamplingParams(logit_bias={97: 1.0}))
-            assert [output.token_id for output in await ask(client, prompt)] == alone
+            assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
             assert client.is_healthy
 
     asyncio.run(run())
@@ -223,7 +224,7 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
 
     async def run() -> None:
         async with started(make_config(tmp_path, ranks=2, max_length=None, cache_bytes=2**20)) as client:
-            alone = [output.token_id for output in await ask(client, prompt)]
+            alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
             engine = engine_of(client)
             (rank,) = forked() - others - {engine}
             running = asyncio.create_task(ask(client, prompt, max_new_tokens=100))
@@ -241,7 +242,7 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
                 await asyncio.sleep(0.05)
             assert not is_alive(engine)
             assert not is_alive(rank)
-            assert [output.token_id for output in await ask(client, prompt)] == alone
+            assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
             last = forked() - others
             assert len(last) == 2
         assert not any(is_alive(process) for process in last)
@@ -249,7 +250,7 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def engine_of(client: EngineClient) -> int:
+def engine_of(client: RemoteEngine) -> int:
     assert client._child is not None
     assert client._child._process is not None
     assert client._child._process.pid is not None
@@ -303,8 +304,8 @@ def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
             for refs, weights in (([one], (0.5,)), ([one, other], (0.5, 0.0)), ([one, other], (0.5, 0.5))):
                 merged = await client.resolve(refs, Merge(weights))
                 request = Request(client.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=8))
-                request = replace(request, adapter=merged.identity)
-                answers.append([output.token_id async for output in client.generate(request)])
+                request = replace(request, adapter_identity=merged.identity)
+                answers.append([output.tokens[0].token_id async for output in client.generate(request)])
             assert answers[0] == answers[1] != answers[2]
 
     asyncio.run(run())

@@ -29,12 +29,14 @@ from lorax_server.errors import (
 from lorax_server.types import (
     AdapterRef,
     AdapterState,
+    EngineInfo,
     EngineStatus,
     FinishReason,
     Merge,
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     StopParams,
 )
@@ -43,6 +45,11 @@ from lorax_server.types import (
 def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
     """Make a request to have these tokens repeated. `how` names one of the treatments of `FakeEngine` below."""
     return Request(request_id, list(tokens), SamplingParams(), StopParams(), tenant=how)
+
+
+def fake_info(number: int, pid: int = 0) -> EngineInfo:
+    """Facts that tell which start of which process an engine is."""
+    return EngineInfo(128, 300, num_blocks=number, block_size=16, dtype="float32", device=f"process {pid}")
 
 
 class FakeEngine:
@@ -144,8 +151,8 @@ class FakeEngine:
                 self._left.pop(request_id, None)
                 return Output.failed(request_id, AdapterError("broken \udcff"))
             case "hang":
-                return Output(request_id, token_id, 0.0)
-        return Output(request_id, token_id, -0.5, None if left else FinishReason.EOS_TOKEN)
+                return Output(request_id, (SampledToken(token_id, 0.0),))
+        return Output(request_id, (SampledToken(token_id, -0.5),), None if left else FinishReason.EOS_TOKEN)
 
     def _misbehave(self, how: str) -> None:
         match how:
@@ -205,4 +212,4 @@ def fake_target(config: FakeConfig, address: str) -> None:
                     raise SystemExit(7)
                 case "hang":
                     time.sleep(1000)
-            serve(FakeEngine(channel), channel, {"pid": os.getpid(), "number": number})
+            serve(FakeEngine(channel), channel, fake_info(number, os.getpid()))

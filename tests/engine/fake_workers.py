@@ -486,7 +486,7 @@ class World:
     def _add(self, asked: Asked) -> None:
         stop = StopParams(max_new_tokens=asked.num_tokens)
         request = Request(
-            asked.request_id, asked.prompt, SamplingParams(), stop, adapter=asked.identity, **asked.options
+            asked.request_id, asked.prompt, SamplingParams(), stop, adapter_identity=asked.identity, **asked.options
         )
         try:
             self.engine.add(request)
@@ -501,7 +501,7 @@ class World:
             if output.failure is not None:
                 self._fail(asked, output.failure.message)
                 continue
-            asked.tokens.append(output.token_id)
+            asked.tokens.extend(token.token_id for token in output.tokens)
             is_last = len(asked.tokens) == asked.num_tokens
             assert (output.finish_reason is not None) == is_last
             if is_last:
@@ -526,6 +526,6 @@ class World:
         self.settle()
         assert not self.workers.host
         assert not self.workers.residents
-        assert self.table.host_bytes_used == 0
+        assert self.table._host.bytes_used == 0
         assert self.table.num_on_host == self.table.num_on_device == self.table.num_preparing == 0
         self.turn()

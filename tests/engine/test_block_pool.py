@@ -133,7 +133,7 @@ def test_two_that_compute_the_same_at_once_leave_one_to_be_found() -> None:
     assert other is not None
     for block in (*one, *other):
         pool.publish(block, chain(0, 1)[0])
-    assert pool.num_found == 1
+    assert len(pool._found) == 1
     pool.release(one)
     pool.release(other)
     assert pool.reuse(chain(0, 1)) == one

@@ -46,7 +46,7 @@ def test_who_comes_begins_in_the_next_step(depth: int) -> None:
     many = flood(engine, 16)
     run(engine, 5)
     assert engine.scheduler.num_running == ROWS
-    small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter="1")
+    small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter_identity="1")
     engine.scheduler.add(small)
     run(engine, depth)
     assert len(engine.answers[100]) == 1
@@ -133,16 +133,6 @@ def test_who_comes_also_gets_blocks(depth: int) -> None:
     check(engine, *many, small)
 
 
-def test_what_matters_more_keeps_its_rows() -> None:
-    engine = Engine(LIMITS, 200)
-    flood(engine, ROWS, priority=1)
-    run(engine, 3)
-    flood(engine, 1, first=100, tenant="other")
-    run(engine, 10)
-    assert rows_of(engine) == {"big": ROWS}
-    assert engine.scheduler.counters.rows_taken_back == 0
-
-
 @pytest.mark.parametrize("others", [ROWS - 1, ROWS, 3 * ROWS])
 def test_however_many_come_nobody_waits_for_whole_answers_of_who_has_all_rows(others: int) -> None:
     engine = Engine(LIMITS, 400)
@@ -219,8 +209,8 @@ def test_the_only_row_of_a_call_is_kept() -> None:
 def test_further_answers_let_only_so_many_go_before_them() -> None:
     engine = Engine(LIMITS, 400)
     call(engine, 0, 60)
-    ranks = sorted(sequence.order_key for sequence in engine.scheduler._by_id.values())
-    assert ranks[-1][1] - ranks[0][1] == 59 + FURTHER_LAG
+    keys = sorted(sequence.order_key for sequence in engine.scheduler._by_id.values())
+    assert keys[-1][0] - keys[0][0] == 59 + FURTHER_LAG
 
 
 def test_first_answers_wait_for_first_answers() -> None:
@@ -248,8 +238,8 @@ def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> Non
 def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
     """A flood for one adapter does not hold up another adapter of the same tenant, though no row is taken back."""
     engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
-    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="1") for i in range(20)]
-    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter="2") for i in range(100, 103)]
+    many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
+    few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="2") for i in range(100, 103)]
     for request in (*many, *few):
         engine.scheduler.add(request)
     engine.finish()
@@ -265,7 +255,9 @@ def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
     num_new = 100
     while 1 not in engine.reasons:
         while engine.scheduler.num_waiting < 4:
-            engine.scheduler.add(make_request(num_new, [1], 4, eos=False, tenant="one", adapter=str(num_new % 250)))
+            engine.scheduler.add(
+                make_request(num_new, [1], 4, eos=False, tenant="one", adapter_identity=str(num_new % 250))
+            )
             num_new += 1
         engine.step()
         assert num_new < 250
@@ -279,12 +271,12 @@ def test_parts_are_of_those_who_are_here() -> None:
     sequences = [Sequence(make_request(i, [1], tenant=name), i) for i, name in enumerate(("heavy", "light", "plain"))]
     for sequence in sequences:
         queue.push(sequence)
-    assert [queue.part(each.request.tenant) for each in sequences] == [24, 3, 35]
+    assert [queue.share_of(each.request.tenant) for each in sequences] == [24, 3, 35]
     assert queue.has_due
     assert queue.num_due == 3
     queue.remove(sequences[1])
     queue.remove(sequences[0])
-    assert queue.part("plain") == 64
+    assert queue.share_of("plain") == 64
     assert not queue.is_shared
     queue.remove(sequences[2])
     queue.take_row("plain")
@@ -292,7 +284,7 @@ def test_parts_are_of_those_who_are_here() -> None:
     queue.give_row("plain")
     assert len(queue) == 0
     queue.push(sequences[1])
-    assert queue.part("light") == 64
+    assert queue.share_of("light") == 64
 
 
 # --- Anything, in any order -------------------------------------------------------------------------------------------
@@ -341,10 +333,10 @@ class Machine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
         queue, rows = scheduler._waiting, rows_of(self.engine)
-        assert rows == queue.rows
+        assert rows == {name: tenant.num_rows for name, tenant in queue._present.items() if tenant.num_rows}
         assert not (len(queue) and scheduler._free_rows)
-        short = [tenant for tenant in queue._waiting if rows[tenant] < queue.part(tenant)]
-        beyond = [tenant for tenant in rows if rows[tenant] > queue.kept(tenant)]
+        short = [tenant for tenant in queue._waiting if rows[tenant] < queue.share_of(tenant)]
+        beyond = [tenant for tenant in rows if rows[tenant] > queue.kept_rows(tenant)]
         assert not (short and beyond), (short, beyond, rows)
         return plan
 
@@ -360,7 +352,7 @@ class Machine(RuleBasedStateMachine):
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         queue = self.engine.scheduler._waiting
-        assert not queue._here
+        assert not queue._present
         assert not queue._waiting
 
 

@@ -13,14 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.admission import Limits
+from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
+from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.engine.throughput import Throughput
-from lorax_server.errors import AdapterError, InputError, OverloadedError
+from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
-from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams
+from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams, Task
 
 EOS = 0
 VOCAB = 7
@@ -162,7 +162,7 @@ class Engine:
     def collect(self) -> None:
         for emitted in self.scheduler.update(self.results.popleft()):
             assert emitted.request_id not in self.reasons, "a token after the last"
-            self.answers.setdefault(emitted.request_id, []).append(emitted.token_id)
+            self.answers.setdefault(emitted.request_id, []).extend(token.token_id for token in emitted.tokens)
             if emitted.finish_reason is not None:
                 self.reasons[emitted.request_id] = emitted.finish_reason
 
@@ -176,7 +176,7 @@ class Engine:
 
 def check(engine: Engine, *requests: Request) -> None:
     for request in requests:
-        expected = alone(int(request.adapter or 0), list(request.prompt_ids), request.stop)
+        expected = alone(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
         assert engine.answers[request.request_id] == expected
         last_is_eos = expected[-1] in request.stop.ending_token_ids
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
@@ -191,7 +191,7 @@ ROOMY = Limits(max_step_tokens=64, max_rows=8, max_length=100)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_requests_get_what_they_get_alone(depth: int) -> None:
     engine = Engine(ROOMY, 64, depth)
-    requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter=str(i % 3 or "")) for i in range(8)]
+    requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter_identity=str(i % 3 or "")) for i in range(8)]
     for request in requests:
         engine.scheduler.add(request)
     engine.finish()
@@ -214,9 +214,9 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_long_prompt_that_matters_more_does_not_hold_up_those_that_run(depth: int) -> None:
+def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: int) -> None:
     engine = Engine(Limits(8, 4, 100), 64, depth)
-    short, long = make_request(0, [4], 30, eos=False), make_request(1, [1, 2, 3] * 20, 2, eos=False, priority=1)
+    short, long = make_request(0, [4], 30, eos=False, first_id=9), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
     engine.scheduler.add(long)
@@ -262,7 +262,7 @@ def test_a_prompt_that_begins_alike_is_not_computed_again() -> None:
 
 def test_what_another_adapter_computed_is_not_used() -> None:
     engine = Engine(ROOMY, 64)
-    requests = [make_request(i, [1, 2, 3] * 5, adapter=adapter) for i, adapter in enumerate(("", "1", "2"))]
+    requests = [make_request(i, [1, 2, 3] * 5, adapter_identity=adapter) for i, adapter in enumerate(("", "1", "2"))]
     for request in requests:
         engine.scheduler.add(request)
         engine.finish()
@@ -301,18 +301,10 @@ def test_aborting_what_is_not_here_does_nothing() -> None:
     Engine(ROOMY, 4).scheduler.abort(7)
 
 
-def test_higher_priorities_go_first() -> None:
-    engine = Engine(Limits(8, 1, 100), 64)
-    for i, priority in enumerate((0, 5, 1)):
-        engine.scheduler.add(make_request(i, [1], 2, eos=False, priority=priority))
-    engine.finish()
-    assert list(engine.reasons) == [1, 2, 0]
-
-
 def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
     engine = Engine(ROOMY, 64)
     engine.adapters.missing.add("1")
-    cold, warm = make_request(0, [1], adapter="1"), make_request(1, [2], adapter="2")
+    cold, warm = make_request(0, [1], adapter_identity="1"), make_request(1, [2], adapter_identity="2")
     engine.scheduler.add(cold)
     engine.scheduler.add(warm)
     while 1 not in engine.reasons:
@@ -327,7 +319,7 @@ def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
 
 def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> None:
     engine = Engine(Limits(8, 1, 100), 64)
-    first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter="1")
+    first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter_identity="1")
     engine.scheduler.add(first)
     engine.scheduler.add(second)
     engine.step()
@@ -451,7 +443,7 @@ class ReportingEngine(Engine):
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
             if output.failure is None:
-                self.answers.setdefault(output.request_id, []).append(output.token_id)
+                self.answers.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
 
@@ -486,7 +478,7 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
     while engine.scheduler.has_work:
         engine.now += 2.0
         engine.step()
-    cost, throughput = 5 + 3, engine.scheduler._throughput.seconds_for(1)  # requests have come to 3 tokens
+    cost, throughput = 5 + 3, engine.scheduler._backlog.seconds_for(1)  # requests have come to 3 tokens
     assert 0.5 < throughput < 1.0  # 10 tokens have taken 6 s
     num_taken = int(10.0 / (cost * throughput)) + 1
     for i in range(1, num_taken + 1):
@@ -513,40 +505,40 @@ def test_the_backlog_is_of_those_that_have_not_begun() -> None:
 
 
 def test_pace_counts_overlapping_steps_once() -> None:
-    throughput = Throughput()
-    assert throughput.seconds_for(1000) == 0.0
-    throughput.step(10, submitted=0.0, now=1.0)
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
-    throughput.step(10, submitted=0.5, now=2.0)
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
-    throughput.step(0, submitted=2.0, now=50.0)  # computes nothing
-    throughput.step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
-    assert throughput.seconds_for(10) == pytest.approx(1.0)
+    backlog = Backlog(ROOMY, SchedulerCounters())
+    assert backlog.seconds_for(1000) == 0.0
+    backlog.note_step(10, submitted=0.0, now=1.0)
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
+    backlog.note_step(10, submitted=0.5, now=2.0)
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
+    backlog.note_step(0, submitted=2.0, now=50.0)  # computes nothing
+    backlog.note_step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    assert backlog.seconds_for(10) == pytest.approx(1.0)
     for end in range(92, 500):
-        throughput.step(10, submitted=end - 0.5, now=float(end))
-    assert throughput.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
+        backlog.note_step(10, submitted=end - 0.5, now=float(end))
+    assert backlog.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
 
 
 def test_pace_expects_what_requests_came_to_lately() -> None:
-    throughput = Throughput()
+    backlog = Backlog(ROOMY, SchedulerCounters())
     request = make_request(0, [1] * 4, 100)
-    assert throughput.expect(request) == 104
-    throughput.finish(10)
-    assert throughput.expect(request) == 14
-    assert throughput.expect(make_request(0, [1] * 4, 3)) == 7
+    assert backlog.expect_tokens(request) == 104
+    backlog.note_answer(10)
+    assert backlog.expect_tokens(request) == 14
+    assert backlog.expect_tokens(make_request(0, [1] * 4, 3)) == 7
     for _ in range(500):
-        throughput.finish(20)
-    assert throughput.expect(request) == pytest.approx(24, rel=1e-2)
+        backlog.note_answer(20)
+    assert backlog.expect_tokens(request) == pytest.approx(24, rel=1e-2)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, depth)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="1"))
+    engine.scheduler.add(make_request(0, [1], adapter_identity="1"))
     engine.now = 10.0
-    engine.scheduler.add(make_request(1, [1], adapter="1"))
-    engine.scheduler.add(make_request(2, [1], adapter="2"))
+    engine.scheduler.add(make_request(1, [1], adapter_identity="1"))
+    engine.scheduler.add(make_request(2, [1], adapter_identity="2"))
     engine.scheduler.add(make_request(3, [1], 4, eos=False))
     assert engine.scheduler.deadline_s == 20.0
     engine.now = 29.9
@@ -563,16 +555,18 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
     engine.finish()
     assert engine.failure(1).kind == "SourceError"
     assert set(engine.reasons) == {2, 3}
-    assert engine.scheduler.num_cold == 0
+    assert engine.scheduler.num_waiting_for_adapters == 0
     assert not any(engine.adapters.requests.values())
 
 
 def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(make_request(0, [1], adapter="2"))  # keeps later requests in the queue with timeouts
+    engine.scheduler.add(
+        make_request(0, [1], adapter_identity="2")
+    )  # keeps those behind it in the queue of who gives up
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
-    engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter="1"))
+    engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter_identity="1"))
     engine.adapters.missing.remove("1")
     engine.scheduler.adapter_arrived("1")
     while not engine.scheduler.counters.preemptions:  # the last gives way
@@ -580,7 +574,7 @@ def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine.adapters.missing.add("1")
     while engine.step():
         pass
-    assert engine.scheduler.num_cold == 2
+    assert engine.scheduler.num_waiting_for_adapters == 2
     engine.now = 100.0
     engine.step()
     assert engine.failure(0).kind == "SourceError"
@@ -595,7 +589,7 @@ def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.missing |= {"1", "2"}
     for i, adapter in enumerate(("1", "2", "1", "")):
-        engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter=adapter))
+        engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter_identity=adapter))
     error = AdapterError("damaged")
     error.retry_after_s = 7.0
     engine.scheduler.adapter_failed("1", error)
@@ -626,7 +620,7 @@ def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> No
     """The request chose the weights, so the error is its own."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
-    engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter="1"))
+    engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter_identity="1"))
     engine.finish()
     expected = "the scores of these merged adapters are not numbers; give them smaller weights"
     assert engine.failure(0)[:3] == ("InputError", 422, expected)
@@ -637,7 +631,7 @@ def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> No
     [
         ([1, VOCAB], {}, "`inputs` has tokens beyond the vocabulary of 7"),
         ([1, -1], {}, "`inputs` has tokens beyond the vocabulary of 7"),
-        ([1, VOCAB + 2], {"adapter": "1"}, "`inputs` has tokens beyond the vocabulary of 9"),
+        ([1, VOCAB + 2], {"adapter_identity": "1"}, "`inputs` has tokens beyond the vocabulary of 9"),
         ([1], {"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "`logit_bias` has tokens beyond"),
         ([1], {"stop": StopParams(min_new_tokens=1, stop_token_ids=frozenset(range(VOCAB)))}, "every token"),
     ],
@@ -663,7 +657,7 @@ def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
 def test_an_adapter_can_bring_tokens_of_its_own() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
-    engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter="1"))
+    engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter_identity="1"))
     engine.finish()
     assert set(engine.reasons) == {0}
 
@@ -680,7 +674,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
             if i % 4 == 3:
                 prompt = prompt[:1]
-            more = {"prompt_logprobs": i % 2 == 1, "priority": rng.choice([0, 0, 1])}
+            more = {"prompt_logprobs": i % 2 == 1, "first_id": rng.choice([1000, 1000, None])}
             requests.append(make_request(i, prompt, rng.randint(1, 9), eos=False, **more))
             engine.scheduler.add(requests[-1])
             for _ in range(rng.randint(0, 4)):
@@ -698,16 +692,25 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
     assert num_preempted_in_the_prompt > 0
 
 
+@pytest.mark.parametrize("task", [task for task in Task if task is not Task.GENERATE])
+def test_other_tasks_are_refused(task: Task) -> None:
+    engine = Engine(ROOMY, 64)
+    with pytest.raises(NotSupportedError, match=f"task '{task}' is not supported yet"):
+        engine.scheduler.add(make_request(0, [1], task=task))
+    assert not engine.scheduler.has_work
+
+
 def test_alternatives_reach_who_asked() -> None:
     engine = ReportingEngine(ROOMY, 64, depth=2)
-    requests = [make_request(i, [1 + i], 4, eos=False, adapter=str(2 - i or "")) for i in range(3)]
+    requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
         engine.scheduler.add(request)
     engine.finish()
     for request in requests:
         for output in engine.outputs[request.request_id]:
-            assert output.alternatives == ([output.token_id], [-0.25])
-            assert output.logprob == -0.5
+            (token,) = output.tokens
+            assert token.alternatives == ([token.token_id], [-0.25])
+            assert token.logprob == -0.5
 
 
 @pytest.mark.parametrize(
@@ -771,14 +774,14 @@ def test_a_step_must_have_room_for_a_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_higher_priority_takes_the_blocks_of_a_lower_one_that_runs(depth: int) -> None:
+def test_a_first_answer_takes_the_blocks_of_a_further_one_that_runs(depth: int) -> None:
     engine = ReportingEngine(Limits(64, 4, 60), 6, depth)
-    low, high = make_request(0, [1] * 4, 16, eos=False), make_request(1, [2] * 4, 16, eos=False, priority=1)
-    engine.scheduler.add(low)
+    further, first = make_request(0, [1] * 4, 16, eos=False, first_id=9), make_request(1, [2] * 4, 16, eos=False)
+    engine.scheduler.add(further)
     engine.step()
-    engine.scheduler.add(high)
+    engine.scheduler.add(first)
     engine.finish()
-    check(engine, low, high)
+    check(engine, further, first)
     assert list(engine.reasons) == [1, 0]
     assert engine.scheduler.counters.preemptions > 0
 
@@ -795,14 +798,11 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
     assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
 
 
-@pytest.mark.parametrize("priority", [0, 5])
 @pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
-def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(
-    priority: int, num_blocks: int, max_chunk: int | None
-) -> None:
-    """Short requests keep coming, and take any block that is free."""
+def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(num_blocks: int, max_chunk: int | None) -> None:
+    """Short requests never end to come, and take whatever block is free."""
     engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
-    long = make_request(0, [1, 2, 3] * 16, 2, eos=False, priority=priority)
+    long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
     num_short = 0
     for step in range(400):
         while engine.scheduler.num_waiting < 4:
@@ -829,7 +829,11 @@ def crowd(seed: int) -> Engine:
     requests, aborted = [], set()
     for i in range(100):
         prompt = [*rng.choice(beginnings), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
-        options = {"adapter": rng.choice(["", "1"]), "priority": rng.choice([0, 0, 0, 1]), "tenant": rng.choice("ab")}
+        options = {
+            "adapter_identity": rng.choice(["", "1"]),
+            "first_id": rng.choice([1000, 1000, 1000, None]),
+            "tenant": rng.choice("ab"),
+        }
         requests.append(make_request(i, prompt, rng.randint(1, 20), rng.random() < 0.3, **options))
         engine.scheduler.add(requests[-1])
         for _ in range(rng.choice([0, 0, 1, 3])):
@@ -870,13 +874,13 @@ class Machine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
         new=st.integers(1, 9),
         adapter=st.sampled_from(["", "1", "2"]),
-        priority=st.integers(0, 1),
+        first_id=st.sampled_from([None, 1000]),
         tenant=st.sampled_from("ab"),
         eos=st.booleans(),
     )
-    def add(self, prompt: list[int], new: int, adapter: str, priority: int, tenant: str, eos: bool) -> None:
+    def add(self, prompt: list[int], new: int, adapter: str, first_id: int | None, tenant: str, eos: bool) -> None:
         request_id = len(self.requests)
-        request = make_request(request_id, prompt, new, eos, adapter=adapter, priority=priority, tenant=tenant)
+        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, first_id=first_id, tenant=tenant)
         self.engine.scheduler.add(request)
         self.requests[request_id] = request
 

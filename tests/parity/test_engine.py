@@ -127,7 +127,7 @@ class Crowd:
             identity = found.result().identity
         sampling = more.pop("sampling", SamplingParams())
         stop = StopParams(max_new_tokens=NEW_TOKENS)
-        self.engine.add(Request(request_id, prompt, sampling, stop, adapter=identity, **more))
+        self.engine.add(Request(request_id, prompt, sampling, stop, adapter_identity=identity, **more))
         for _ in range(self.rng.choice([0, 1, 2])):
             self.step()
         if aborted:
@@ -141,7 +141,7 @@ class Crowd:
         return status
 
     def tokens(self, request_id: int) -> list[int]:
-        return [output.token_id for output in self.answers[request_id]]
+        return [output.tokens[0].token_id for output in self.answers[request_id]]
 
 
 def make_prompts() -> list[list[int]]:
@@ -236,8 +236,8 @@ def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.
         logprobs = oracle_logits(models.oracles[WHO[i]], ids, len(prompt), models.tensors).log_softmax(-1)
         for place, output in enumerate(outputs):
             at = logprobs[len(prompt) - 1 + place]
-            assert output.logprob == pytest.approx(float(at[output.token_id]), abs=1e-3)
-            alternatives = output.alternatives
+            token_id, logprob, alternatives = output.tokens[0]
+            assert logprob == pytest.approx(float(at[token_id]), abs=1e-3)
             assert (alternatives is not None) == (i % 4 > 0)
             if alternatives is not None:
                 best = at.topk(i % 4)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import ModelNames
@@ -29,19 +29,29 @@ from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Failure, FinishReason, Output, Request, Resolved, SamplingParams, Started
+from lorax_server.types import (
+    EngineInfo,
+    Failure,
+    FinishReason,
+    Output,
+    Request,
+    Resolved,
+    SampledToken,
+    SamplingParams,
+    Started,
+)
 from tests.text.tokenizers import byte_level
 
 Message = dict[str, Any]
 Work = Callable[[Exchange], Awaitable[Response]]
-INFO: messages.Info = {"max_length": 128, "vocab_size": 300, "device": "cpu"}
+INFO = EngineInfo(max_length=128, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
 
 
 def _nowhere(config: None, address: str) -> None:
     raise AssertionError("no process is started here")
 
 
-class ScriptedClient(EngineClient):
+class ScriptedClient(RemoteEngine):
     """The real client without a process: it keeps the messages it would send, and a test gives the replies."""
 
     def __init__(self) -> None:
@@ -72,7 +82,8 @@ class ScriptedClient(EngineClient):
     def give(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
         for i, token_id in enumerate(token_ids):
             is_last = i == len(token_ids) - 1
-            self._deliver(Output(request_id, token_id, -0.5, end if is_last else None, started=Started(0.25, 0.125, 3)))
+            token = SampledToken(token_id, -0.5)
+            self._deliver(Output(request_id, (token,), end if is_last else None, started=Started(0.25, 0.125, 3)))
 
     def fail(self, request_id: int, error: LoraxError) -> None:
         self._deliver(Output.failed(request_id, error))

@@ -14,7 +14,7 @@ from lorax_server.server.run import _uvicorn_config
 from lorax_server.server.telemetry.audit import Trail
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
-from tests.server.bench import INFO, Bench
+from tests.server.bench import Bench
 
 GOOD = {"inputs": "ask", "parameters": {"max_new_tokens": 1}}
 HEALTH = request("GET", "/health").replace(b"connection: close\r\n", b"")
@@ -124,7 +124,6 @@ class Shared:
 
     def __init__(self, **config: Any) -> None:
         self.bench = Bench(**{"default_source": "local", "body_timeout_s": 0.2} | config)
-        self.bench.engine.info = INFO | {"num_blocks": 1, "block_size": 16, "dtype": "float32"}
         self._settings = _uvicorn_config(self.bench.service)
         self._runner = asyncio.Runner()
 

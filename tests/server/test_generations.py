@@ -12,7 +12,9 @@ from lorax_server.errors import AdapterError, DeadlineError, EngineError
 from lorax_server.server.generations import Job, count_cached, finish_all, interleave
 from lorax_server.types import (
     FinishReason,
+    Output,
     Request,
+    SampledToken,
     SamplingParams,
     Started,
     StopParams,
@@ -72,6 +74,26 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
         assert engine.aborted == [1]
 
     asyncio.run(check())
+
+
+def test_one_step_may_bring_several_tokens() -> None:
+    async def check(end: FinishReason | None, **stop: Any) -> Any:
+        engine = ScriptedClient()
+        (job,) = make_jobs(engine, **stop)
+        running = asyncio.create_task(job.finish())
+        await settle()
+        tokens = tuple(SampledToken(token_id, -0.5) for token_id in ids("quick brown fox"))
+        engine._deliver(Output(1, tokens, end))
+        completion = await running
+        assert completion.text == text_of(job.chunks_so_far)
+        return completion
+
+    whole = asyncio.run(check(FinishReason.LENGTH))
+    assert (whole.text, whole.token_ids) == ("quick brown fox", ids("quick brown fox"))
+    assert (whole.finish_reason, len(whole.logprobs)) == (FinishReason.LENGTH, len(whole.token_ids))
+    cut = asyncio.run(check(None, stop_strings=("brown",), include_stop=False))
+    assert (cut.text, cut.finish_reason) == ("quick ", FinishReason.STOP_SEQUENCE)
+    assert len(cut.token_ids) < len(whole.token_ids)
 
 
 def test_who_stops_reading_ends_the_request() -> None:

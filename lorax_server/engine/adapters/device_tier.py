@@ -51,7 +51,7 @@ class DeviceTier:
     def submit(self) -> list[AdapterOp]:
         """A step goes out; what the workers are to do before it, in this order."""
         _, moves = self._space.submit()
-        self._counters.moves += len(moves)
+        self._counters.adapter_moves += len(moves)
         ops: list[AdapterOp] = []
         for move in moves:
             index = self._entries[str(move.key)].index
@@ -72,7 +72,7 @@ class DeviceTier:
             entry = self._by_index[index]
             self._loading.remove(index)
             self._space.loaded(entry.identity)
-            self._counters.loaded += 1
+            self._counters.adapters_loaded += 1
             entry.is_loaded = True
             entry.fresh_until = now + FRESH_S if entry.num_requests else -math.inf
             entries.append(entry)
@@ -92,7 +92,7 @@ class DeviceTier:
 
     def evict(self, entry: AdapterEntry) -> None:
         assert entry.index is not None
-        self._counters.evicted_from_device += 1
+        self._counters.adapters_evicted_from_device += 1
         self._space.free(entry.identity)
         self._ops.append(Unload(entry.index))
         del self._by_index[entry.index], self._entries[entry.identity]

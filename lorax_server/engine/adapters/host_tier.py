@@ -70,7 +70,7 @@ class HostTier:
         self.bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes
         if result.error is None:
-            self._counters.prepared += 1
+            self._counters.adapters_prepared += 1
             entry.is_prepared, entry.units, entry.vocab_size = True, result.units, result.vocab_size
             self._entries[entry.identity] = entry
 
@@ -100,7 +100,7 @@ class HostTier:
         if is_enough or has_waited:
             for entry in victims:
                 self.drop(entry)
-            self._counters.evicted_from_host += len(victims)
+            self._counters.adapters_evicted_from_host += len(victims)
         return is_enough
 
     def _droppable(self, even_begun: bool) -> Iterator[AdapterEntry]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Slide:
     """An adapter's units are copied from `source` down to `target`."""
 
     key: Hashable
@@ -58,7 +58,7 @@ class AdapterSpace:
         self._extents: dict[Hashable, _Extent] = {}
         self._holes = [(0, num_units)] if num_units else []  # (start, stop) by address, no two touching
         self._vacated: deque[tuple[int, int, int]] = deque()  # (last step that touches it, start, stop), by step
-        self._moves: list[Move] = []  # for the next step
+        self._moves: list[Slide] = []  # for the next step
         self._num_submitted = 0
         self._num_completed = 0
         self._last_step = 0  # that touches what is resident: the last one submitted, or the next once it has moves
@@ -104,7 +104,7 @@ class AdapterSpace:
         self._moves = [move for move in self._moves if move.key != key]
         self._vacate(extent.start, extent.stop)
 
-    def submit(self) -> tuple[int, list[Move]]:
+    def submit(self) -> tuple[int, list[Slide]]:
         """A step goes out: its number, and the moves to be done before it, in this order."""
         self._num_submitted += 1
         self._last_step = self._num_submitted
@@ -132,7 +132,7 @@ class AdapterSpace:
         self._holes = [hole for hole in self._holes if not start <= hole[0] < stop]
         self._vacated = deque(space for space in self._vacated if not start <= space[1] < stop)
         for extent in extents:
-            self._moves.append(Move(extent.key, extent.start, start, extent.units))
+            self._moves.append(Slide(extent.key, extent.start, start, extent.units))
             extent.start = start
             start = extent.stop
         self._vacate(start, stop)

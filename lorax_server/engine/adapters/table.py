@@ -96,10 +96,6 @@ class AdapterTable:
         return len(self._host)
 
     @property
-    def host_bytes_used(self) -> int:
-        return self._host.bytes_used
-
-    @property
     def num_on_device(self) -> int:
         return len(self._device)
 
@@ -365,7 +361,7 @@ class AdapterTable:
         return entry
 
     def _fail(self, entry: AdapterEntry, error: LoraxError) -> None:
-        self.counters.failed += 1
+        self.counters.adapters_failed += 1
         entry.error, entry.retry_at = error, self._clock() + self._retry_s
         entry.is_asked_for = False
         self._device.pin(entry, False)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import ClientChannel
 from lorax_server.errors import EngineError
+from lorax_server.types import EngineInfo
 
 GRACE_S = 10.0  # to end after it was asked to, before it is made to
 
@@ -28,7 +29,7 @@ class Child:
         self._has_spoken = False
         self._exit_code: int | None = None
 
-    async def start(self) -> messages.Info:
+    async def start(self) -> EngineInfo:
         """Wait until the engine takes requests; what it says of itself. An engine that cannot is an error, and gone."""
         try:
             self._launch(self._channel.open())

@@ -1,272 +1,42 @@
-"""The engine as the API process sees it, whichever process it is in at the time."""
+"""The engine as the server sees it: a protocol, so that the server depends on no process and no socket."""
 
-import asyncio
-import functools
-import itertools
-import logging
-import math
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
-from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.child import Child, describe
-from lorax_server.errors import EngineError, InputError, LoraxError
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
-
-logger = logging.getLogger(__name__)
-Config = TypeVar("Config")
-
-FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
-STEADY_S = 300.0  # an engine that ran so long did not die of how it was started
+from lorax_server.errors import LoraxError
+from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
 
-class EngineClient:
-    """Starts an engine in a process of its own, passes requests to it, and starts it again when it dies.
+class EngineClient(Protocol):
+    """An engine for one event loop: `RemoteEngine`, or a stand-in of a test."""
 
-    `target(config, address)` is a function at the top of a module; it builds an engine and has `process.serve` serve
-    it. All of this belongs to one event loop. What a slow reader of `generate` has not read yet is kept for it, at most
-    as much as its request may generate, so that it holds up nobody else.
-    """
-
-    def __init__(
-        self,
-        target: Callable[[Config, str], None],
-        config: Config,
-        *,
-        restart: bool = True,
-        first_pause_s: float = FIRST_PAUSE_S,
-    ) -> None:
-        self.is_healthy = False
-        self.num_restarts = 0
-        self.info: messages.Info = {}  # what the engine says of itself
-        self._target = functools.partial(target, config)
-        self._restart = restart
-        self._first_pause_s = first_pause_s
-        self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
-        self._streams: dict[int, asyncio.Queue[Output | LoraxError | None]] = {}  # None: aborted
-        self._child: Child | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._problem = "the engine is not started"
-        self._retry_after_s: float | None = None
+    @property
+    def is_healthy(self) -> bool: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the engine, known once it has started."""
 
     def new_id(self) -> int:
-        """Of a request; never given twice, whatever happens to the engine."""
-        return next(self._ids)
-
-    # --- Coming and going ---------------------------------------------------------------------------------------------
+        """Return an id for a request, never the same one twice."""
 
     async def start(self) -> None:
-        """Wait until the engine takes requests. One that never did is not started again."""
-        assert self._supervisor is None, "the client is started already"
-        start_s = await self._launch()
-        self._supervisor = asyncio.create_task(self._supervise(start_s))
+        """Wait until the engine takes requests."""
 
-    async def close(self) -> None:
-        """End the engine, and with an error whatever it was still asked for."""
-        self._lose("the engine is stopped", None)
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait((self._supervisor,))
-        if self._child is not None:
-            await self._child.end()
+    async def close(self) -> None: ...
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Yield the request's outputs as they come, or raise the error that ends it. A reader that stops aborts it."""
 
-    # --- What is asked of the engine ----------------------------------------------------------------------------------
-
-    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The request's tokens as they come, or the error that ends it. Who stops reading aborts it."""
-        async with aclosing(self.stream(request)) as stream:
-            async for outputs in stream:
-                for output in outputs:
-                    yield output
-
-    async def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
-        """Likewise, each time all that have come since the last."""
-        request_id = request.request_id
-        assert request_id not in self._streams, f"request {request_id} is here already"
-        self._send(messages.Add(request))
-        stream = self._streams[request_id] = asyncio.Queue()
-        try:
-            while True:
-                outputs, end = _take_all(await stream.get(), stream)
-                if outputs:
-                    yield outputs
-                if isinstance(end, LoraxError):
-                    raise end
-                if end is None or (outputs and outputs[-1].finish_reason is not None):
-                    return
-        finally:
-            self.abort(request_id)
+    def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
+        """Do the same, with all outputs since the last ones at once."""
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """End a request, and who reads it with it, by this error if there is one. One that is not there has ended
-        already."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.put_nowait(error)
-            self._send(messages.Abort((request_id,)))
+        """End a request and its reader, which gets the error if there is one. Do nothing if it has ended already."""
 
-    async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
-        reply = await self._call(messages.Resolve(self.new_id(), tuple(refs), merge))
-        assert isinstance(reply, messages.ResolveReply)
-        return reply.resolved
-
-    async def load(self, identity: str, pin: bool | None = None) -> None:
-        await self._call(messages.LoadAdapter(self.new_id(), identity, pin))
-
-    async def unload(self, identity: str) -> None:
-        await self._call(messages.UnloadAdapter(self.new_id(), identity))
-
-    async def forget(self, source: str, name: str) -> None:
-        await self._call(messages.ForgetAdapter(self.new_id(), source, name))
-
-    async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
-        """Describe those of the adapters that the engine knows."""
-        reply = await self._call(messages.ListAdapters(self.new_id(), tuple(identities)))
-        assert isinstance(reply, messages.AdaptersReply)
-        return reply.adapters
-
-    async def status(self) -> EngineStatus:
-        reply = await self._call(messages.GetStatus(self.new_id()))
-        assert isinstance(reply, messages.StatusReply)
-        return reply.status
-
-    async def _call(self, message: messages.Queries) -> messages.Reply:
-        self._send(message)
-        reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = reply
-        try:
-            return await reply
-        finally:
-            self._calls.pop(message.call_id, None)
-
-    def _send(self, message: messages.ToEngine) -> None:
-        if not self.is_healthy or self._child is None:
-            raise self._loss()
-        try:
-            self._child.send(message)
-        except messages.ChannelError as error:
-            raise InputError(str(error)) from error
-
-    # --- What comes back ----------------------------------------------------------------------------------------------
-
-    async def _hand_out(self, child: Child) -> str:
-        """Whatever the engine sends to who waits for it, until there is no more; why."""
-        while True:
-            try:
-                message = await child.receive()
-            except messages.ChannelError as error:
-                return f"the engine is not understood: {error}"
-            match message:
-                case None:
-                    return f"the engine process ended ({describe(await child.end())})"
-                case messages.Failed(reason):
-                    return f"the engine failed: {reason}"
-                case messages.Outputs(outputs):
-                    for output in outputs:
-                        self._deliver(output)
-                case messages.Reply():
-                    self._settle(message)
-                case _:
-                    return f"the engine is not understood: {type(message).__name__} is not due"
-
-    def _deliver(self, output: Output) -> None:
-        """What was aborted meanwhile has nobody who waits."""
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return
-        stream.put_nowait(output if output.failure is None else output.failure.to_error())
-        if output.failure is not None or output.finish_reason is not None:
-            del self._streams[output.request_id]
-
-    def _settle(self, reply: messages.Reply) -> None:
-        call = self._calls.get(reply.call_id)
-        if call is None or call.done():
-            return
-        if isinstance(reply, messages.Refused):
-            call.set_exception(reply.failure.to_error())
-        else:
-            call.set_result(reply)
-
-    # --- When it dies -------------------------------------------------------------------------------------------------
-
-    async def _launch(self) -> float:
-        """Start a process; the seconds that it took."""
-        began = time.monotonic()
-        child = Child(self._target)
-        self.info = await child.start()
-        self._child = child
-        self.is_healthy = True
-        return time.monotonic() - began
-
-    async def _supervise(self, start_s: float) -> None:
-        pause_s = 0.0
-        try:
-            while True:
-                assert self._child is not None
-                began = time.monotonic()
-                problem = await self._hand_out(self._child)
-                pause_s = next_pause_s(pause_s, time.monotonic() - began, self._first_pause_s)
-                logger.error("%s; %d requests are lost", problem, len(self._streams))
-                self._lose(problem, pause_s + start_s if self._restart else None)
-                await self._child.end()  # it may hold what the next one needs
-                if not self._restart:
-                    return
-                start_s, pause_s = await self._launch_again(start_s, pause_s)
-        finally:  # also a mistake in here must leave nobody waiting
-            if self.is_healthy:
-                self._lose("the engine is not watched any more", None)
-
-    async def _launch_again(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Until it succeeds; the seconds that the start took, and those of the pause before it."""
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                start_s = await self._launch()
-                self.num_restarts += 1
-                return start_s, pause_s
-            except Exception as error:  # also no process, no folder: the next time there may be one
-                pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
-                logger.error("%s", error)
-                self._lose(str(error), pause_s + start_s)
-
-    def _lose(self, problem: str, retry_after_s: float | None) -> None:
-        """Nobody waits for an engine that will not answer."""
-        self.is_healthy = False
-        self._problem = problem if retry_after_s is None else f"{problem}; it is being started again"
-        self._retry_after_s = None if retry_after_s is None else float(math.ceil(max(1.0, retry_after_s)))
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put_nowait(self._loss())
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self._loss())
-
-    def _loss(self) -> EngineError:
-        error = EngineError(self._problem)
-        error.retry_after_s = self._retry_after_s
-        return error
-
-
-_Item = Output | LoraxError | None
-
-
-def _take_all(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output], _Item]:
-    """What is there up to the end, and what it ends with: an error, None if it was aborted, else its last output."""
-    outputs, item = [], first
-    while isinstance(item, Output):
-        outputs.append(item)
-        if queue.empty():
-            return outputs, item
-        item = queue.get_nowait()
-    return outputs, item
-
-
-def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:
-    """How long to wait before an engine is started again: none if it lived, else longer each time, to a limit."""
-    if lived_s >= STEADY_S:
-        return 0.0
-    return min(max(first_s, 2 * last_s), MAX_PAUSE_S)
+    async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved: ...
+    async def load(self, identity: str, pin: bool | None = None) -> None: ...
+    async def unload(self, identity: str) -> None: ...
+    async def forget(self, source: str, name: str) -> None: ...
+    async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]: ...
+    async def status(self) -> EngineStatus: ...

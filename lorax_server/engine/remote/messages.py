@@ -6,9 +6,18 @@ from typing import TypeVar
 import msgspec
 
 from lorax_server.errors import EngineError
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    EngineInfo,
+    EngineStatus,
+    Failure,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+)
 
-Info = dict[str, str | int | float | bool | None]
 Received = TypeVar("Received")
 
 
@@ -19,21 +28,21 @@ class ChannelError(EngineError):
 # --- To the engine ----------------------------------------------------------------------------------------------------
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class EngineMessage(msgspec.Struct, frozen=True, tag=True):
     """The base of all; each is told apart by its name."""
 
 
-class Query(Message, frozen=True):
+class Query(EngineMessage, frozen=True):
     """What is answered by a `Reply` of the same id."""
 
     call_id: int
 
 
-class Add(Message, frozen=True):
+class Add(EngineMessage, frozen=True):
     request: Request
 
 
-class Abort(Message, frozen=True):
+class Abort(EngineMessage, frozen=True):
     request_ids: tuple[int, ...]
 
 
@@ -64,7 +73,7 @@ class ListAdapters(Query, frozen=True):
     identities: tuple[str, ...]
 
 
-class Stop(Message, frozen=True):
+class Stop(EngineMessage, frozen=True):
     """End now; also says that a `Failed` was heard."""
 
 
@@ -74,19 +83,19 @@ ToEngine = Add | Abort | Queries | Stop
 # --- From the engine --------------------------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True):
-    """The first message: the engine takes requests, and what there is to know about it."""
+class Ready(EngineMessage, frozen=True):
+    """The first message: the engine takes requests."""
 
-    info: Info
+    info: EngineInfo
 
 
-class Outputs(Message, frozen=True):
+class Outputs(EngineMessage, frozen=True):
     """All that came of one step."""
 
     outputs: list[Output]
 
 
-class Reply(Message, frozen=True):
+class Reply(EngineMessage, frozen=True):
     call_id: int
 
 
@@ -110,7 +119,7 @@ class Refused(Reply, frozen=True):
     failure: Failure
 
 
-class Failed(Message, frozen=True):
+class Failed(EngineMessage, frozen=True):
     """The last message: the engine ends because of this."""
 
     message: str
@@ -132,7 +141,7 @@ _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: EngineMessage) -> bytes:
     try:
         return msgspec.msgpack.encode(message, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -18,7 +18,17 @@ from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.machine import give_back_memory
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Failure, Merge, Output, Request, Resolved
+from lorax_server.types import (
+    AdapterRef,
+    AdapterState,
+    EngineInfo,
+    EngineStatus,
+    Failure,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+)
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -27,7 +37,7 @@ IDLE_S = 0.05  # how often it is looked for what depends on time alone
 REST_AFTER = 20  # times that it had nothing to do
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """What can be served: `engine.engine.Engine`, or what stands in for it."""
 
     @property
@@ -67,13 +77,13 @@ def connected(address: str) -> Iterator[EngineChannel]:
         channel.close()
 
 
-def serve(engine: Engine, channel: EngineChannel, info: messages.Info | None = None) -> None:
+def serve(engine: ServedEngine, channel: EngineChannel, info: EngineInfo) -> None:
     """Until it is told to stop or nobody is left to serve. Whatever `step` raises is told, and then raised.
 
     Who finds in another thread that the engine cannot go on calls `channel.report`.
     """
     try:
-        _Server(engine, channel).run(info or {})
+        _EngineLoop(engine, channel).run(info)
         if channel.has_failed:
             raise SystemExit(1)
     except Exception as error:
@@ -83,8 +93,8 @@ def serve(engine: Engine, channel: EngineChannel, info: messages.Info | None = N
         engine.close()
 
 
-class _Server:
-    def __init__(self, engine: Engine, channel: EngineChannel) -> None:
+class _EngineLoop:
+    def __init__(self, engine: ServedEngine, channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # goes out with those of the step
@@ -92,7 +102,7 @@ class _Server:
         self._idle_s = 0.0
         self._num_idle = 0  # since something was told
 
-    def run(self, info: messages.Info) -> None:
+    def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
         channel.wake = engine.wake
         channel.answer_at_once = self._answer_at_once

@@ -49,7 +49,7 @@ def describe_limits(app: FastAPI, parts: Parts) -> None:
     _bound(schemas["CompletionRequest"], "best_of", config.max_choices)
     _bound(schemas["ChatCompletionRequest"], "max_completion_tokens", parts.max_total_tokens - 1)
     _bound(schemas["GenerateParameters"], "stop", config.max_stop_sequences, "maxItems", "array")
-    vocabulary = max(int(parts.engine.info.get("vocab_size") or 0), parts.tokenizers.base.num_ids)
+    vocabulary = max(parts.engine.info.vocab_size, parts.tokenizers.base.num_ids)
     _bound_ids(schemas["CompletionRequest"]["properties"]["prompt"], vocabulary - 1)
     _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], parts.tokenizers.base.num_ids - 1)
     _describe_streams(document)

@@ -208,8 +208,8 @@ def _info(service: Service) -> dict[str, Any]:
     return {
         "model_id": config.model_id,
         "model_sha": config.model_revision,
-        "model_dtype": engine["dtype"],
-        "model_device_type": engine["device"],
+        "model_dtype": engine.dtype,
+        "model_device_type": engine.device,
         "model_pipeline_tag": None,
         "max_concurrent_requests": config.max_concurrent_requests,
         "max_best_of": config.max_best_of,
@@ -217,7 +217,7 @@ def _info(service: Service) -> dict[str, Any]:
         "max_input_length": parts.max_input_length,
         "max_total_tokens": parts.max_total_tokens,
         "waiting_served_ratio": 0.0,  # this and the next three: nothing waits for the like here
-        "max_batch_total_tokens": int(engine["num_blocks"] or 0) * int(engine["block_size"] or 0),
+        "max_batch_total_tokens": engine.num_blocks * engine.block_size,
         "max_waiting_tokens": 0,
         "validation_workers": 0,
         "eager_prefill": True,

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.adapters.space import AdapterSpace, Move
+from lorax_server.engine.adapters.space import AdapterSpace, Slide
 
 
 def filled(num_units: int, *sizes: int) -> AdapterSpace:
@@ -29,7 +29,7 @@ def load(space: AdapterSpace, key: str, units: int) -> int | None:
     return start
 
 
-def run_step(space: AdapterSpace) -> list[Move]:
+def run_step(space: AdapterSpace) -> list[Slide]:
     step, moves = space.submit()
     space.completed(step)
     return moves
@@ -98,7 +98,7 @@ def test_compaction_joins_holes() -> None:
     assert space.allocate("e", 4) is None
     space.compact(4)
     assert space.start("b") == 0
-    assert run_step(space) == [Move("b", 2, 0, 3)]
+    assert run_step(space) == [Slide("b", 2, 0, 3)]
     assert space.allocate("e", 4) == 3
     assert space.start("d") == 7
 
@@ -108,7 +108,7 @@ def test_the_cheapest_neighbours_are_moved() -> None:
     for key in "aceg":
         space.free(key)
     space.compact(4)
-    assert run_step(space) == [Move("f", 19, 17, 3)]
+    assert run_step(space) == [Slide("f", 19, 17, 3)]
     assert space.largest_hole == 4
 
 
@@ -117,7 +117,7 @@ def test_several_extents_slide_in_order_of_address() -> None:
     for key in "ace":
         space.free(key)
     space.compact(6)
-    assert run_step(space) == [Move("b", 2, 0, 3), Move("d", 7, 3, 3)]
+    assert run_step(space) == [Slide("b", 2, 0, 3), Slide("d", 7, 3, 3)]
     assert space.allocate("f", 6) == 6
 
 
@@ -143,7 +143,7 @@ def test_a_move_goes_over_space_that_steps_in_flight_still_read() -> None:
     space.free("a")
     space.free("c")
     space.compact(8)
-    assert space.submit() == (2, [Move("b", 4, 0, 2)])
+    assert space.submit() == (2, [Slide("b", 4, 0, 2)])
 
 
 def test_compaction_does_nothing_where_waiting_is_enough_or_nothing_helps() -> None:
@@ -162,7 +162,7 @@ def test_a_second_compaction_finds_the_work_of_the_first() -> None:
     space.free("c")
     space.compact(4)
     space.compact(4)
-    assert space.submit() == (1, [Move("b", 2, 0, 3)])
+    assert space.submit() == (1, [Slide("b", 2, 0, 3)])
     space.compact(4)
     assert not space.needs_step
 
@@ -173,13 +173,13 @@ def test_an_adapter_that_is_being_loaded_stays_where_it_is() -> None:
     for key in "ac":
         space.free(key)
     space.compact(4)
-    assert run_step(space) == [Move("b", 2, 0, 2)]
+    assert run_step(space) == [Slide("b", 2, 0, 2)]
     assert space.start("loading") == 6
     space.compact(6)
     assert not space.needs_step
     space.loaded("loading")
     space.compact(6)
-    assert run_step(space) == [Move("loading", 6, 2, 2)]
+    assert run_step(space) == [Slide("loading", 6, 2, 2)]
     assert space.allocate("d", 6) == 4
 
 
@@ -289,7 +289,7 @@ class Worker:
     steps_early: bool
     buffer: list[int]
     loads: dict[Hashable, Content] = field(default_factory=dict)
-    waiting: deque[tuple[list[Move], list[Content]]] = field(default_factory=deque)
+    waiting: deque[tuple[list[Slide], list[Content]]] = field(default_factory=deque)
     reading: list[Content] = field(default_factory=list)
 
     def allocate(self, content: Content) -> None:
@@ -305,7 +305,7 @@ class Worker:
         if key in self.loads:
             self.write(key)
 
-    def submit(self, moves: list[Move], reads: list[Content]) -> None:
+    def submit(self, moves: list[Slide], reads: list[Content]) -> None:
         self.waiting.append((moves, reads))
         if self.steps_early:
             self.run_next()
@@ -439,7 +439,7 @@ class Machine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.submit(moves, reads)
 
-    def follow(self, move: Move) -> None:
+    def follow(self, move: Slide) -> None:
         """Apply a move, which must go down from its adapter's place and touch no other adapter."""
         content = self.contents.pop(move.key)
         assert (content.start, content.units) == (move.source, move.units)

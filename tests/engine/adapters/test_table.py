@@ -134,7 +134,7 @@ def test_an_adapter_moves_up_from_disk_to_the_device() -> None:
     assert desk.table.index_of("a", has_begun=False) == 1
     assert desk.table.vocab_size("a") == VOCAB
     assert desk.table.take_arrived() == ["a"]
-    assert (desk.table.num_on_host, desk.table.num_on_device, desk.table.host_bytes_used) == (1, 1, 3 * UNIT_BYTES)
+    assert (desk.table.num_on_host, desk.table.num_on_device, desk.table._host.bytes_used) == (1, 1, 3 * UNIT_BYTES)
 
 
 def test_the_base_model_is_always_there() -> None:
@@ -173,7 +173,7 @@ def test_the_longest_unused_leaves_the_device() -> None:
     assert desk.on_host == {"a", "b", "c"}
     desk.use("b")
     assert desk.on_device == {"b", "c"}
-    assert desk.table.counters.evicted_from_device == 2
+    assert desk.table.counters.adapters_evicted_from_device == 2
 
 
 def test_an_index_is_given_again() -> None:
@@ -190,7 +190,7 @@ def test_the_longest_unused_leaves_host_memory() -> None:
     desk.use("a", "b", "a", "c")
     assert desk.on_host == {"a", "c"}
     assert desk.on_device == {"a", "b", "c"}
-    assert desk.table.host_bytes_used == 8 * UNIT_BYTES
+    assert desk.table._host.bytes_used == 8 * UNIT_BYTES
     assert [op for op in desk.ops if isinstance(op, Drop)] == [Drop("b")]
 
 
@@ -232,7 +232,7 @@ def test_what_takes_more_than_was_known_pushes_others_out() -> None:
     desk.step(prepare=False)
     desk.table.prepared(Prepared("b", 6, 6 * UNIT_BYTES, VOCAB))
     assert desk.on_host == {"b"}
-    assert desk.table.host_bytes_used == 6 * UNIT_BYTES
+    assert desk.table._host.bytes_used == 6 * UNIT_BYTES
 
 
 def test_a_pinned_adapter_never_leaves_the_device() -> None:
@@ -292,7 +292,7 @@ def test_who_is_larger_than_the_device_never_fits() -> None:
     [(identity, error)] = desk.table.take_failed()
     assert identity == "big"
     assert isinstance(error, AdapterError)
-    assert desk.table.host_bytes_used == 0
+    assert desk.table._host.bytes_used == 0
 
 
 def test_an_adapter_that_failed_is_refused_for_a_while() -> None:
@@ -303,7 +303,7 @@ def test_an_adapter_that_failed_is_refused_for_a_while() -> None:
     desk.answer("a", SourceError("gone"))
     assert desk.table.take_failed()[0][0] == "a"
     assert desk.state("a") == [State.FAILED]
-    assert desk.table.host_bytes_used == 0
+    assert desk.table._host.bytes_used == 0
     desk.table.end_request("a", has_begun=False)
     desk.now = 4.0
     with pytest.raises(SourceError, match="gone") as refused:
@@ -402,7 +402,7 @@ def test_one_that_is_dismissed_leaves_at_once() -> None:
     assert desk.table.needs_step
     assert desk.step() == [Unload(1), Drop("a")]
     assert desk.state("a") == [State.DISK]
-    assert desk.table.host_bytes_used == 0
+    assert desk.table._host.bytes_used == 0
 
 
 def test_one_that_is_dismissed_under_traffic_leaves_after_it() -> None:
@@ -455,7 +455,7 @@ def test_one_that_is_dismissed_on_its_way_leaves_when_it_is_there(steps: int) ->
     assert desk.steps() == []
     assert desk.state("a") == [State.DISK]
     assert not desk.table.needs_step
-    assert desk.table.host_bytes_used == 0
+    assert desk.table._host.bytes_used == 0
 
 
 def test_a_request_that_goes_while_its_adapter_is_loaded_does_not_hinder_the_next() -> None:
@@ -989,7 +989,7 @@ def test_room_that_has_to_be_brought_together_is_used_though_nothing_else_happen
         world.ask("e", [1])
         world.finish(100)
         assert all(pin.result(0) is None for pin in pins)
-        assert world.table.counters.moves == 1
+        assert world.table.counters.adapter_moves == 1
 
 
 def test_a_load_that_is_called_off_says_so() -> None:
@@ -1104,7 +1104,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
         else:
             prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
             name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
-            options = {"priority": rng.choice([0, 0, 0, 1]), "tenant": rng.choice("ab")}
+            options = {"first_id": rng.choice([1000, 1000, 1000, None]), "tenant": rng.choice("ab")}
             world.ask(name, prompt, rng.randint(1, 12), **options)
         if rng.random() < 0.05 and world.open:
             world.abort(rng.choice(list(world.open.values())))
@@ -1123,9 +1123,9 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
     done["preemptions"] = scheduled.preemptions
     done["chunks"] = scheduled.chunks
     done["prefix_tokens"] = scheduled.prefix_tokens
-    done["evicted_from_device"] = moved.evicted_from_device
-    done["evicted_from_host"] = moved.evicted_from_host
-    done["moves"] = moved.moves
+    done["evicted_from_device"] = moved.adapters_evicted_from_device
+    done["evicted_from_host"] = moved.adapters_evicted_from_host
+    done["moves"] = moved.adapter_moves
     done["steps"] = scheduled.steps
     return world, done
 
@@ -1192,11 +1192,11 @@ class Machine(RuleBasedStateMachine):
         name=st.sampled_from(["a", "a", "b", "c", "d", None]),
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=10),
         num_tokens=st.integers(1, 9),
-        priority=st.integers(0, 1),
+        first_id=st.sampled_from([None, 1000]),
         tenant=st.sampled_from("ab"),
     )
-    def ask(self, name: str | None, prompt: list[int], num_tokens: int, priority: int, tenant: str) -> None:
-        self.world.ask(name, prompt, num_tokens, priority=priority, tenant=tenant)
+    def ask(self, name: str | None, prompt: list[int], num_tokens: int, first_id: int | None, tenant: str) -> None:
+        self.world.ask(name, prompt, num_tokens, first_id=first_id, tenant=tenant)
 
     @rule(count=st.integers(1, 6))
     def turns(self, count: int) -> None:
@@ -1236,18 +1236,18 @@ class Machine(RuleBasedStateMachine):
         world = self.world
         world.check_tokens_so_far()
         for sequence in world.scheduler._running:
-            if sequence.request.adapter:
+            if sequence.request.adapter_identity:
                 resident = world.workers.residents[sequence.adapter_index]
-                assert resident.identity == sequence.request.adapter
+                assert resident.identity == sequence.request.adapter_identity
         held = [block for sequence in world.scheduler._running for block in sequence.blocks]
         assert world.pool.num_free == world.pool.num_blocks - len(set(held))
         device = world.table._device
         space, on_device = device._space, device._entries.values()
         assert space.num_free_units == space.num_units - sum(each.units for each in on_device)
         known = world.table._known.values()
-        assert world.table.host_bytes_used == sum(each.num_bytes for each in known)
+        assert world.table._host.bytes_used == sum(each.num_bytes for each in known)
         for entry in known:
-            of = [each for each in world.scheduler._by_id.values() if each.request.adapter == entry.identity]
+            of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]
             assert entry.num_requests == len(of)
             assert entry.num_begun == sum(each.has_begun for each in of)
             assert entry.num_running == sum(each.row is not None for each in of)

@@ -24,6 +24,7 @@ from lorax_server.types import (
     AdapterRef,
     AdapterState,
     Alternatives,
+    EngineInfo,
     EngineStatus,
     Failure,
     FinishReason,
@@ -31,9 +32,11 @@ from lorax_server.types import (
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     Started,
     StopParams,
+    Task,
 )
 
 ids = st.integers(0, 2**64 - 1)
@@ -74,25 +77,23 @@ requests = st.builds(
     prompt_ids=st.lists(token_ids, max_size=20),
     sampling=sampling,
     stop=stop,
-    adapter=texts,
+    adapter_identity=texts,
     tenant=texts,
-    priority=st.integers(-(2**63), 2**63 - 1),
     first_id=st.none() | ids,
     salt=texts,
     prompt_logprobs=st.booleans(),
+    task=st.sampled_from(Task),
 )
 failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
 alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
 outputs = st.builds(
     Output,
     ids,
-    st.integers(-1, 2**32),
-    floats,
+    st.lists(st.builds(SampledToken, token_ids, floats, st.none() | alternatives), max_size=3).map(tuple),
     st.none() | st.sampled_from(FinishReason),
-    st.none() | alternatives,
-    st.none() | st.lists(floats, max_size=3),
     st.none() | failures,
     st.none() | st.builds(Started, floats, floats, ids),
+    st.none() | st.lists(floats, max_size=3),
     st.none() | st.lists(alternatives, max_size=3),
 )
 refs = st.lists(st.builds(AdapterRef, texts, texts, st.none() | texts), max_size=3).map(tuple)
@@ -115,7 +116,6 @@ resolved = st.builds(
     stale=st.none() | failures,
 )
 states = st.builds(AdapterState, texts, texts, texts, ids, st.booleans(), ids, ids, st.none() | texts)
-scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | floats | texts
 NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**63), "float": floats}
 statuses = st.builds(EngineStatus, **{field.name: NUMBERS[field.type] for field in dataclasses.fields(EngineStatus)})
 
@@ -131,7 +131,7 @@ TO_ENGINE = {
     messages.Stop: st.builds(messages.Stop),
 }
 FROM_ENGINE = {
-    messages.Ready: st.builds(messages.Ready, st.dictionaries(texts, scalars, max_size=5)),
+    messages.Ready: st.builds(messages.Ready, st.builds(EngineInfo, ids, ids, ids, ids, texts, texts)),
     messages.Outputs: st.builds(messages.Outputs, st.lists(outputs, max_size=5)),
     messages.ResolveReply: st.builds(messages.ResolveReply, ids, resolved),
     messages.StatusReply: st.builds(messages.StatusReply, ids, statuses),
@@ -164,7 +164,7 @@ def comparable(value: object) -> object:
     return "int or float" if kind == "int" else kind, value
 
 
-def assert_survives(message: messages.Message, decode: Callable[[bytes], messages.Message]) -> None:
+def assert_survives(message: messages.EngineMessage, decode: Callable[[bytes], messages.EngineMessage]) -> None:
     assert comparable(decode(messages.encode(message))) == comparable(message)
 
 
@@ -190,10 +190,10 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
     for damaged in (noise, whole[:place], whole[:place] + noise + whole[place + len(noise) :]):
         for decode in (messages.decode_to_engine, messages.decode_from_engine):
             try:
-                assert isinstance(decode(damaged), messages.Message)
+                assert isinstance(decode(damaged), messages.EngineMessage)
             except messages.ChannelError as error:
                 answer = messages.answer_to_unreadable(damaged, error)
-                assert answer is None or isinstance(answer, messages.Message)
+                assert answer is None or isinstance(answer, messages.EngineMessage)
         assert isinstance(messages.decode_question(damaged), messages.Resolve | messages.ForgetAdapter | None)
 
 
@@ -224,7 +224,9 @@ def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"salt": "\ud800"}, {"priority": 2**64}, {"adapter": object()}], ids=["surrogate", "large", "object"]
+    "fields",
+    [{"salt": "\ud800"}, {"first_id": 2**64}, {"adapter_identity": object()}],
+    ids=["surrogate", "large", "object"],
 )
 def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:
     with pytest.raises(messages.ChannelError, match="a message Add cannot be sent: "):
@@ -249,9 +251,7 @@ def test_who_sent_what_cannot_be_read_is_answered_if_it_can_be_made_out() -> Non
     failure = Failure.of(EngineError("unreadable"))
     call = msgspec.msgpack.encode({"type": "Unknown", "call_id": 5})
     assert messages.answer_to_unreadable(call, error) == messages.Refused(5, failure)
-    answer = messages.answer_to_unreadable(
-        messages.encode(messages.Add(request_with(request_id=6, priority=True))), error
-    )
+    answer = messages.answer_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)
     assert isinstance(answer, messages.Outputs)
     assert [(output.request_id, output.failure) for output in answer.outputs] == [(6, failure)]
     assert messages.answer_to_unreadable(b"\xc1", error) is None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +17,16 @@ from lorax_server.engine.remote import messages, process
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import serve
 from lorax_server.errors import EngineError
-from lorax_server.types import AdapterRef, Output, Resolved
-from tests.engine.fake_engine import FakeEngine, ask_for
+from lorax_server.types import AdapterRef, Output, Resolved, SampledToken
+from tests.engine.fake_engine import FakeEngine, ask_for, fake_info
+
+
+def one(request_id: int, token_id: int, logprob: Any) -> Output:
+    return Output(request_id, (SampledToken(token_id, logprob),))
+
+
+def ids_of(output: Output) -> list[int]:
+    return [token.token_id for token in output.tokens]
 
 
 class Peer:
@@ -38,7 +47,7 @@ class Peer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self.receive() == messages.Ready({"name": "fake"})
+        assert self.receive() == messages.Ready(fake_info(7))
 
     def until_arrived(self, num_messages: int) -> None:
         while self._channel._inbox.qsize() < num_messages:
@@ -47,7 +56,7 @@ class Peer:
 
     def _serve(self) -> None:
         try:
-            serve(self.engine, self._channel, {"name": "fake"})
+            serve(self.engine, self._channel, fake_info(7))
         except BaseException as error:
             self.ended_with.put(error)
         else:
@@ -100,8 +109,8 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     peer.start()
     received = [peer.receive(), peer.receive()]
     assert all(isinstance(message, messages.Outputs) for message in received)
-    tokens = [[(output.request_id, output.token_id) for output in message.outputs] for message in received]
-    assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
+    tokens = [[(output.request_id, ids_of(output)) for output in message.outputs] for message in received]
+    assert tokens == [[(2, []), (1, [7]), (3, [7])], [(1, [8]), (3, [8])]]
     stop(peer)
 
 
@@ -190,11 +199,11 @@ def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monk
 
 def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
     peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
-    steps = iter([[Output(1, 5, 0.0), Output(2, 5, object()), Output(3, 6, 0.0)]])  # type: ignore[arg-type]
+    steps = iter([[one(1, 5, 0.0), one(2, 5, object()), one(3, 6, 0.0)]])
     peer.engine.wake.set()
     message = peer.receive()
     assert isinstance(message, messages.Outputs)
-    assert [(output.request_id, output.token_id) for output in message.outputs] == [(1, 5), (2, -1), (3, 6)]
+    assert [(output.request_id, ids_of(output)) for output in message.outputs] == [(1, [5]), (2, []), (3, [6])]
     assert message.outputs[1].failure is not None
     assert "it holds object" in message.outputs[1].failure.message
     assert 2 in peer.engine._aborted
@@ -204,10 +213,10 @@ def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
 def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = waiting_peer
     monkeypatch.setattr(process, "IDLE_S", 0.001)
-    steps = iter([[], [], [Output(1, 5, 0.0)]])
+    steps = iter([[], [], [one(1, 5, 0.0)]])
     peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
     peer.start()
-    assert peer.receive() == messages.Outputs([Output(1, 5, 0.0)])
+    assert peer.receive() == messages.Outputs([one(1, 5, 0.0)])
     stop(peer)
 
 
@@ -308,10 +317,10 @@ def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None
         peer.engine.wake.set()  # as another thread may, when the step has looked already
         return next(steps, [])
 
-    steps = iter([[], [Output(1, 5, 0.0)]])
+    steps = iter([[], [one(1, 5, 0.0)]])
     peer.engine.step = step  # type: ignore[method-assign]
     peer.start()
-    assert peer.receive() == messages.Outputs([Output(1, 5, 0.0)])
+    assert peer.receive() == messages.Outputs([one(1, 5, 0.0)])
     stop(peer)
 
 

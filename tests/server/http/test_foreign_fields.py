@@ -171,7 +171,7 @@ def test_an_adapter_can_be_named_as_lorax_does(route: str, model: str, routes: T
     reply = ask(routes, route, model=model, adapter_id="poet")
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet")
     assert reply.json["model"] == "poet"
-    assert routes.engine.added[-1].adapter == "hash of poet"
+    assert routes.engine.added[-1].adapter_identity == "hash of poet"
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])

@@ -13,7 +13,7 @@ import pytest
 from lorax_server.errors import ConfigError
 from lorax_server.server.app import make_app
 from lorax_server.server.routes.playground import FOLDER
-from tests.server.bench import INFO, Bench, Peer
+from tests.server.bench import Bench, Peer
 
 ROOT = FOLDER.parent.parent
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -36,7 +36,6 @@ class Page:
 
     def __init__(self, **config: Any) -> None:
         bench = Bench(**config)
-        bench.engine.info = INFO | {"num_blocks": 1, "block_size": 16, "dtype": "float32"}
         self.app = make_app(bench.service)
 
     def get(self, path: str, method: str = "GET", **headers: str) -> Answer:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 
 from lorax_server.generation.answer import locate_tokens
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import FinishReason, Output, Resolved, Started
+from lorax_server.types import FinishReason, Output, Resolved, SampledToken, Started
 from tests.server.bench import settle
 from tests.server.fake_server import Routes, complete
 from tests.text.tokenizers import BOS, BYTE_KINDS, EOS, byte_level, random_texts, sentencepiece, word_piece
@@ -47,14 +47,13 @@ class Scored(Routes):
 
     async def _give(self, request_id: int, *_: int) -> None:
         (request,) = (each for each in self.engine.added if each.request_id == request_id)
-        tokenizer = self.parts.tokenizers.base if not request.adapter else with_ends(self.own or "")
+        tokenizer = self.parts.tokenizers.base if not request.adapter_identity else with_ends(self.own or "")
         tokens = tokenizer.encode(self.text, add_special_tokens=False)[: request.stop.max_new_tokens]
         prompt = [-1.0] * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
         for place, token_id in enumerate(tokens):
             end = FinishReason.LENGTH if place == len(tokens) - 1 else None
-            self.engine._deliver(
-                Output(request_id, token_id, -0.5, end, prompt_logprobs=prompt, started=Started(0.0, 0.0, 0))
-            )
+            sampled, started = (SampledToken(token_id, -0.5),), Started(0.0, 0.0, 0)
+            self.engine._deliver(Output(request_id, sampled, end, started=started, prompt_logprobs=prompt))
             prompt = None
             await settle()
 

@@ -27,8 +27,8 @@ class Loads(Routes):
 
     def _obey(self, message: messages.ToEngine) -> None:
         match message:
-            case messages.Add(request) if request.adapter:
-                self.device.setdefault(request.adapter, False)
+            case messages.Add(request) if request.adapter_identity:
+                self.device.setdefault(request.adapter_identity, False)
             case messages.LoadAdapter(_, identity, pin):
                 self.device[identity] = self.device.get(identity, False) if pin is None else pin
             case messages.UnloadAdapter(_, identity):

@@ -18,7 +18,7 @@ import pytest
 from lorax_server.engine.remote import child as child_module
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.child import Child, describe
-from lorax_server.engine.remote.client import MAX_PAUSE_S, STEADY_S, EngineClient, next_pause_s
+from lorax_server.engine.remote.remote_engine import MAX_PAUSE_S, STEADY_S, RemoteEngine, next_pause_s
 from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -37,16 +37,17 @@ from lorax_server.types import (
     Output,
     Request,
     Resolved,
+    SampledToken,
     SamplingParams,
     StopParams,
 )
-from tests.engine.fake_engine import FakeConfig, ask_for, fake_target
+from tests.engine.fake_engine import FakeConfig, ask_for, fake_info, fake_target
 
 ROOT = Path(__file__).parents[3]
 GUARD_S = 60
-Test = Callable[[EngineClient], Awaitable[None]]
+Test = Callable[[RemoteEngine], Awaitable[None]]
 
-logging.getLogger("lorax_server.engine.remote.client").setLevel(logging.CRITICAL)
+logging.getLogger("lorax_server.engine.remote.remote_engine").setLevel(logging.CRITICAL)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run_with(config: FakeConfig, test: Test, restart: bool = True) -> None:
     async def run() -> None:
-        client = EngineClient(fake_target, config, restart=restart, first_pause_s=0.001)
+        client = RemoteEngine(fake_target, config, restart=restart, first_pause_s=0.001)
         async with asyncio.timeout(GUARD_S):
             await client.start()
             try:
@@ -86,20 +87,20 @@ def wait_for_end(folder: str | Path) -> None:
             os.waitpid(int(path.name.split("-")[1]), os.WNOHANG)
 
 
-async def read(client: EngineClient, request: Request) -> list[int]:
-    return [output.token_id async for output in client.generate(request)]
+async def read(client: RemoteEngine, request: Request) -> list[int]:
+    return [output.tokens[0].token_id async for output in client.generate(request)]
 
 
-async def pid_of(client: EngineClient) -> int:
+async def pid_of(client: RemoteEngine) -> int:
     return int((await client.resolve([AdapterRef("pid", "")])).identity)
 
 
-async def until_healthy(client: EngineClient) -> None:
+async def until_healthy(client: RemoteEngine) -> None:
     while not client.is_healthy:
         await asyncio.sleep(0.005)
 
 
-async def aborted(client: EngineClient, request_id: int) -> None:
+async def aborted(client: RemoteEngine, request_id: int) -> None:
     """Wait until the engine has been told to abort a request."""
     await client.resolve([AdapterRef("aborted", str(request_id))])
 
@@ -110,7 +111,7 @@ async def aborted(client: EngineClient, request_id: int) -> None:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Callable[[Test], None]]:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        client = EngineClient(fake_target, FakeConfig(folder))
+        client = RemoteEngine(fake_target, FakeConfig(folder))
         runner.run(client.start())
 
         async def guarded(test: Test) -> None:
@@ -128,16 +129,19 @@ Shared = Callable[[Test], None]
 
 
 def test_a_request_streams_its_tokens(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request_id = client.new_id()
         outputs = [output async for output in client.generate(ask_for(request_id, [5, 6]))]
-        assert outputs == [Output(request_id, 5, -0.5), Output(request_id, 6, -0.5, FinishReason.EOS_TOKEN)]
+        assert outputs == [
+            Output(request_id, (SampledToken(5, -0.5),)),
+            Output(request_id, (SampledToken(6, -0.5),), FinishReason.EOS_TOKEN),
+        ]
 
     shared(test)
 
 
 def test_two_hundred_requests_at_once_each_get_their_own_tokens(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         prompts = [list(range(number, number + 1 + number % 30)) for number in range(200)]
         requests = [ask_for(client.new_id(), prompt) for prompt in prompts]
         assert await asyncio.gather(*(read(client, request) for request in requests)) == prompts
@@ -146,21 +150,21 @@ def test_two_hundred_requests_at_once_each_get_their_own_tokens(shared: Shared) 
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody_and_loses_nothing(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         slow = client.generate(ask_for(client.new_id(), range(100)))
         first = await anext(slow)
         for _ in range(3):
             assert await read(client, ask_for(client.new_id(), range(100))) == list(range(100))
-        assert [first.token_id] + [output.token_id async for output in slow] == list(range(100))
+        assert [first.tokens[0].token_id] + [output.tokens[0].token_id async for output in slow] == list(range(100))
 
     shared(test)
 
 
 def test_who_stops_reading_aborts_the_request(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         stream = client.generate(request)
-        assert (await anext(stream)).token_id == 1
+        assert (await anext(stream)).tokens[0].token_id == 1
         await stream.aclose()
         await aborted(client, request.request_id)
 
@@ -168,7 +172,7 @@ def test_who_stops_reading_aborts_the_request(shared: Shared) -> None:
 
 
 def test_who_is_cancelled_aborts_the_request(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         reading = asyncio.create_task(read(client, request))
         while request.request_id not in client._streams:
@@ -182,7 +186,7 @@ def test_who_is_cancelled_aborts_the_request(shared: Shared) -> None:
 
 
 def test_who_forgets_the_stream_aborts_the_request(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         async for _ in client.generate(request):
             break
@@ -192,11 +196,11 @@ def test_who_forgets_the_stream_aborts_the_request(shared: Shared) -> None:
 
 
 def test_an_aborted_request_ends_for_its_reader_too(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         tokens = []
         async for output in client.generate(request):
-            tokens.append(output.token_id)
+            tokens.append(output.tokens[0].token_id)
             client.abort(request.request_id)
         assert tokens == [1]
         await aborted(client, request.request_id)
@@ -206,7 +210,7 @@ def test_an_aborted_request_ends_for_its_reader_too(shared: Shared) -> None:
 
 
 def test_a_request_that_ended_is_not_aborted(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id())
         await read(client, request)
         looking = asyncio.create_task(aborted(client, request.request_id))
@@ -231,7 +235,7 @@ def test_a_request_that_ended_is_not_aborted(shared: Shared) -> None:
 def test_a_request_that_fails_raises_its_error(
     shared: Shared, how: str, kind: type[LoraxError], status: int, message: str, retry_after_s: float | None
 ) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         good = asyncio.create_task(read(client, ask_for(client.new_id(), range(50))))
         with pytest.raises(LoraxError) as caught:
             await read(client, ask_for(client.new_id(), how=how))
@@ -244,7 +248,7 @@ def test_a_request_that_fails_raises_its_error(
 
 
 def test_a_request_that_cannot_be_sent_is_a_mistake_of_who_asked(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         request = Request(client.new_id(), [1], SamplingParams(), StopParams(), salt="\ud800")
         with pytest.raises(InputError, match="surrogates not allowed"):
             await read(client, request)
@@ -255,7 +259,7 @@ def test_a_request_that_cannot_be_sent_is_a_mistake_of_who_asked(shared: Shared)
 
 
 def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         merge = Merge((0.5,), "ties", density=0.25)
         resolved = await client.resolve([AdapterRef("hub", "a", "token")], merge)
         assert resolved == Resolved(f"hub:a:token:{merge}", "folder", ("tokenizer.json",))
@@ -264,7 +268,7 @@ def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
 
 
 def test_what_is_done_in_another_thread_is_answered_without_anything_else_happening(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         assert (await client.resolve([AdapterRef("thread", "a")])).identity == "a"
 
     shared(test)
@@ -285,7 +289,7 @@ def test_what_is_done_in_another_thread_is_answered_without_anything_else_happen
 def test_errors_of_resolve_keep_their_class(
     shared: Shared, source: str, kind: type[LoraxError], status: int, message: str, retry_after_s: float | None
 ) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         with pytest.raises(LoraxError) as caught:
             await client.resolve([AdapterRef(source, "a")])
         assert type(caught.value) is kind
@@ -296,7 +300,7 @@ def test_errors_of_resolve_keep_their_class(
 
 
 def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         await client.load("a", pin=True)
         with pytest.raises(AdapterError, match="a is not pinned"):
             await client.load("a")
@@ -308,7 +312,7 @@ def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
 
 
 def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         assert await client.list_adapters(["hash"]) == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
         await client.forget("hub", "a")
         with pytest.raises(InputError, match="no b"):
@@ -318,18 +322,18 @@ def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
 
 
 def test_the_status_and_what_the_engine_says_of_itself(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         numbers = vars(await client.status())
         assert numbers.pop("idle_s") > 0
         assert list(numbers.values()) == list(range(len(numbers)))
-        assert client.info == {"pid": await pid_of(client), "number": 0}
+        assert client.info == fake_info(0, await pid_of(client))
         assert client.is_healthy
 
     shared(test)
 
 
 def test_ctrl_c_in_the_terminal_does_not_stop_the_engine_by_itself(shared: Shared) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         os.kill(await pid_of(client), signal.SIGINT)
         assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
 
@@ -359,7 +363,7 @@ class _Target:
 
 
 def test_closing_ends_what_is_running_and_refuses_what_comes(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         stream = client.generate(ask_for(client.new_id(), how="hang"))
         await anext(stream)
         call = asyncio.create_task(client.resolve([AdapterRef("never", "")]))
@@ -378,7 +382,7 @@ def test_closing_ends_what_is_running_and_refuses_what_comes(folder: Path) -> No
 
 
 def test_an_engine_killed_in_mid_stream_is_started_again_and_again(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         ids = {client.new_id()}
         for number in range(2):
             request = ask_for(client.new_id(), how="hang")
@@ -397,14 +401,14 @@ def test_an_engine_killed_in_mid_stream_is_started_again_and_again(folder: Path)
                 assert caught.value.retry_after_s is not None
                 assert caught.value.retry_after_s >= 1
             await until_healthy(client)
-            assert client.info["number"] == number + 1
+            assert client.info.num_blocks == number + 1
             assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
 
     run_with(FakeConfig(str(folder)), test)
 
 
 def test_an_engine_that_kills_itself_ends_every_stream(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         others = [client.generate(ask_for(client.new_id(), how="hang")) for _ in range(20)]
         for other in others:
             await anext(other)
@@ -418,7 +422,7 @@ def test_an_engine_that_kills_itself_ends_every_stream(folder: Path) -> None:
 
 
 def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         stream = client.generate(ask_for(client.new_id(), how="hang"))
         await anext(stream)
         os.kill(await pid_of(client), signal.SIGKILL)
@@ -437,18 +441,18 @@ def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) ->
 
 
 def test_an_engine_that_dies_while_it_starts_again_is_started_until_it_does_not(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError):
             await read(client, ask_for(client.new_id(), how="die"))
         await until_healthy(client)
-        assert client.info["number"] == 4
+        assert client.info.num_blocks == 4
         assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
 
     run_with(FakeConfig(str(folder), starts=("", "die", "raise", "exit")), test)
 
 
 def test_an_engine_that_is_not_to_be_started_again_is_not(folder: Path) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
             await read(client, ask_for(client.new_id(), how="die"))
         assert str(caught.value) == "the engine process ended (exit code -9, SIGKILL)"
@@ -477,7 +481,7 @@ def test_an_engine_that_fails_says_why_and_is_started_again(
     if how == "report, stuck":
         monkeypatch.setattr(child_module, "GRACE_S", 0.05)
 
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         other = client.generate(ask_for(client.new_id(), how="hang"))
         await anext(other)
         for waiting in (read(client, ask_for(client.new_id(), how=how)), anext(other)):
@@ -501,7 +505,7 @@ def test_an_engine_that_fails_says_why_and_is_started_again(
 )
 def test_an_engine_that_cannot_start_says_why(folder: Path, how: str, reason: str) -> None:
     async def test() -> None:
-        client = EngineClient(fake_target, FakeConfig(str(folder), starts=(how,)))
+        client = RemoteEngine(fake_target, FakeConfig(str(folder), starts=(how,)))
         async with asyncio.timeout(GUARD_S):
             with pytest.raises(EngineError) as caught:
                 await client.start()
@@ -515,7 +519,7 @@ def test_an_engine_that_cannot_start_says_why(folder: Path, how: str, reason: st
 
 def test_who_stops_waiting_for_the_start_leaves_nothing(folder: Path) -> None:
     async def test() -> None:
-        client = EngineClient(fake_target, FakeConfig(str(folder), starts=("hang",)))
+        client = RemoteEngine(fake_target, FakeConfig(str(folder), starts=("hang",)))
         starting = asyncio.create_task(client.start())
         while not list(folder.iterdir()):
             await asyncio.sleep(0.005)
@@ -530,7 +534,7 @@ def test_who_stops_waiting_for_the_start_leaves_nothing(folder: Path) -> None:
 def test_what_cannot_be_given_to_a_process_is_an_error_at_once(folder: Path) -> None:
     async def test() -> None:
         with pytest.raises((AttributeError, TypeError), match="pickle"):
-            await EngineClient(lambda *_: None, None).start()
+            await RemoteEngine(lambda *_: None, None).start()
 
     asyncio.run(test())
 
@@ -538,14 +542,14 @@ def test_what_cannot_be_given_to_a_process_is_an_error_at_once(folder: Path) -> 
 def test_an_engine_that_does_not_listen_is_ended_by_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "GRACE_S", 0.05)
 
-    async def test(client: EngineClient) -> None:
-        assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).token_id == 1
+    async def test(client: RemoteEngine) -> None:
+        assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).tokens[0].token_id == 1
 
     run_with(FakeConfig(str(folder), ignore_sigterm=True), test)
 
 
 def test_closing_can_be_cancelled_and_done_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: EngineClient) -> None:
+    async def test(client: RemoteEngine) -> None:
         await anext(client.generate(ask_for(client.new_id(), how="stuck")))
         closing = asyncio.create_task(client.close())
         assert client._supervisor is not None
@@ -562,11 +566,11 @@ def test_closing_can_be_cancelled_and_done_again(folder: Path, monkeypatch: pyte
 
 PARENT = """
 import asyncio, sys
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from tests.engine.fake_engine import FakeConfig, ask_for, fake_target
 
 async def main():
-    client = EngineClient(fake_target, FakeConfig(sys.argv[1], starts=(sys.argv[2],), orphan_s=0.05))
+    client = RemoteEngine(fake_target, FakeConfig(sys.argv[1], starts=(sys.argv[2],), orphan_s=0.05))
     if sys.argv[2] == "hang":
         print(flush=True)
     await client.start()
@@ -640,7 +644,7 @@ def test_exit_codes_are_described() -> None:
 
 
 def test_the_client_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, lorax_server.engine.remote.client, tests.engine.fake_engine; print(*sys.modules)"
+    code = "import sys, lorax_server.engine.remote.remote_engine, tests.engine.fake_engine; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     modules = set(done.stdout.split())
     assert "zmq" in modules

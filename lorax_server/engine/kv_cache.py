@@ -1,0 +1,56 @@
+"""The blocks of the key-value cache that sequences hold."""
+
+from lorax_server.engine.block_pool import BlockPool
+from lorax_server.engine.sequence import Sequence
+
+
+class KvCache:
+    """Gives sequences blocks as their tokens come, and lets later sequences find the full ones."""
+
+    def __init__(self, pool: BlockPool, can_reuse: bool) -> None:
+        self._pool = pool
+        self._can_reuse = can_reuse
+
+    @property
+    def num_tokens(self) -> int:
+        return self._pool.num_blocks * self._pool.block_size
+
+    @property
+    def num_free_tokens(self) -> int:
+        return self._pool.num_free * self._pool.block_size
+
+    def hold_prefix(self, sequence: Sequence) -> None:
+        """Hold the blocks that the cache has of a sequence without blocks.
+
+        One token at least is computed, to sample from, and all tokens whose log probabilities are asked for.
+        """
+        block_size, num_blocks = self._pool.block_size, 0
+        if self._can_reuse and sequence.prompt_logprobs is None:
+            num_blocks = (len(sequence.token_ids) - 1) // block_size
+        sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:num_blocks])
+        sequence.num_published = len(sequence.blocks)
+        sequence.num_computed = len(sequence.blocks) * block_size
+
+    def hold(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Hold blocks for more tokens; False, and nothing changes, if there are too few."""
+        num_missing = -(-(sequence.num_computed + num_tokens) // self._pool.block_size) - len(sequence.blocks)
+        if num_missing > 0:
+            blocks = self._pool.allocate(num_missing)
+            if blocks is None:
+                return False
+            sequence.blocks += blocks
+        return True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let other sequences find the full blocks whose tokens are known."""
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._pool.block_size
+        if num_full > sequence.num_published:
+            hashes = sequence.hashes(self._pool.block_size)
+            for index in range(sequence.num_published, num_full):
+                self._pool.publish(sequence.blocks[index], hashes[index])
+            sequence.num_published = num_full
+
+    def release(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = 0
