@@ -20,11 +20,11 @@ from report import Record, parse_args, report
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
-from lorax_server.files.names import CONFIG_FILE
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup
+from lorax_server.files.names import CONFIG_FILE
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.worker.adapter_memory import AdapterMemory
 
