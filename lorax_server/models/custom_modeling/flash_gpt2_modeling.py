@@ -8,7 +8,6 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
@@ -18,7 +17,7 @@ from lorax_server.models.custom_modeling.paged import (
     PagedOutput,
     check_positions,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -59,8 +58,7 @@ class FlashGPT2Attention(nn.Module):
         scale = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer_id + 1
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(scale, None, k_scale, v_scale)
+        self.spec = load_attention_spec(weights, config, prefix, scale)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         q, k, v = self.c_attn(x, ctx.adapter_data).unflatten(1, (3, -1, self.head_dim)).unbind(1)

@@ -9,13 +9,18 @@ from transformers import LlamaConfig
 
 from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
 from lorax_server.layers.rotary import CosSin, load_rotary
-from lorax_server.models.custom_modeling.paged import PagedCausalLM, head_size, kv_scales, load_embedding, load_head
+from lorax_server.models.custom_modeling.paged import (
+    PagedCausalLM,
+    head_size,
+    load_attention_spec,
+    load_embedding,
+    load_head,
+)
 from lorax_server.weights import Weights
 
 __all__ = [
@@ -63,8 +68,8 @@ class FlashLlamaAttention(nn.Module):
         self.o_proj = TensorParallelAdapterRowLinear.load(
             weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=biases.output
         )
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, self.window(config, layer_id), k_scale, v_scale)
+        window = self.window(config, layer_id)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5, window)
         self.ops = weights.ops
 
     def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses

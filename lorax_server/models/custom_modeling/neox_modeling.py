@@ -8,7 +8,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
@@ -18,7 +17,7 @@ from lorax_server.models.custom_modeling.padded import padded_forward
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -58,8 +57,7 @@ class GPTNeoXAttention(nn.Module):
         )
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         self.dense = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.dense", heads, size, bias=bias)
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
         self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:

@@ -9,7 +9,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units, whole
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
@@ -19,7 +18,7 @@ from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     check_positions,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -64,8 +63,7 @@ class OPTAttention(nn.Module):
             weights, [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], size, [heads] * 3, bias=bias
         )
         self.out_proj = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.out_proj", heads, size, bias=bias)
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         q, k, v = self.qkv_proj(x, ctx.adapter_data).unflatten(1, (3, -1, self.head_dim)).unbind(1)
