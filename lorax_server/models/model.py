@@ -8,7 +8,19 @@ import torch
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.models.types import Batch, Generation
 from lorax_server.text.detokenizer import make_detokenizer
-from lorax_server.utils.tokenizer import TokenizerManager
+
+
+class TokenizerManager:
+    """By adapter index: the tokenizer an adapter was trained with, where it differs from the base model's."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[int, Any] = {}
+
+    def add_tokenizer(self, adapter_index: int, tokenizer: Any) -> None:
+        self._tokenizers[adapter_index] = tokenizer
+
+    def get_tokenizer(self, adapter_index: int, default: Any) -> Any:
+        return self._tokenizers.get(adapter_index, default)
 
 
 class Model(ABC):

@@ -124,9 +124,9 @@ class FlashGPT2Model(nn.Module):
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
-        num_heads = local_heads(weights, config.num_attention_heads).size
-        size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, num_heads, size)
+        num_heads = config.num_attention_heads
+        kv_shape = (local_heads(weights, num_heads).size, head_size(config.hidden_size, num_heads))
+        super().__init__(config, weights, kv_shape)
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashGPT2Model(f"{prefix}transformer", config, weights)
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.wte)

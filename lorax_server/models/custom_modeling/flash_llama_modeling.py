@@ -162,7 +162,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
     ) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
         kv_heads = shard_kv_heads(weights.process_group, config.num_key_value_heads, 1)
-        super().__init__(config, weights, kv_heads.size, head_dim(config))
+        super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashLlamaModel(f"{prefix}model", config, weights, create_layer_fn or self.layer_class)
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens)

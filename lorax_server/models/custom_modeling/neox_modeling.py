@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
@@ -13,7 +12,7 @@ from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
 from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary
-from lorax_server.models.custom_modeling.padded import padded_forward
+from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     head_size,
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 
-class GPTNeoXPreTrainedModel(nn.Module):
+class GPTNeoXPreTrainedModel(PaddedCausalLM):
     """A name of the contract; nothing comes from transformers."""
 
 
@@ -133,9 +132,7 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
     """The padded form."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
-        super().__init__()
-        self.config = config
-        self.heads = local_heads(weights, config.num_attention_heads)
+        super().__init__(config, weights)
         self.gpt_neox = GPTNeoXModel(config, weights)
         self.embed_out = load_head(weights, config, self.gpt_neox.head_name, self.gpt_neox.embed_in, "lm_head")
 
@@ -154,34 +151,21 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
         return_dict: bool | None = None,
         *,
         adapter_data: AdapterBatchData | None = None,
-    ) -> tuple[Any, ...] | CausalLMOutputWithPast:
-        return padded_forward(
-            self.gpt_neox,
-            self.embed_out,
-            self.config,
-            self.heads,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            head_mask=head_mask,
-            past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            adapter_data=adapter_data,
+    ) -> PaddedOutput:
+        inputs = PaddedInputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, head_mask, past_key_values, adapter_data
         )
+        options = OutputOptions(labels, use_cache, output_attentions, output_hidden_states, return_dict)
+        return self.run(self.gpt_neox, self.embed_out, inputs, options)
 
 
 class FlashGPTNeoXForCausalLM(PagedCausalLM):
     """The same layers, paged: how NeoX is served."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
-        num_heads = local_heads(weights, config.num_attention_heads).size
-        size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, num_heads, size)
+        num_heads = config.num_attention_heads
+        kv_shape = (local_heads(weights, num_heads).size, head_size(config.hidden_size, num_heads))
+        super().__init__(config, weights, kv_shape)
         prefix = f"{prefix}." if prefix else ""
         self.model = GPTNeoXModel(config, weights, f"{prefix}gpt_neox")
         self.lm_head = load_head(

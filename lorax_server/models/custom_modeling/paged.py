@@ -23,13 +23,13 @@ class PagedCausalLM(nn.Module):
     model: nn.Module  # (input_ids, ctx) -> hidden states
     lm_head: MultiAdapterHead
 
-    def __init__(self, config: Any, weights: Weights, num_kv_heads: int, head_dim: int) -> None:
-        """`num_kv_heads` are those of this rank."""
+    def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
+        """`kv_shape` is the number of key and value heads on this rank, and the size of a head."""
         super().__init__()
         self.config = config
         self.ops = weights.ops
         self.device = weights.device
-        self.kv_shape = (num_kv_heads, head_dim)
+        self.kv_shape = kv_shape
         self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
         self.num_layers: int = config.num_hidden_layers
 
