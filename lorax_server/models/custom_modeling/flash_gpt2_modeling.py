@@ -39,7 +39,7 @@ class FlashGPT2Attention(nn.Module):
         self.layer_id = layer_id
         self.head_dim = head_size(config.hidden_size, config.num_attention_heads)
         heads = (config.num_attention_heads, self.head_dim)
-        self.c_attn = TensorParallelMultiAdapterLinear.load(
+        self.c_attn = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.c_attn"],
             config.hidden_size,
@@ -47,7 +47,7 @@ class FlashGPT2Attention(nn.Module):
             bias=True,
             fan_in_fan_out=True,
         )
-        self.c_proj = TensorParallelAdapterRowLinear.load(
+        self.c_proj = TensorParallelAdapterRowLinear(
             weights,
             f"{prefix}.c_proj",
             shard_units(weights.process_group, [heads], "num_attention_heads"),
@@ -71,10 +71,10 @@ class GPT2MLP(nn.Module):
         super().__init__()
         inner = config.n_inner or 4 * config.hidden_size
         shard = shard_evenly(weights.process_group, inner, "n_inner")
-        self.c_fc = TensorParallelMultiAdapterLinear.load(
+        self.c_fc = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.c_fc"], config.hidden_size, [shard], bias=True, fan_in_fan_out=True
         )
-        self.c_proj = TensorParallelAdapterRowLinear.load(
+        self.c_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.c_proj", shard, config.hidden_size, bias=True, fan_in_fan_out=True
         )
         self.activation = get_activation(config.activation_function, "activation_function")

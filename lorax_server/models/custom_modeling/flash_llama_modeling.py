@@ -58,14 +58,14 @@ class FlashLlamaAttention(nn.Module):
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
         self.num_heads, self.num_kv_heads = heads.size // self.head_dim, kv_heads.size // self.head_dim
-        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+        self.qkv_proj = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             config.hidden_size,
             [heads, kv_heads, kv_heads],
             bias=biases.qkv,
         )
-        self.o_proj = TensorParallelAdapterRowLinear.load(
+        self.o_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=biases.output
         )
         window = self.window(config, layer_id)
@@ -93,10 +93,10 @@ class LlamaMLP(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights, bias: bool) -> None:
         super().__init__()
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
-        self.gate_up_proj = TensorParallelMultiAdapterLinear.load(
+        self.gate_up_proj = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], config.hidden_size, [shard, shard], bias=bias
         )
-        self.down_proj = TensorParallelAdapterRowLinear.load(
+        self.down_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.down_proj", shard, config.hidden_size, bias=bias
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")

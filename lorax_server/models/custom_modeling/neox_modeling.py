@@ -47,7 +47,7 @@ class GPTNeoXAttention(nn.Module):
         self.head_dim = head_size(size, num_heads)
         group, bias = weights.process_group, bool(getattr(config, "attention_bias", True))
         # Query, key and value of a head lie next to each other, so a cut between heads is one stretch.
-        self.query_key_value = TensorParallelMultiAdapterLinear.load(
+        self.query_key_value = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.query_key_value"],
             size,
@@ -55,7 +55,7 @@ class GPTNeoXAttention(nn.Module):
             bias=bias,
         )
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
-        self.dense = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.dense", heads, size, bias=bias)
+        self.dense = TensorParallelAdapterRowLinear(weights, f"{prefix}.dense", heads, size, bias=bias)
         self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
         self.ops = weights.ops
 
@@ -71,10 +71,10 @@ class GPTNeoXMLP(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
-        self.dense_h_to_4h = TensorParallelMultiAdapterLinear.load(
+        self.dense_h_to_4h = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.dense_h_to_4h"], config.hidden_size, [shard], bias=True
         )
-        self.dense_4h_to_h = TensorParallelAdapterRowLinear.load(
+        self.dense_4h_to_h = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.dense_4h_to_h", shard, config.hidden_size, bias=True
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")

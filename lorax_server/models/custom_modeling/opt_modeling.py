@@ -59,10 +59,10 @@ class OPTAttention(nn.Module):
         size, bias = config.hidden_size, config.enable_bias
         self.head_dim = head_size(size, config.num_attention_heads)
         heads = shard_units(weights.process_group, [(config.num_attention_heads, self.head_dim)], "num_attention_heads")
-        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+        self.qkv_proj = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], size, [heads] * 3, bias=bias
         )
-        self.out_proj = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.out_proj", heads, size, bias=bias)
+        self.out_proj = TensorParallelAdapterRowLinear(weights, f"{prefix}.out_proj", heads, size, bias=bias)
         self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -80,8 +80,8 @@ class OPTDecoderLayer(nn.Module):
         self.self_attn_layer_norm = LayerNorm(f"{prefix}.self_attn_layer_norm", weights, size, affine=affine)
         self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, affine=affine)
         shard = shard_evenly(weights.process_group, config.ffn_dim, "ffn_dim")
-        self.fc1 = TensorParallelMultiAdapterLinear.load(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
-        self.fc2 = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.fc2", shard, size, bias=bias)
+        self.fc1 = TensorParallelMultiAdapterLinear(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
+        self.fc2 = TensorParallelAdapterRowLinear(weights, f"{prefix}.fc2", shard, size, bias=bias)
         self.activation = get_activation(config.activation_function, "activation_function")
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -196,4 +196,4 @@ def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
     """Not cut: each rank has all of it."""
-    return TensorParallelMultiAdapterLinear.load(weights, [name], in_features, [whole(out_features)], bias=False)
+    return TensorParallelMultiAdapterLinear(weights, [name], in_features, [whole(out_features)], bias=False)
