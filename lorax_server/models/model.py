@@ -1,4 +1,4 @@
-"""What every model that is served through messages offers."""
+"""The base of models that are served through messages."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -47,15 +47,8 @@ class Model(ABC):
         self.requires_padding = requires_padding
         self.dtype = dtype
         self.device = device
-        self.process_group = process_group or FakeGroup()
-
-    @property
-    def rank(self) -> int:
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        return self.process_group.size()
+        process_group = process_group or FakeGroup()
+        self.rank, self.world_size = process_group.rank(), process_group.size()
 
     @property
     @abstractmethod
@@ -63,4 +56,4 @@ class Model(ABC):
 
     @abstractmethod
     def generate_token(self, batch: Any) -> tuple[list[Generation], Batch | None]:
-        """One step: the next token of every request, and the batch to continue with, if any is left."""
+        """Compute one step: the next token of every request, and the batch to continue with, if any is left."""
