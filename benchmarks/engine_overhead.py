@@ -22,7 +22,6 @@ from lorax_server.engine.engine import Engine
 from lorax_server.plan import Capabilities, Prepared
 from lorax_server.types import Request, SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.executor import LocalExecutor
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.worker import Worker
 
@@ -90,7 +89,7 @@ def make_engine(num_rows: int) -> Engine:
         VOCAB, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
     )
     config = EngineConfig(ModelConfig(Path("none")), max_rows=num_rows)
-    return assemble(config, LocalExecutor(Worker(capabilities, runner, memory, Ready())))  # type: ignore[arg-type]
+    return assemble(config, Worker(capabilities, runner, memory, Ready()))  # type: ignore[arg-type]
 
 
 def measure(num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT) -> float:

@@ -26,7 +26,7 @@ FILES = (
 
 
 class Placement(TypedDict):
-    """Where and how a model's tensors are to live."""
+    """The device, dtype and rank that a model's tensors are loaded for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Placement(TypedDict):
 
 
 class Weights(ABC):
-    """What a module needs to build itself: its tensors, and where and how they are to live."""
+    """A checkpoint's tensors by name, with the device, dtype and rank that modules are built for."""
 
     def __init__(self, **placement: Unpack[Placement]) -> None:
         self.device = placement["device"]
@@ -46,31 +46,31 @@ class Weights(ABC):
         self.pack = placement.get("pack", False)
 
     @abstractmethod
-    def _find(self, name: str) -> bool:
-        """Whether a tensor of exactly this name is here."""
+    def _has(self, name: str) -> bool:
+        """Return whether there is a tensor of exactly this name."""
 
     @abstractmethod
-    def _shape(self, name: str) -> tuple[int, ...]: ...
+    def _get_shape(self, name: str) -> tuple[int, ...]: ...
 
     @abstractmethod
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor: ...
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """The file that holds, or should hold, a tensor: for error messages."""
+        """Return the file that holds, or should hold, a tensor: for error messages."""
 
     def has(self, name: str) -> bool:
-        return any(self._find(candidate) for candidate in _spellings(name))
+        return any(self._has(candidate) for candidate in _spellings(name))
 
     def get_shape(self, name: str) -> tuple[int, ...]:
-        return self._shape(self._resolve(name))
+        return self._get_shape(self._resolve(name))
 
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """A whole tensor, in this model's dtype and on its device."""
+        """Return a whole tensor, in the model's dtype and on its device."""
         return self._load(self._resolve(name), shape, ())
 
     def get_number(self, name: str) -> float:
-        """A tensor of one element, as it is stored: a small scale would not survive a narrow dtype."""
+        """Return a tensor of one element, as it is stored: a small scale would not survive a narrow dtype."""
         name = self._resolve(name)
         tensor = self._read(name, ())
         if tensor.numel() != 1:
@@ -78,7 +78,7 @@ class Weights(ABC):
         return float(tensor)
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """This rank's part of a tensor along one dimension; `shape` is that of the whole tensor."""
+        """Return this rank's part of a tensor along one dimension; `shape` is that of the whole tensor."""
         name = self._resolve(name)
         if shard.is_whole:
             return self._load(name, shape, ())
@@ -87,9 +87,9 @@ class Weights(ABC):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
     def _load(self, name: str, shape: tuple[int, ...] | None, index: tuple[slice, ...]) -> torch.Tensor:
-        found = self._shape(name)
-        if shape is not None and found != shape:
-            raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {found}, the config asks for {shape}")
+        stored = self._get_shape(name)
+        if shape is not None and stored != shape:
+            raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {stored}, the config asks for {shape}")
         tensor = self._read(name, index)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             # A float8 tensor without its scales would load as other numbers.
@@ -100,7 +100,7 @@ class Weights(ABC):
 
     def _resolve(self, name: str) -> str:
         for candidate in _spellings(name):
-            if self._find(candidate):
+            if self._has(candidate):
                 return candidate
         raise WeightsError(f"{self.where(name)}: tensor {name!r} is missing")
 
@@ -119,10 +119,10 @@ class TensorWeights(Weights):
         self._tensors = tensors
         self._source = source
 
-    def _find(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
         return name in self._tensors
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -133,61 +133,62 @@ class TensorWeights(Weights):
 
 
 class SafetensorsWeights(Weights):
-    """Weights from one or several safetensors files; only the bytes that are asked for are read."""
+    """Weights from one or several safetensors files, of which only the bytes that are asked for are read."""
 
-    def __init__(self, files: Mapping[str, Path], default: Path, **placement: Unpack[Placement]) -> None:
-        """`files` says which file holds a tensor; `default` is named for a tensor that none holds."""
+    def __init__(self, paths: Mapping[str, Path], index: Path, **placement: Unpack[Placement]) -> None:
+        """`paths` are the files of the tensors, by name; errors name `index` for a tensor that no file holds."""
         super().__init__(**placement)
-        self._files = files
-        self._default = default
-        self._open = {path: _open_safetensors(path) for path in sorted(set(files.values()))}
-        self._tied = _tied_names(self._open.values())
+        self._paths = dict(paths)
+        self._index = index
+        self._files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
+        self._stored_names = _find_tied_names(self._files.values())
+        for name, stored in self._stored_names.items():
+            if stored in paths:
+                self._paths[name] = paths[stored]
 
-    def _find(self, name: str) -> bool:
-        return self._tied.get(name, name) in self._files
+    def _has(self, name: str) -> bool:
+        return name in self._paths
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         stored = self._slice(name)
         # An empty index would be refused for a scalar, an ellipsis is not understood.
         if not stored.get_shape():
-            return self._handle(name).get_tensor(self._tied.get(name, name))  # type: ignore[no-any-return]
+            file = self._files[self._paths[name]]
+            return file.get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
         return stored[index or slice(None)]  # type: ignore[no-any-return]
 
     def where(self, name: str) -> str:
-        return str(self._files.get(self._tied.get(name, name), self._default))
-
-    def _handle(self, name: str) -> Any:
-        return self._open[self._files[self._tied.get(name, name)]]
+        return str(self._paths.get(name, self._index))
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._handle(name).get_slice(self._tied.get(name, name))
+            return self._files[self._paths[name]].get_slice(self._stored_names.get(name, name))
         except SafetensorError as error:
             raise WeightsError(f"{self.where(name)}: tensor {name!r} cannot be read: {error}") from error
 
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
-    """The weights of a model's folder: safetensors, else PyTorch files (of which nothing but tensors is loaded)."""
-    found = _find_checkpoint(folder)
-    if found.name.endswith(".index.json"):
-        files = _read_index(found)
-        if "safetensors" in found.name:
-            return SafetensorsWeights(files, found, **placement)
-        return TensorWeights(_load_pickles(sorted(set(files.values()))), source=str(found), **placement)
-    if found.suffix == ".safetensors":
-        names = _open_safetensors(found).keys()
-        return SafetensorsWeights(dict.fromkeys(names, found), found, **placement)
-    return TensorWeights(_load_pickles([found]), source=str(found), **placement)
+    """Open a model's folder: safetensors, else PyTorch files, of which nothing but tensors is loaded."""
+    checkpoint = _find_checkpoint(folder)
+    if checkpoint.suffix == ".safetensors":
+        names = _open_safetensors(checkpoint).keys()
+        return SafetensorsWeights(dict.fromkeys(names, checkpoint), checkpoint, **placement)
+    if checkpoint.suffix != ".json":
+        return TensorWeights(_load_pickles([checkpoint]), source=str(checkpoint), **placement)
+    paths = _read_index(checkpoint)
+    if "safetensors" in checkpoint.name:
+        return SafetensorsWeights(paths, checkpoint, **placement)
+    return TensorWeights(_load_pickles(sorted(set(paths.values()))), source=str(checkpoint), **placement)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of the files that `open_weights` would read."""
-    found = _find_checkpoint(folder)
-    files = set(_read_index(found).values()) if found.suffix == ".json" else {found}
-    return sum(path.stat().st_size for path in files)
+    """Return the size of the files that `open_weights` would read."""
+    checkpoint = _find_checkpoint(folder)
+    paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
+    return sum(path.stat().st_size for path in paths)
 
 
 def _find_checkpoint(folder: Path) -> Path:
@@ -209,14 +210,14 @@ def _open_safetensors(path: Path) -> Any:
         raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _tied_names(handles: Any) -> dict[str, str]:
-    """safetensors stores a shared tensor once and records the other names in the file's metadata."""
+def _find_tied_names(files: Any) -> dict[str, str]:
+    """Map other names of shared tensors, kept in a file's metadata, to the names they are stored by."""
     tied: dict[str, str] = {}
-    for handle in handles:
-        names = set(handle.keys())
-        for name, kept in (handle.metadata() or {}).items():
-            if kept in names and name not in names:
-                tied[name] = kept
+    for file in files:
+        names = set(file.keys())
+        for name, stored in (file.metadata() or {}).items():
+            if stored in names and name not in names:
+                tied[name] = stored
     return tied
 
 

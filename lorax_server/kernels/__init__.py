@@ -1,12 +1,22 @@
-"""The operations a forward is made of. `reference` is their specification and the path on a CPU."""
+"""The operations of a forward. `reference` is their specification and runs on a CPU."""
 
-from lorax_server.kernels.ops import NUM_OFFSETS, AttentionSpec, Field, LoraBatch, LoraTarget, Ops, PagedBatch
+from lorax_server.kernels.ops import (
+    NUM_OFFSETS,
+    AttentionSpec,
+    Field,
+    LayerCache,
+    LoraBatch,
+    LoraTarget,
+    Ops,
+    PagedBatch,
+)
 from lorax_server.kernels.select import select_ops
 
 __all__ = [
     "NUM_OFFSETS",
     "AttentionSpec",
     "Field",
+    "LayerCache",
     "LoraBatch",
     "LoraTarget",
     "Ops",

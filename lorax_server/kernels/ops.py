@@ -1,7 +1,8 @@
-"""The op table: what a set of kernels must offer. A module with these functions is one.
+"""The op table: the functions that a set of kernels must offer. A module with all of them is such a set.
 
-Keys and values live in blocks, `[num_blocks, num_kv_heads, block_size, head_dim]` per layer: the tokens of a block
-lie next to each other for each head, so attention reads whole stretches. A slot is `block * block_size + offset`.
+Keys and values lie in blocks: two tensors `[num_blocks, num_kv_heads, block_size, head_dim]` for each layer. The tokens
+of a block lie next to each other for each head, so attention reads whole stretches. A slot is
+`block * block_size + offset`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,21 +14,21 @@ import torch
 
 T = TypeVar("T")
 
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is fixed about a layer's attention."""
+    """The constants of one layer's attention."""
 
     scale: float
-    window: int | None = None
-    """How many tokens a query sees, itself included; None for all before it."""
-    k_scale: float = 1.0
+    window: int | None = None  # number of tokens that a query sees, itself included; None for all before it
+    k_scale: float = 1.0  # a float8 cache stores keys and values divided by these
     v_scale: float = 1.0
-    """Stored keys and values are divided by these; of use only in a float8 cache."""
 
 
 class Remembers:
-    """Has a place for what is worked out in the first layer and used again in the others."""
+    """Keeps values that the first layer derives from a batch, for the layers after it."""
 
     derived: dict[Hashable, Any]
 
@@ -40,13 +41,17 @@ class Remembers:
 
 @dataclass(frozen=True)
 class PagedBatch(Remembers):
-    """Where the tokens of one forward lie, the same for every layer."""
+    """The lengths of the sequences of one forward, and the places of their tokens in the cache.
+
+    Every layer gets the same batch. All tensors are on the device: reading one on the host waits for the device.
+    """
 
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
     input_lengths: torch.Tensor  # [num_seqs] tokens of this forward
-    cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before it
-    slots: torch.Tensor  # [num_tokens] where this forward's keys and values go; -1 for nowhere
-    written: torch.Tensor | None = None  # indices of the tokens that `slots` speaks of; None for all
+    cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before this forward
+    slots: torch.Tensor  # [num_stored] where keys and values go; -1 for nowhere
+    stored: torch.Tensor | None = None  # [num_stored] the tokens that `slots` belong to; None for all
+    cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
 
@@ -70,7 +75,10 @@ NUM_OFFSETS = Field.RANK
 
 @dataclass(frozen=True)
 class LoraBatch(Remembers):
-    """The adapters of a batch of tokens: where the weights of all lie, and which tokens belong to which."""
+    """The adapters of a batch of tokens: where the weights of all lie, and which tokens belong to which.
+
+    Tensors are on the device, lists on the host.
+    """
 
     buffer: torch.Tensor  # [num_elements]
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model and has nothing
@@ -83,55 +91,47 @@ class LoraBatch(Remembers):
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A row of the table's second dimension, and where its outputs lie among those of its layer."""
+    """A row of the table's second dimension, and the columns of its outputs among those of its layer."""
 
     index: int
     columns: slice
 
 
 class Ops(Protocol):
-    """The table. A cache and a tensor named `out` are written, everything else is only read unless it says so."""
+    """The table. A cache and a tensor named `out` are written; all else is only read, unless a docstring says so.
+
+    Queries are `[num_tokens, num_heads, head_dim]`, and so are the results of attention. Keys and values are
+    `[num_tokens, num_kv_heads, head_dim]`.
+    """
 
     def write_kv(
-        self,
-        k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: PagedBatch,
-        spec: AttentionSpec,
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
         """Store this forward's keys and values in their slots."""
         ...
 
     def prefill_attention(
         self,
-        q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        q: torch.Tensor,
+        k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: PagedBatch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        """Causal attention of any number of tokens per sequence over the cached tokens and over each other."""
+    ) -> torch.Tensor:
+        """Attend causally from any number of tokens per sequence to the cached tokens and to each other."""
         ...
 
     def decode_attention(
-        self,
-        q: torch.Tensor,  # [num_seqs, num_heads, head_dim]
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: PagedBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
-        """Attention of one token per sequence, already in the cache, over its sequence."""
+        self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attend from one token per sequence, whose key and value are in the cache, to its sequence."""
         ...
 
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual`, normalised; and that sum itself. `eps` is one float32."""
+        """Return `x + residual` normalised, and that sum itself. `eps` is one float32."""
         ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ class Ops(Protocol):
     def gated_activation(
         self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """`activation(gate) * up` of `[num_tokens, 2 * n]`."""
+        """Return `activation(gate) * up` of `[num_tokens, 2 * n]`."""
         ...
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:

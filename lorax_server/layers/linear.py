@@ -1,4 +1,4 @@
-"""Matrices, cut over the ranks, with and without adapters.
+"""Matrices, cut over the ranks, each a target of adapters.
 
 A column linear holds some of the outputs and needs no communication; a row linear holds some of the inputs and sums
 over the ranks. An adapter's delta needs no communication of its own: a column linear has all of A and its own part of
@@ -24,7 +24,7 @@ from lorax_server.weights import Weights
 class Linear:
     """`x @ weight.T + bias`. The plain matrix serves single rows, a packed one, where there is one, serves batches.
 
-    Not a module of its own, because it is never seen but inside one, and calls of modules add up.
+    Not a module of its own: it is only used inside modules, and calls of modules add up.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, with_packed: bool) -> None:
@@ -38,18 +38,11 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-class TensorParallelColumnLinear(nn.Module):
+class TensorParallelMultiAdapterLinear(nn.Module):
     """One or several matrices with the same input, side by side, of each some of the outputs."""
 
-    def __init__(self, linear: Linear, targets: Sequence[AdapterTarget], weights: Weights) -> None:
-        super().__init__()
-        self.linear = linear
-        self.targets = tuple(targets)
-        self.ops = weights.ops
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         weights: Weights,
         names: Sequence[str],
         in_features: int,
@@ -57,8 +50,9 @@ class TensorParallelColumnLinear(nn.Module):
         *,
         bias: bool,
         fan_in_fan_out: bool = False,
-    ) -> Self:
-        """`outputs` says what of each name's output this rank holds; `fan_in_fan_out` that it is stored `[in, out]`."""
+    ) -> None:
+        """`outputs` are this rank's parts of each name's output; `fan_in_fan_out` if they are stored `[in, out]`."""
+        super().__init__()
         matrices, biases = [], []
         for name, shard in zip(names, outputs, strict=True):
             if fan_in_fan_out:
@@ -67,40 +61,30 @@ class TensorParallelColumnLinear(nn.Module):
                 matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
+        self.linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
         stops = accumulate(shard.size for shard in outputs)
-        targets = [
-            _column_target(name, in_features, shard, slice(stop - shard.size, stop), linear)
+        self.targets = tuple(
+            self._make_target(name, in_features, shard, slice(stop - shard.size, stop))
             for name, shard, stop in zip(names, outputs, stops, strict=True)
-        ]
-        return cls(linear, targets, weights)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-class TensorParallelMultiAdapterLinear(TensorParallelColumnLinear):
-    """A column linear, each of whose matrices is a target of adapters."""
+        )
+        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
         adapt(out, x, self.targets, adapter_data, self.ops)
         return out
 
+    def _make_target(self, name: str, in_features: int, outputs: Shard, columns: slice) -> AdapterTarget:
+        weight, bias = self.linear.weight[columns], self.linear.bias
+        bias = None if bias is None else bias[columns]
+        return AdapterTarget(name, Kind.LINEAR, whole(in_features), outputs, columns, weight, bias)
 
-class TensorParallelRowLinear(nn.Module):
-    """A matrix of which this rank holds some of the inputs; the bias is added by the first rank alone."""
 
-    def __init__(self, linear: Linear, target: AdapterTarget, weights: Weights) -> None:
-        super().__init__()
-        self.linear = linear
-        self.targets = (target,)
-        self.process_group = weights.process_group
-        self.ops = weights.ops
+class TensorParallelAdapterRowLinear(nn.Module):
+    """A matrix of which this rank holds some of the inputs; the first rank alone adds the bias."""
 
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         weights: Weights,
         name: str,
         inputs: Shard,
@@ -108,41 +92,33 @@ class TensorParallelRowLinear(nn.Module):
         *,
         bias: bool,
         fan_in_fan_out: bool = False,
-    ) -> Self:
+    ) -> None:
+        super().__init__()
         if fan_in_fan_out:
             matrix = weights.get_sharded(f"{name}.weight", 0, inputs, (inputs.full, out_features)).t()
         else:
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first = weights.process_group.rank() == 0
-        linear = Linear(matrix.contiguous(), added if is_first else None, weights.pack)
-        columns = slice(0, out_features)
-        target = AdapterTarget(
-            name, Kind.LINEAR, inputs, whole(out_features), columns, linear.weight, added, adds_once=is_first
+        self.linear = Linear(matrix.contiguous(), added if is_first else None, weights.pack)
+        outputs, columns = whole(out_features), slice(0, out_features)
+        self.targets = (
+            AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, self.linear.weight, added, adds_once=is_first),
         )
-        return cls(linear, target, weights)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sum(self.linear(x))
-
-    def _sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial if self.process_group.size() == 1 else self.process_group.all_reduce(partial)
-
-
-class TensorParallelAdapterRowLinear(TensorParallelRowLinear):
-    """A row linear that is a target of adapters."""
+        self.process_group = weights.process_group
+        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         out = self.linear(x)
         adapt(out, x, self.targets, adapter_data, self.ops)
-        return self._sum(out)
+        return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
 
 
-class TensorParallelHead(nn.Module):
+class MultiAdapterHead(nn.Module):
     """The matrix onto the vocabulary, cut by vocabulary: each rank scores its part, and all get the whole."""
 
     def __init__(self, matrix: torch.Tensor, target_name: str, vocab_size: int, weights: Weights) -> None:
-        """`matrix` is this rank's part; `target_name` is what adapters call the head, whatever its tensor is called."""
+        """`matrix` is this rank's part; adapters call the head `target_name`, whatever its tensor is called."""
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
@@ -161,22 +137,10 @@ class TensorParallelHead(nn.Module):
         matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
         return cls(matrix, target_name or name, vocab_size, weights)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits, and a place for the logits of speculated tokens."""
-        return self._gather(self.linear(x)), None
-
-    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.process_group.size() == 1:
-            return logits
-        return self.process_group.all_gather(logits, dim=-1)[..., : self.vocab_size]
-
-
-class MultiAdapterHead(TensorParallelHead):
-    """A head that is a target of adapters."""
-
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits, and None where logits of speculated tokens will be."""
         logits = self.linear(x)
         if adapter_data is None:
             return self._gather(logits), None
@@ -186,7 +150,7 @@ class MultiAdapterHead(TensorParallelHead):
         adapt(logits, x, self.targets, adapter_data, self.ops)
         return resize_scores(self._gather(logits), x, target, adapter_data), None
 
-
-def _column_target(name: str, in_features: int, outputs: Shard, columns: slice, linear: Linear) -> AdapterTarget:
-    bias = None if linear.bias is None else linear.bias[columns]
-    return AdapterTarget(name, Kind.LINEAR, whole(in_features), outputs, columns, linear.weight[columns], bias)
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.process_group.size() == 1:
+            return logits
+        return self.process_group.all_gather(logits, dim=-1)[..., : self.vocab_size]

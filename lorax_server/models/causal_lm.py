@@ -11,9 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.kernels import LayerCache
 from lorax_server.models.causal_lm_batch import CausalLMBatch, adapter_meta_of
 from lorax_server.models.model import Model
-from lorax_server.models.past import GrowingCache, LayerPast
+from lorax_server.models.padded_cache import GrowingCache
+from lorax_server.models.padding_check import check_padding, takes
 from lorax_server.models.pretrained import (
     eos_token_ids,
     is_stored_in_8_bits,
@@ -23,7 +25,6 @@ from lorax_server.models.pretrained import (
     load_tokenizer,
     resolve_pad_token,
 )
-from lorax_server.models.probe import check_padding, takes
 from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
 from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
 from lorax_server.sampling.sampler import History
@@ -43,7 +44,7 @@ class Computed(NamedTuple):
 
     chosen: Sampled
     logits: torch.Tensor  # [rows, columns, vocabulary], of the last column only where no more is wanted
-    past: list[LayerPast]
+    past: list[LayerCache]
 
 
 class CausalLM(Model):
@@ -91,11 +92,11 @@ class CausalLM(Model):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Sequence[LayerPast] | None = None,
+        past_key_values: Sequence[LayerCache] | None = None,
         adapter_data: AdapterBatchData | None = None,
         *,
         only_last: bool = False,
-    ) -> tuple[torch.Tensor, list[LayerPast]]:
+    ) -> tuple[torch.Tensor, list[LayerCache]]:
         """Logits [rows, columns, vocabulary], those of the last column if that is all that is wanted, and the past."""
         if adapter_data is not None and any(adapter_data.meta.segment_indices):
             raise self._no_adapters()
@@ -112,7 +113,7 @@ class CausalLM(Model):
                 return_dict=True,
                 **arguments,
             )
-        return output.logits.to(self.device), cache.pasts()
+        return output.logits.to(self.device), cache.layer_caches()
 
     @torch.inference_mode()
     def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
@@ -156,7 +157,7 @@ class CausalLM(Model):
         return Computed(self._choose(batch, logits[:, -1]), logits, past)
 
     @torch.inference_mode()
-    def advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, past: list[LayerPast]) -> None:
+    def advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, past: list[LayerCache]) -> None:
         """Make the [rows] tokens that were chosen those that are computed next."""
         is_first = batch.past_key_values is None
         batch.input_ids = token_ids[:, None]

@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lorax_server.adapters.batch import AdapterBatchMetadata
 from lorax_server.errors import LoraxError
 from lorax_server.generation.stopping import StoppingCriteria
-from lorax_server.models.past import LayerPast, join_pasts, select_past, unfold_heads
+from lorax_server.kernels import LayerCache
+from lorax_server.models.padded_cache import join_rows, select_rows, unfold_heads
 from lorax_server.models.pretrained import resolve_pad_token
 from lorax_server.models.requests import check_limits, check_served, prompt_ids, stop_from_pb
 from lorax_server.models.types import Batch, messages
@@ -46,7 +47,7 @@ class CausalLMBatch(Batch):
     input_ids: torch.Tensor  # [rows, max_input_length] before the first step, [rows, 1] after it
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    past_key_values: list[LayerPast] | None
+    past_key_values: list[LayerCache] | None
 
     all_input_ids: list[torch.Tensor]  # [tokens, 1] each, without padding, on the CPU
     input_lengths: list[int]
@@ -163,7 +164,7 @@ class CausalLMBatch(Batch):
         if self.past_key_values is not None:
             pasts = self.past_key_values
             for layer, past in enumerate(pasts):  # one at a time, so that only one is in memory twice
-                pasts[layer] = select_past(unfold_heads(past, num_rows), rows, width - 1, self.keys_head_dim_last)
+                pasts[layer] = select_rows(unfold_heads(past, num_rows), rows, width - 1, self.keys_head_dim_last)
         self.adapter_meta = adapter_meta_of(self.requests, self.input_ids.shape[1], index.device)
         self.max_input_length, self.padding_right_offset = width, room
         self.max_tokens = len(rows) * (width + room)
@@ -268,14 +269,14 @@ def _check_ids(requests: Sequence[Any]) -> None:
         raise ValueError(f"requests of the same id cannot be in one batch: {sorted(ids)}")
 
 
-def _shape(past: LayerPast, num_rows: int) -> tuple[int, int, int]:
+def _shape(past: LayerCache, num_rows: int) -> tuple[int, int, int]:
     """Heads, and what is kept of each for a token, of both keys and values whatever the layout."""
     keys, values = unfold_heads(past, num_rows)
     columns = values.shape[2]
     return values.shape[1], values.shape[3], keys[0, 0].numel() // max(columns, 1)
 
 
-def _join_layers(batches: Sequence[CausalLMBatch], length: int) -> list[LayerPast]:
+def _join_layers(batches: Sequence[CausalLMBatch], length: int) -> list[LayerCache]:
     """One layer at a time; each is let go of as soon as it is copied, so that only one is in memory twice."""
     pasts = [batch.past_key_values or [] for batch in batches]
     joined = []
@@ -284,7 +285,7 @@ def _join_layers(batches: Sequence[CausalLMBatch], length: int) -> list[LayerPas
         for batch, past in zip(batches, pasts, strict=True):
             parts.append(unfold_heads(past[layer], len(batch)))
             past[layer] = (torch.empty(0), torch.empty(0))
-        joined.append(join_pasts(parts, length, batches[0].keys_head_dim_last))
+        joined.append(join_rows(parts, length, batches[0].keys_head_dim_last))
     for batch in batches:
         batch.past_key_values = None
     return joined

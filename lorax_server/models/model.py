@@ -1,4 +1,4 @@
-"""What every model that is served through messages offers."""
+"""The base of models that are served through messages."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -8,7 +8,19 @@ import torch
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.models.types import Batch, Generation
 from lorax_server.text.detokenizer import make_detokenizer
-from lorax_server.utils.tokenizer import TokenizerManager
+
+
+class TokenizerManager:
+    """By adapter index: the tokenizer an adapter was trained with, where it differs from the base model's."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[int, Any] = {}
+
+    def add_tokenizer(self, adapter_index: int, tokenizer: Any) -> None:
+        self._tokenizers[adapter_index] = tokenizer
+
+    def get_tokenizer(self, adapter_index: int, default: Any) -> Any:
+        return self._tokenizers.get(adapter_index, default)
 
 
 class Model(ABC):
@@ -35,15 +47,8 @@ class Model(ABC):
         self.requires_padding = requires_padding
         self.dtype = dtype
         self.device = device
-        self.process_group = process_group or FakeGroup()
-
-    @property
-    def rank(self) -> int:
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        return self.process_group.size()
+        process_group = process_group or FakeGroup()
+        self.rank, self.world_size = process_group.rank(), process_group.size()
 
     @property
     @abstractmethod
@@ -51,4 +56,4 @@ class Model(ABC):
 
     @abstractmethod
     def generate_token(self, batch: Any) -> tuple[list[Generation], Batch | None]:
-        """One step: the next token of every request, and the batch to continue with, if any is left."""
+        """Compute one step: the next token of every request, and the batch to continue with, if any is left."""

@@ -1,11 +1,9 @@
-"""What a padded batch is, and what comes out of each of its steps."""
+"""Padded batches, and the results of each of their steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from lorax_server.generation.stopping import FinishReason
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def messages() -> Any:
-    """The message types. Only who sends or wants messages needs protobuf."""
+    """Import the message types: only callers that exchange messages need protobuf."""
     from lorax_server.pb import generate_pb2  # noqa: PLC0415
 
     return generate_pb2
@@ -25,16 +23,7 @@ class Batch(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pb(
-        cls,
-        pb: "generate_pb2.Batch",
-        tokenizer: Any,
-        tokenizers: Any,
-        processor: Any,
-        config: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Batch": ...
+    def from_pb(cls, pb: "generate_pb2.Batch", *args: Any, **kwargs: Any) -> "Batch": ...
 
     @abstractmethod
     def to_pb(self) -> "generate_pb2.CachedBatch": ...
@@ -62,29 +51,21 @@ class GeneratedText:
     seed: int | None  # None if nothing was drawn
 
     def to_pb(self) -> "generate_pb2.GeneratedText":
-        message: generate_pb2.GeneratedText = messages().GeneratedText(
-            text=self.text,
-            generated_tokens=self.generated_tokens,
-            skipped_tokens=self.skipped_tokens,
-            finish_reason=int(self.finish_reason),
-            seed=self.seed,
-        )
-        return message
+        fields = {**vars(self), "finish_reason": int(self.finish_reason)}
+        return cast("generate_pb2.GeneratedText", messages().GeneratedText(**fields))
 
 
 @dataclass
 class AlternativeTokens:
-    """What could have been chosen instead, best first."""
+    """The likeliest tokens at one position, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
     texts: list[str]
 
     def to_pb(self) -> "generate_pb2.AlternativeTokens":
-        message: generate_pb2.AlternativeTokens = messages().AlternativeTokens(
-            ids=self.token_ids, logprobs=self.logprobs, texts=self.texts
-        )
-        return message
+        message = messages().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
+        return cast("generate_pb2.AlternativeTokens", message)
 
 
 @dataclass
@@ -101,14 +82,14 @@ class NextTokens:
         return len(self.token_ids)
 
     def to_pb(self) -> "generate_pb2.NextTokens":
-        message: generate_pb2.NextTokens = messages().NextTokens(
+        message = messages().NextTokens(
             ids=self.token_ids,
             logprobs=self.logprobs,
             texts=self.texts,
             is_special=self.is_special,
             alternative_tokens=[alternatives.to_pb() for alternatives in self.alternative_tokens],
         )
-        return message
+        return cast("generate_pb2.NextTokens", message)
 
 
 @dataclass
@@ -122,11 +103,11 @@ class Generation:
     generated_text: GeneratedText | None  # with the last token
 
     def to_pb(self) -> "generate_pb2.Generation":
-        message: generate_pb2.Generation = messages().Generation(
+        message = messages().Generation(
             request_id=self.request_id,
             prefill_tokens=self.prefill_tokens and self.prefill_tokens.to_pb(),
             prefill_tokens_length=self.prefill_tokens_length,
             next_tokens=self.next_tokens.to_pb(),
             generated_text=self.generated_text and self.generated_text.to_pb(),
         )
-        return message
+        return cast("generate_pb2.Generation", message)

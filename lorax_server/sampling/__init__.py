@@ -1,6 +1,6 @@
 """How the next token is chosen: of one sequence, or of many with different wishes at once, by the same functions."""
 
-from lorax_server.sampling.chooser import NextTokenChooser
+from lorax_server.sampling.next_token_chooser import NextTokenChooser
 from lorax_server.sampling.sampler import Sampled, Sampler
 
 __all__ = ["NextTokenChooser", "Sampled", "Sampler"]

@@ -1,4 +1,4 @@
-"""Runs the engine's plans: in this process, or with more ranks in processes of their own."""
+"""Run the engine's plans on several ranks. A single rank needs no more than its worker."""
 
 import logging
 import multiprocessing
@@ -27,48 +27,17 @@ from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5.0  # how long a rank may take to end by itself
+CLOSE_S = 5.0  # for a rank to end by itself
 REST_S = 1.0  # without a plan, until a rank gives memory back
-EXPLAIN_S = 5.0  # how long it may take until it is known why one has ended
-GROUP_TIMEOUT_S = 600.0  # how long ranks wait for each other, e.g. while one loads
+EXPLAIN_S = 5.0  # to find out why a rank has ended
+GROUP_TIMEOUT_S = 600.0  # for ranks to wait for each other, e.g. while one loads
 
 
-class LocalExecutor:
-    """One rank, in this process."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._worker.capabilities
-
-    def on_news(self, notify: Callable[[], None]) -> None:
-        """Call this, on any thread, when there is something for `take_prepared` or `take_loaded`."""
-        self._worker.on_news(notify)
-
-    def submit(self, plan: StepPlan) -> None:
-        self._worker.submit(plan)
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest step."""
-        return self._worker.collect()
-
-    def take_prepared(self) -> list[Prepared]:
-        return self._worker.take_prepared()
-
-    def take_loaded(self) -> list[int]:
-        return self._worker.take_loaded()
-
-    def close(self) -> None:
-        self._worker.close()
-
-
-class GroupExecutor(LocalExecutor):
-    """The first rank in this process, each other one in its own. They go down together."""
+class GroupExecutor:
+    """The first rank in this process, each other rank in a process of its own. They end together."""
 
     def __init__(self, config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> None:
-        """`on_death` is called, on a thread, as soon as a rank has ended that should not have."""
+        """`on_death` is called, on a thread, as soon as a rank has ended unexpectedly."""
         self._on_death = on_death
         self._failure: EngineError | None = None
         self._is_closing = False
@@ -84,52 +53,65 @@ class GroupExecutor(LocalExecutor):
             theirs.close()
             self._ranks.append(process)
             self._connections.append(ours)
-        self._guard = threading.Thread(target=self._watch, name="watch ranks", daemon=True)
-        self._guard.start()
+        self._watcher = threading.Thread(target=self._watch, name="watch ranks", daemon=True)
+        self._watcher.start()
         try:
-            super().__init__(_join(config, 0, meeting))
+            self._worker = _join(config, 0, meeting)
         except BaseException as error:
             explained = self._explain(error)
             self.close()
             raise explained from error
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._worker.capabilities
+
+    def on_news(self, notify: Callable[[], None]) -> None:
+        self._worker.on_news(notify)
+
+    def take_prepared(self) -> list[Prepared]:
+        return self._worker.take_prepared()
+
+    def take_loaded(self) -> list[int]:
+        return self._worker.take_loaded()
 
     def submit(self, plan: StepPlan) -> None:
         message = pickle.dumps(plan, protocol=5)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
-            super().submit(plan)
+            self._worker.submit(plan)
         except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
             raise self._explain(error) from error
 
     def collect(self) -> StepResult:
         try:
-            return super().collect()
+            return self._worker.collect()
         except RuntimeError as error:
             raise self._explain(error) from error
 
     def close(self) -> None:
         self._is_closing = True
         for connection in self._connections:
-            connection.close()  # which tells them
+            connection.close()  # tells the rank to end
         for process in self._ranks:
             process.join(CLOSE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
         if hasattr(self, "_worker"):
-            super().close()
+            self._worker.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self._folder.cleanup()
 
     def _explain(self, error: BaseException) -> BaseException:
-        """What a rank said before it ended tells more than that it is gone, and comes at about the same time."""
-        self._guard.join(timeout=EXPLAIN_S)
+        """Return what a rank said before it ended, which comes at about the same time as the error."""
+        self._watcher.join(timeout=EXPLAIN_S)
         return self._failure or error
 
     def _watch(self) -> None:
-        """Wait until a rank ends; the others can do nothing without it, not even notice in the middle of a step."""
+        """Wait until a rank ends, then end the others: in the middle of a step they would not even notice."""
         ended = wait([process.sentinel for process in self._ranks])
         if self._is_closing:
             return
@@ -144,9 +126,11 @@ class GroupExecutor(LocalExecutor):
             self._on_death(self._failure)
 
 
-def build_executor(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> LocalExecutor:
+def build_executor(
+    config: EngineConfig, on_death: Callable[[EngineError], None] | None = None
+) -> Worker | GroupExecutor:
     if config.tensor_parallel == 1:
-        return LocalExecutor(build_worker(config))
+        return build_worker(config)
     return GroupExecutor(config, on_death)
 
 
@@ -162,7 +146,7 @@ def _join(config: EngineConfig, rank: int, meeting: str) -> Worker:
 
 
 def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connection) -> None:
-    """A rank's process: do what comes through the pipe until it is closed."""
+    """Run a rank's process: execute the plans that come through the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends its ranks itself
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -183,7 +167,7 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
 
 
 def receive_plan(connection: Connection) -> StepPlan:
-    """Wait for the next plan. If none comes for a while, memory that the largest step needed is given back, once."""
+    """Wait for the next plan. If none comes for a while, give back, once, the memory that the largest step needed."""
     if not connection.poll(REST_S):
         give_back_memory()
     plan: StepPlan = pickle.loads(connection.recv_bytes())

@@ -16,7 +16,7 @@ from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult,
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.rows import RowTables, to_device
+from lorax_server.worker.inputs import RowTables, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256

@@ -378,7 +378,7 @@ def test_a_norm_whose_weight_has_zeros_is_refused() -> None:
 def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWeights]) -> torch.Tensor:
     weights = TensorWeights({"x.weight": BASE, "x.bias": BIAS}, **(how() | {"process_group": group}))
     shard = shard_evenly(group, SIZE, "inputs")
-    layer = TensorParallelAdapterRowLinear.load(weights, "x", shard, VOCAB, bias=True)
+    layer = TensorParallelAdapterRowLinear(weights, "x", shard, VOCAB, bias=True)
     given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]
     arena = fill_arena({"x": layer.targets[0]}, given, CPU, group)
     return layer(shard.take(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))

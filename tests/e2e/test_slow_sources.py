@@ -14,7 +14,6 @@ from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import SourceError
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
-from lorax_server.worker.executor import LocalExecutor
 from lorax_server.worker.worker import paged_worker
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, Crowd, Models, make_models, make_prompts
@@ -50,7 +49,7 @@ def test_steps_go_on_while_a_source_hangs_and_another_fails(models: Models) -> N
     config = EngineConfig(ModelConfig(Path("in-memory")), max_rows=4, cache_bytes=2**20, adapter_bytes=2**20)
     engine = assemble(
         config,
-        LocalExecutor(paged_worker(models.ours, config, FakeGroup())),
+        paged_worker(models.ours, config, FakeGroup()),
         {"local": LocalSource([root]), "hanging": hanging, "failing": failing},
     )
     crowd = Crowd(engine, models.folders)

@@ -181,7 +181,7 @@ def test_write_kv_stores_each_token_clears_the_rest_of_a_new_block_and_leaves_al
         k, v = (normal(len(batch.slots), 2, 8, seed=10 * layer + seed) for seed in (1, 2))
         k_cache, v_cache = used_caches(block_size, dtype, 10 * layer + 3)
         expected = [written_cache(*of_one, tables, MIXED) for of_one in ((k_cache, k), (v_cache, v))]
-        reference.write_kv(k, v, k_cache, v_cache, batch, AttentionSpec(1.0))
+        reference.write_kv(k, v, (k_cache, v_cache), batch, AttentionSpec(1.0))
         check_bits(k_cache, expected[0])
         check_bits(v_cache, expected[1])
 
@@ -202,7 +202,7 @@ def test_write_kv_touches_no_block_of_tokens_that_it_is_not_to_store(
     k, v = normal(8, 2, 8, seed=1), normal(8, 2, 8, seed=2)
     k_cache, v_cache = used_caches(4, dtype, 3)
     expected = [written_cache(*of_one, tables, shapes, kept) for of_one in ((k_cache, k), (v_cache, v))]
-    reference.write_kv(k, v, k_cache, v_cache, batch, AttentionSpec(1.0))
+    reference.write_kv(k, v, (k_cache, v_cache), batch, AttentionSpec(1.0))
     check_bits(k_cache, expected[0])
     check_bits(v_cache, expected[1])
 
@@ -211,7 +211,7 @@ def test_write_kv_divides_by_the_scales_and_stays_finite_in_float8() -> None:
     k, v = torch.tensor([3.0, 1e6, -1e6, 0.25]).view(1, 1, 4), torch.tensor([1.0, 2.0, 4.0, -300.0]).view(1, 1, 4)
     k_cache, v_cache = torch.zeros(1, 1, 1, 4, dtype=FP8), torch.zeros(1, 1, 1, 4, dtype=FP8)
     batch = paged_batch([[0]], [(1, 0)], 1)
-    reference.write_kv(k, v, k_cache, v_cache, batch, AttentionSpec(1.0, None, 0.5, 4.0))
+    reference.write_kv(k, v, (k_cache, v_cache), batch, AttentionSpec(1.0, None, 0.5, 4.0))
     assert k_cache.float().flatten().tolist() == [6.0, 448.0, -448.0, 0.5]
     # 75 lies between 72 and 80, the nearest values of three mantissa bits.
     assert v_cache.float().flatten().tolist() == [0.25, 0.5, 1.0, -72.0]
@@ -238,7 +238,7 @@ def check_decode(
     k_cache = random_cache(num_kv_heads, block_size, 16, 6, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 7, dtype=cache_dtype, scale=scales[1])
     spec = AttentionSpec(0.3, window, *scales)
-    out = reference.decode_attention(q, k_cache, v_cache, decode_batch(tables, lengths, block_size), spec)
+    out = reference.decode_attention(q, (k_cache, v_cache), decode_batch(tables, lengths, block_size), spec)
     expected = []
     for row, length in enumerate(lengths):
         keys = [token(k_cache, tables[row], position, scales[0]) for position in range(length)]
@@ -292,7 +292,7 @@ def test_decode_shares_its_plan_only_between_layers_of_one_window() -> None:
     batch = decode_batch(tables, lengths, 4)
     q, k_cache, v_cache = normal(2, 2, 8, seed=1), random_cache(2, 4, 8, 2), random_cache(2, 4, 8, 3)
     for window in (None, 3, None, 5):
-        out = reference.decode_attention(q, k_cache, v_cache, batch, AttentionSpec(1.0, window))
+        out = reference.decode_attention(q, (k_cache, v_cache), batch, AttentionSpec(1.0, window))
         for row, length in enumerate(lengths):
             keys = [token(k_cache, tables[row], position) for position in range(length)]
             values = [token(v_cache, tables[row], position) for position in range(length)]
@@ -310,7 +310,7 @@ def test_decode_does_not_see_another_sequences_broken_blocks(bad: float, layout:
     k_cache[others] = bad
     v_cache[others] = bad
     batch = decode_batch(tables, lengths, 4)
-    assert reference.decode_attention(normal(2, 2, 8), k_cache, v_cache, batch, AttentionSpec(1.0)).isfinite().all()
+    assert reference.decode_attention(normal(2, 2, 8), (k_cache, v_cache), batch, AttentionSpec(1.0)).isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -338,10 +338,10 @@ def test_decode_does_not_see_what_the_last_owner_of_its_block_left(
             torch.cat([of_one[start : start + new] for of_one, (new, start) in zip(all_of, shapes, strict=True)])
             for all_of in (keys, values)
         )
-        reference.write_kv(k, v, k_cache, v_cache, batch, spec)
+        reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
         cached = [new + start for new, start in shapes]
     q = normal(2, 2, 8, seed=1)
-    out = reference.decode_attention(q, k_cache, v_cache, batch, spec)
+    out = reference.decode_attention(q, (k_cache, v_cache), batch, spec)
     for row in range(2):
         expected = attend_one(q[row], list(keys[row].double()), list(values[row].double()), 1.0, window)
         torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=1e-5)
@@ -384,8 +384,8 @@ def check_prefill(
     k_cache = random_cache(num_kv_heads, block_size, 16, 8, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 9, dtype=cache_dtype, scale=scales[1])
     spec = AttentionSpec(0.3, window, *scales)
-    reference.write_kv(k, v, k_cache, v_cache, batch, spec)
-    out = reference.prefill_attention(q, k, v, k_cache, v_cache, batch, spec)
+    reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
+    out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     expected = []
     for index, (row, position) in enumerate(tokens):
         keys = [token(k_cache, tables[row], earlier, scales[0]) for earlier in range(position + 1)]
@@ -416,7 +416,7 @@ def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("window", [None, 4])
 def test_prefill_in_pieces_as_a_gpu_needs_it(count: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_queries_at_once", lambda *_: count)
+    monkeypatch.setattr(prefill, "_count_at_once", lambda *_: count)
     check_prefill(MIXED, window=window)
 
 
@@ -442,8 +442,8 @@ def test_prefill_reads_the_keys_it_is_given_where_they_are_not_stored() -> None:
         torch.tensor([[3, 9]]), torch.tensor([6]), torch.tensor([0]), torch.tensor([36, 37]), torch.tensor([4, 5])
     )
     spec = AttentionSpec(1.0, 3)
-    reference.write_kv(k, v, k_cache, v_cache, batch, spec)
-    out = reference.prefill_attention(q, k, v, k_cache, v_cache, batch, spec)
+    reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
+    out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     for position in range(6):
         expected = attend_one(q[position], list(k[: position + 1].double()), list(v[: position + 1].double()), 1.0, 3)
         torch.testing.assert_close(out[position].double(), expected, rtol=0, atol=1e-5)
@@ -454,8 +454,8 @@ def test_prefill_of_a_single_token_reads_the_key_it_is_given_where_it_is_not_sto
     k_cache, v_cache = random_cache(2, 4, 8, 4), random_cache(2, 4, 8, 5)
     batch = PagedBatch(torch.tensor([[7]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([-1]))
     spec = AttentionSpec(1.0)
-    reference.write_kv(k, v, k_cache, v_cache, batch, spec)
-    out = reference.prefill_attention(q, k, v, k_cache, v_cache, batch, spec)
+    reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
+    out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     keys = [token(k_cache, [7], 0), token(k_cache, [7], 1), k[0].double()]
     values = [token(v_cache, [7], 0), token(v_cache, [7], 1), v[0].double()]
     torch.testing.assert_close(out[0].double(), attend_one(q[0], keys, values, 1.0, None), rtol=0, atol=1e-5)

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import AttentionSpec, reference
-from lorax_server.layers.attention import PaddedContext, PagedContext, Seqlen
+from lorax_server.layers.attention import KVCache, PaddedContext, PagedContext, Seqlen
 
 SPEC = AttentionSpec(0.5)
 
@@ -14,35 +14,11 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 # --- Seqlen
 
 
-def test_without_boundaries_every_sequence_has_one_token() -> None:
-    seqlen = Seqlen(torch.tensor([1, 1, 1]), torch.tensor([4, 0, 9]))
-    assert seqlen.cu_seqlen_q.tolist() == [0, 1, 2, 3]
-    assert seqlen.cu_seqlen_q.dtype == torch.int32
-    assert seqlen.max_q == 1
-    assert seqlen.max_k is None
-    assert seqlen.prompt_lengths is None
-
-
-def test_given_boundaries_are_kept() -> None:
+def test_lengths_are_kept_as_passed() -> None:
     boundaries = torch.tensor([0, 2, 5], dtype=torch.int32)
     seqlen = Seqlen(torch.tensor([2, 3]), torch.tensor([0, 4]), boundaries, 3, 7)
     assert seqlen.cu_seqlen_q is boundaries
     assert (seqlen.max_q, seqlen.max_k) == (3, 7)
-
-
-def test_keys_are_the_cached_tokens_and_the_new_ones() -> None:
-    seqlen = Seqlen(torch.tensor([2, 3, 1]), torch.tensor([0, 4, 9]), torch.tensor([0, 2, 5, 6]), 3, 10)
-    assert seqlen.cu_seqlen_k.tolist() == [0, 2, 9, 19]
-    assert seqlen.cu_seqlen_k.dtype == torch.int32
-
-
-def test_clamp_limits_the_input_lengths() -> None:
-    seqlen = Seqlen(torch.tensor([2, 9, 5]), torch.tensor([1, 1, 1]))
-    assert seqlen.cu_seqlen_k.tolist() == [0, 3, 13, 19]
-    seqlen = seqlen.clamp(max=5)
-    assert seqlen.input_lengths.tolist() == [2, 5, 5]
-    assert seqlen.cache_lengths.tolist() == [1, 1, 1]
-    assert seqlen.cu_seqlen_k.tolist() == [0, 3, 9, 15]
 
 
 # --- PagedContext
@@ -53,7 +29,8 @@ def paged(
     cached: list[int],
     *,
     prefill: bool,
-    kept: torch.Tensor | None = None,
+    kv_cache: KVCache | None = None,
+    stored: torch.Tensor | None = None,
     prompt_lengths: torch.Tensor | None = None,
 ) -> PagedContext:
     """Make a context with two blocks of 8 tokens per sequence, one after the other."""
@@ -61,18 +38,18 @@ def paged(
     positions = [at for start, count in zip(cached, new, strict=True) for at in range(start, start + count)]
     rows = [row for row, count in enumerate(new) for _ in range(count)]
     slots = [row * 16 + at for row, at in zip(rows, positions, strict=True)]
-    boundaries = torch.tensor([0, *new]).cumsum(0).int() if prefill else None
     return PagedContext(
-        ops=reference,
-        position_ids=torch.tensor(positions),
-        cu_seqlen_prefill=boundaries,
-        kv_cache=[(torch.zeros(2 * len(new), 2, 8, 4), torch.zeros(2 * len(new), 2, 8, 4))],
         block_tables=tables,
-        slots=torch.tensor(slots),
-        seqlen=Seqlen(torch.tensor(new), torch.tensor(cached), boundaries, max(new), None, prompt_lengths),
-        max_s=max(count + start for count, start in zip(new, cached, strict=True)),
-        adapter_data=None,
-        prefill_cache_indices=kept,
+        input_lengths=torch.tensor(new),
+        cache_lengths=torch.tensor(cached),
+        slots=torch.tensor(slots) if stored is None else torch.tensor(slots)[stored],
+        stored=stored,
+        cu_seqlens=torch.tensor([0, *new]).cumsum(0).int() if prefill else None,
+        ops=reference,
+        kv_cache=kv_cache or [(torch.zeros(2 * len(new), 2, 8, 4), torch.zeros(2 * len(new), 2, 8, 4))],
+        position_ids=torch.tensor(positions),
+        max_position=max(count + start for count, start in zip(new, cached, strict=True)),
+        prompt_lengths=prompt_lengths,
     )
 
 
@@ -91,8 +68,7 @@ def test_a_prompt_and_single_tokens_attend_as_one_prompt_would() -> None:
     first = paged([4], [0], prefill=True)
     out = [first.attend(0, q[:4], k[:4], v[:4], SPEC)]
     for position in (4, 5):
-        step = paged([1], [position], prefill=False)
-        step.kv_cache = first.kv_cache
+        step = paged([1], [position], prefill=False, kv_cache=first.kv_cache)
         one = slice(position, position + 1)
         out.append(step.attend(0, q[one], k[one], v[one], SPEC))
     torch.testing.assert_close(torch.cat(out), at_once, rtol=0, atol=1e-5)
@@ -100,7 +76,7 @@ def test_a_prompt_and_single_tokens_attend_as_one_prompt_would() -> None:
 
 def test_only_the_chosen_tokens_are_kept_in_the_cache() -> None:
     q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
-    ctx = paged([5], [0], prefill=True, kept=torch.tensor([3, 4]))
+    ctx = paged([5], [0], prefill=True, stored=torch.tensor([3, 4]))
     ctx.attend(0, q, k, v, SPEC)
     k_cache, v_cache = ctx.kv_cache[0]
     assert torch.equal(k_cache[0, :, 3:5].transpose(0, 1), k[3:])

@@ -18,10 +18,7 @@ from lorax_server.layers.linear import (
     Linear,
     MultiAdapterHead,
     TensorParallelAdapterRowLinear,
-    TensorParallelColumnLinear,
-    TensorParallelHead,
     TensorParallelMultiAdapterLinear,
-    TensorParallelRowLinear,
 )
 from lorax_server.layers.norm import LayerNorm, RMSNorm
 from lorax_server.layers.targets import adapter_targets
@@ -90,7 +87,7 @@ def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_o
     parts = []
     for rank, shard in enumerate(shards):
         weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
-        layer = TensorParallelColumnLinear.load(
+        layer = TensorParallelMultiAdapterLinear(
             weights, ["fc"], INPUTS, [shard], bias=bias, fan_in_fan_out=fan_in_fan_out
         )
         parts.append(layer(x))
@@ -108,7 +105,7 @@ def test_rows_of_all_ranks_sum_to_the_whole(ranks: int, bias: bool, fan_in_fan_o
     for rank in range(ranks):
         weights = memory_weights(tensors, rank=rank, ranks=ranks)
         shard = shard_evenly(weights.process_group, INPUTS, "inputs")
-        layer = TensorParallelRowLinear.load(weights, "fc", shard, 10, bias=bias, fan_in_fan_out=fan_in_fan_out)
+        layer = TensorParallelAdapterRowLinear(weights, "fc", shard, 10, bias=bias, fan_in_fan_out=fan_in_fan_out)
         total += layer(shard.take(x, dim=1))
     torch.testing.assert_close(total, F.linear(x, weight, added if bias else None), rtol=1e-5, atol=1e-5)
 
@@ -121,7 +118,7 @@ def test_a_head_scores_the_whole_vocabulary(vocab_size: int, ranks: int) -> None
     parts = []
     for rank, shard in enumerate(shards):
         weights = memory_weights({"lm_head.weight": weight}, rank=rank, ranks=ranks)
-        logits, speculative = TensorParallelHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
+        logits, speculative = MultiAdapterHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
         assert logits.shape == (3, vocab_size)
         assert speculative is None
         parts.append(logits[:, : shard.size])
@@ -157,7 +154,7 @@ def test_gathered_logits_are_in_the_order_of_the_vocabulary(vocab_size: int) -> 
     for rank in range(4):
         weights = memory_weights({"lm_head.weight": weight})
         weights.process_group = LoopGroup(rank, parts)
-        logits, _ = TensorParallelHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
+        logits, _ = MultiAdapterHead.load(weights, "lm_head", INPUTS, vocab_size)(x)
     torch.testing.assert_close(logits, x @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
@@ -183,7 +180,7 @@ def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
         weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
         group = weights.process_group
         outputs = [shard_units(group, [(8, 4)], "heads"), shard_kv_heads(group, 2, 4), shard_kv_heads(group, 2, 4)]
-        layer = TensorParallelMultiAdapterLinear.load(weights, list(sizes), INPUTS, outputs, bias=True)
+        layer = TensorParallelMultiAdapterLinear(weights, list(sizes), INPUTS, outputs, bias=True)
         out = layer(x, adapted_batch(layer, adapters))
         for name, shard, part in zip(sizes, outputs, out.split([shard.size for shard in outputs], dim=1), strict=True):
             parts[name].append(part)
@@ -204,9 +201,7 @@ def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
     parts = []
     for rank, shard in enumerate(shards):
         weights = memory_weights({"c_attn.weight": weight, "c_attn.bias": added}, rank=rank, ranks=ranks)
-        layer = TensorParallelMultiAdapterLinear.load(
-            weights, ["c_attn"], INPUTS, [shard], bias=True, fan_in_fan_out=True
-        )
+        layer = TensorParallelMultiAdapterLinear(weights, ["c_attn"], INPUTS, [shard], bias=True, fan_in_fan_out=True)
         parts.append(layer(x, adapted_batch(layer, adapters)))
     expected = with_lora(x, x @ weight + added, adapters, "c_attn")
     torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
@@ -227,9 +222,7 @@ def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
     for rank in range(ranks):
         weights = memory_weights(tensors, rank=rank, ranks=ranks)
         shard = shard_evenly(weights.process_group, INPUTS, "inputs")
-        layer = TensorParallelAdapterRowLinear.load(
-            weights, "proj", shard, 10, bias=True, fan_in_fan_out=fan_in_fan_out
-        )
+        layer = TensorParallelAdapterRowLinear(weights, "proj", shard, 10, bias=True, fan_in_fan_out=fan_in_fan_out)
         total += layer(shard.take(x, dim=1), adapted_batch(layer, adapters))
     expected = with_lora(x, F.linear(x, weight, added), adapters, "proj")
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
@@ -258,7 +251,7 @@ def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
     for rank in range(ranks):
         weights = memory_weights(tensors, rank=rank, ranks=ranks)
         outputs = [shards[name][rank] for name in sizes]
-        layer = TensorParallelMultiAdapterLinear.load(weights, list(sizes), INPUTS, outputs, bias=True)
+        layer = TensorParallelMultiAdapterLinear(weights, list(sizes), INPUTS, outputs, bias=True)
         adapters = [GivenAdapter(modules, 0) for modules in given]
         arena = fill_arena(adapter_targets(layer), adapters, CPU, weights.process_group)
         out = layer(x, adapter_batch(TOKENS, arena))
@@ -295,7 +288,7 @@ def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
 
 def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
     weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
-    layer = TensorParallelMultiAdapterLinear.load(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+    layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [whole(10)], bias=False)
     data = adapted_batch(layer, [({"fc": lora(INPUTS, 10, 3, 10)}, 3.5)] * 3)
     x = normal(len(TOKENS), INPUTS, seed=3)
     plain, adapted = layer(x), layer(x, data)
@@ -312,7 +305,6 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
         "k.bias": normal(4, seed=6),
         "q.bias": normal(8, seed=7),
         "o.weight": normal(4, 8, seed=3),
-        "fixed.weight": normal(4, 4, seed=4),
         "lm_head.weight": normal(6, 4, seed=5),
         "norm.weight": normal(4, seed=8),
         "ln.weight": normal(4, seed=9),
@@ -322,9 +314,8 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
     model = nn.ModuleList(
         [
             TensorParallelEmbedding(weights, "wte", 6, 4, target_name="embed_tokens"),
-            TensorParallelMultiAdapterLinear.load(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=True),
-            TensorParallelAdapterRowLinear.load(weights, "o", whole(8), 4, bias=False),
-            TensorParallelColumnLinear.load(weights, ["fixed"], 4, [whole(4)], bias=False),
+            TensorParallelMultiAdapterLinear(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=True),
+            TensorParallelAdapterRowLinear(weights, "o", whole(8), 4, bias=False),
             RMSNorm("norm", weights, 4),
             RMSNorm("norm", weights, 4, adaptable=False),
             LayerNorm("ln", weights, 4),
@@ -355,7 +346,7 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
     for rank in range(2):
         weights = memory_weights(tensors, rank=rank, ranks=2)
         shard = shard_evenly(weights.process_group, 8, "inputs")
-        row = TensorParallelAdapterRowLinear.load(weights, "o", shard, 4, bias=True).targets[0]
+        row = TensorParallelAdapterRowLinear(weights, "o", shard, 4, bias=True).targets[0]
         assert torch.equal(row.weight, shard.take(tensors["o.weight"], 1))
         assert row.adds_once == (rank == 0)
         assert torch.equal(row.bias, tensors["o.bias"])
@@ -372,15 +363,15 @@ def test_tensors_that_do_not_fit_are_refused(bias: tuple[int]) -> None:
     inputs = INPUTS + 1 if bias == (10,) else INPUTS
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS), "fc.bias": torch.zeros(bias)})
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelColumnLinear.load(weights, ["fc"], inputs, [whole(10)], bias=True)
+        TensorParallelMultiAdapterLinear(weights, ["fc"], inputs, [whole(10)], bias=True)
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelRowLinear.load(weights, "fc", whole(inputs), 10, bias=True)
+        TensorParallelAdapterRowLinear(weights, "fc", whole(inputs), 10, bias=True)
 
 
 def test_a_matrix_stored_the_other_way_round_is_refused() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(INPUTS, 10)})
     with pytest.raises(WeightsError, match=r"\(12, 10\), the config asks for \(10, 12\)"):
-        TensorParallelColumnLinear.load(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+        TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [whole(10)], bias=False)
 
 
 def test_a_bias_that_is_asked_for_must_be_there() -> None:
@@ -388,4 +379,4 @@ def test_a_bias_that_is_asked_for_must_be_there() -> None:
     shard = shard_evenly(weights.process_group, INPUTS, "inputs")
     # Rank 1 does not add it, but a checkpoint without it is wrong on every rank.
     with pytest.raises(WeightsError, match=r"'fc.bias' is missing"):
-        TensorParallelRowLinear.load(weights, "fc", shard, 10, bias=True)
+        TensorParallelAdapterRowLinear(weights, "fc", shard, 10, bias=True)

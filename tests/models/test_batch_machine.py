@@ -188,7 +188,7 @@ class Batches(RuleBasedStateMachine):
             assert "".join(found.texts) == found.end.text
 
 
-SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_past.py has their kinds of past, and is quick
+SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cache.py has their kinds of cache
 
 
 @pytest.mark.parametrize("name", [*[pytest.param(name, marks=pytest.mark.slow) for name in SLOW], "llama"])

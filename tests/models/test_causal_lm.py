@@ -13,7 +13,6 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lorax_server.adapters.batch import AdapterBatchMetadata
-from lorax_server.distributed import FakeGroup
 from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
@@ -284,7 +283,8 @@ def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.
     whole = run(lm, *requests)
     seen: dict[int, list[int]] = {}
     for rank in range(2):
-        monkeypatch.setattr(lm, "process_group", FakeGroup(rank, 2))
+        monkeypatch.setattr(lm, "rank", rank)
+        monkeypatch.setattr(lm, "world_size", 2)
         batch: CausalLMBatch | None = batch_of(lm, *requests)
         while batch is not None:
             generations, batch = lm.generate_token(batch)

@@ -11,9 +11,9 @@ from tokenizers.processors import TemplateProcessing
 from lorax_server.errors import AdapterError, InputError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
+from lorax_server.models.model import TokenizerManager
 from lorax_server.models.types import Batch
 from lorax_server.pb import generate_pb2 as pb
-from lorax_server.utils.tokenizer import TokenizerManager
 from tests.models.driving import Driver, batch_of, request, run
 from tests.models.tiny import BOS_ID, VOCAB, Zoo, make_tokenizer
 

@@ -20,7 +20,6 @@ from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
-from lorax_server.worker.executor import LocalExecutor
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.worker import paged_worker
 from tests.parity.adapters.cases import ATTENTION, randomize
@@ -98,7 +97,7 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
         }
         | settings,
     )
-    return assemble(config, LocalExecutor(paged_worker(models.ours, config, FakeGroup())))
+    return assemble(config, paged_worker(models.ours, config, FakeGroup()))
 
 
 class Crowd:

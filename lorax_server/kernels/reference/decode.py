@@ -8,25 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from lorax_server.kernels.ops import AttentionSpec, PagedBatch
+from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.reference.cache import dequantize
 
 
-def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PagedBatch,
-    spec: AttentionSpec,
-) -> torch.Tensor:
+def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
     num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = k_cache.shape[1:3]
-    tiles = batch.once(("decode", spec.window), lambda: _plan_tiles(batch, block_size, spec.window, k_cache))
+    num_kv_heads = cache[0].shape[1]
+    tiles = batch.once(("decode", spec.window), lambda: _plan_tiles(batch, spec.window, cache[0]))
     # The heads that share a key and value head are rows of one small product.
     grouped = q.float().view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     queries = grouped.expand(len(tiles.rows), -1, -1, -1) if num_seqs == 1 else grouped.index_select(0, tiles.rows)
-    k = _tiles_of(k_cache, tiles, spec.k_scale)
-    v = _tiles_of(v_cache, tiles, spec.v_scale)
+    k = _read_tiles(cache[0], tiles, spec.k_scale)
+    v = _read_tiles(cache[1], tiles, spec.v_scale)
     out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec.scale)
     out, mass, rows = out.reshape(-1, num_heads, head_dim), mass.reshape(-1, num_heads), tiles.rows
     if tiles.owned is not None:
@@ -45,7 +39,8 @@ class _Tiles:
     owned: torch.Tensor | None = None  # which tiles of a stretch are this batch's; None for all
 
 
-def _plan_tiles(batch: PagedBatch, block_size: int, window: int | None, cache: torch.Tensor) -> _Tiles:
+def _plan_tiles(batch: PagedBatch, window: int | None, cache: torch.Tensor) -> _Tiles:
+    block_size = cache.shape[2]
     lengths = batch.input_lengths + batch.cache_lengths
     first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
     start, stop = first // block_size, -(-lengths // block_size)
@@ -56,19 +51,20 @@ def _plan_tiles(batch: PagedBatch, block_size: int, window: int | None, cache: t
     positions = columns[:, None] * block_size + torch.arange(block_size, device=rows.device)
     hidden = (positions >= lengths[rows, None]) | (positions < first[rows, None])
     mask = torch.zeros(positions.shape, device=rows.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
-    stretch = _stretch(blocks, cache)
+    stretch = _find_stretch(blocks, cache)
     if stretch is None:
         return _Tiles(rows, mask[:, None, None], blocks)
     low, high = stretch
-    rows_there, mask_there = rows.new_zeros(high - low), mask.new_zeros(high - low, block_size)
-    rows_there[blocks - low] = rows
-    mask_there[blocks - low] = mask
-    owned = None if len(blocks) == high - low else blocks - low
-    return _Tiles(rows_there, mask_there[:, None, None], blocks, stretch, owned)
+    owned = blocks - low
+    stretch_rows, stretch_mask = rows.new_zeros(high - low), mask.new_zeros(high - low, block_size)
+    stretch_rows[owned] = rows
+    stretch_mask[owned] = mask
+    is_whole = len(blocks) == high - low
+    return _Tiles(stretch_rows, stretch_mask[:, None, None], blocks, stretch, None if is_whole else owned)
 
 
-def _stretch(blocks: torch.Tensor, cache: torch.Tensor) -> tuple[int, int] | None:
-    """The stretch of the cache that holds these blocks, if at least half of it is theirs and none is shared."""
+def _find_stretch(blocks: torch.Tensor, cache: torch.Tensor) -> tuple[int, int] | None:
+    """Find the stretch of the cache that holds these blocks, if at least half of it is theirs and none is shared."""
     if cache.device.type != "cpu" or cache.dtype != torch.float32:
         return None
     low, high = int(blocks.min()), int(blocks.max()) + 1
@@ -77,16 +73,16 @@ def _stretch(blocks: torch.Tensor, cache: torch.Tensor) -> tuple[int, int] | Non
     return low, high
 
 
-def _tiles_of(cache: torch.Tensor, tiles: _Tiles, scale: float) -> torch.Tensor:
+def _read_tiles(cache: torch.Tensor, tiles: _Tiles, scale: float) -> torch.Tensor:
     if tiles.stretch is not None:
-        return cache[tiles.stretch[0] : tiles.stretch[1]]
-    return dequantize(cache.index_select(0, tiles.blocks), cache.dtype, torch.float32, scale)
+        return cache[slice(*tiles.stretch)]
+    return dequantize(cache.index_select(0, tiles.blocks), torch.float32, scale)
 
 
 def _attend_with_mass(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention `[tiles, kv_heads, queries, head_dim]` and the log of its softmax mass, in float32."""
+    """Return attention `[tiles, kv_heads, queries, head_dim]` and the log of its softmax mass, in float32."""
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
@@ -18,7 +17,7 @@ from lorax_server.models.custom_modeling.paged import (
     PagedOutput,
     check_positions,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -40,7 +39,7 @@ class FlashGPT2Attention(nn.Module):
         self.layer_id = layer_id
         self.head_dim = head_size(config.hidden_size, config.num_attention_heads)
         heads = (config.num_attention_heads, self.head_dim)
-        self.c_attn = TensorParallelMultiAdapterLinear.load(
+        self.c_attn = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.c_attn"],
             config.hidden_size,
@@ -48,7 +47,7 @@ class FlashGPT2Attention(nn.Module):
             bias=True,
             fan_in_fan_out=True,
         )
-        self.c_proj = TensorParallelAdapterRowLinear.load(
+        self.c_proj = TensorParallelAdapterRowLinear(
             weights,
             f"{prefix}.c_proj",
             shard_units(weights.process_group, [heads], "num_attention_heads"),
@@ -59,8 +58,7 @@ class FlashGPT2Attention(nn.Module):
         scale = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer_id + 1
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(scale, None, k_scale, v_scale)
+        self.spec = load_attention_spec(weights, config, prefix, scale)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         q, k, v = self.c_attn(x, ctx.adapter_data).unflatten(1, (3, -1, self.head_dim)).unbind(1)
@@ -73,10 +71,10 @@ class GPT2MLP(nn.Module):
         super().__init__()
         inner = config.n_inner or 4 * config.hidden_size
         shard = shard_evenly(weights.process_group, inner, "n_inner")
-        self.c_fc = TensorParallelMultiAdapterLinear.load(
+        self.c_fc = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.c_fc"], config.hidden_size, [shard], bias=True, fan_in_fan_out=True
         )
-        self.c_proj = TensorParallelAdapterRowLinear.load(
+        self.c_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.c_proj", shard, config.hidden_size, bias=True, fan_in_fan_out=True
         )
         self.activation = get_activation(config.activation_function, "activation_function")
@@ -126,9 +124,9 @@ class FlashGPT2Model(nn.Module):
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
-        num_heads = local_heads(weights, config.num_attention_heads).size
-        size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, num_heads, size)
+        num_heads = config.num_attention_heads
+        kv_shape = (local_heads(weights, num_heads).size, head_size(config.hidden_size, num_heads))
+        super().__init__(config, weights, kv_shape)
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashGPT2Model(f"{prefix}transformer", config, weights)
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.wte)

@@ -9,13 +9,18 @@ from transformers import LlamaConfig
 
 from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
 from lorax_server.layers.rotary import CosSin, load_rotary
-from lorax_server.models.custom_modeling.paged import PagedCausalLM, head_size, kv_scales, load_embedding, load_head
+from lorax_server.models.custom_modeling.paged import (
+    PagedCausalLM,
+    head_size,
+    load_attention_spec,
+    load_embedding,
+    load_head,
+)
 from lorax_server.weights import Weights
 
 __all__ = [
@@ -53,18 +58,18 @@ class FlashLlamaAttention(nn.Module):
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
         self.num_heads, self.num_kv_heads = heads.size // self.head_dim, kv_heads.size // self.head_dim
-        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+        self.qkv_proj = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             config.hidden_size,
             [heads, kv_heads, kv_heads],
             bias=biases.qkv,
         )
-        self.o_proj = TensorParallelAdapterRowLinear.load(
+        self.o_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.o_proj", heads, config.hidden_size, bias=biases.output
         )
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, self.window(config, layer_id), k_scale, v_scale)
+        window = self.window(config, layer_id)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5, window)
         self.ops = weights.ops
 
     def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
@@ -88,10 +93,10 @@ class LlamaMLP(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights, bias: bool) -> None:
         super().__init__()
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
-        self.gate_up_proj = TensorParallelMultiAdapterLinear.load(
+        self.gate_up_proj = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], config.hidden_size, [shard, shard], bias=bias
         )
-        self.down_proj = TensorParallelAdapterRowLinear.load(
+        self.down_proj = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.down_proj", shard, config.hidden_size, bias=bias
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")
@@ -157,7 +162,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
     ) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
         kv_heads = shard_kv_heads(weights.process_group, config.num_key_value_heads, 1)
-        super().__init__(config, weights, kv_heads.size, head_dim(config))
+        super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         prefix = f"{prefix}." if prefix else ""
         self.model = FlashLlamaModel(f"{prefix}model", config, weights, create_layer_fn or self.layer_class)
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens)

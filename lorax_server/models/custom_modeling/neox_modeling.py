@@ -4,21 +4,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
 from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary
-from lorax_server.models.custom_modeling.padded import padded_forward
+from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -37,7 +35,7 @@ __all__ = [
 ]
 
 
-class GPTNeoXPreTrainedModel(nn.Module):
+class GPTNeoXPreTrainedModel(PaddedCausalLM):
     """A name of the contract; nothing comes from transformers."""
 
 
@@ -49,7 +47,7 @@ class GPTNeoXAttention(nn.Module):
         self.head_dim = head_size(size, num_heads)
         group, bias = weights.process_group, bool(getattr(config, "attention_bias", True))
         # Query, key and value of a head lie next to each other, so a cut between heads is one stretch.
-        self.query_key_value = TensorParallelMultiAdapterLinear.load(
+        self.query_key_value = TensorParallelMultiAdapterLinear(
             weights,
             [f"{prefix}.query_key_value"],
             size,
@@ -57,9 +55,8 @@ class GPTNeoXAttention(nn.Module):
             bias=bias,
         )
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
-        self.dense = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.dense", heads, size, bias=bias)
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+        self.dense = TensorParallelAdapterRowLinear(weights, f"{prefix}.dense", heads, size, bias=bias)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
         self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:
@@ -74,10 +71,10 @@ class GPTNeoXMLP(nn.Module):
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
-        self.dense_h_to_4h = TensorParallelMultiAdapterLinear.load(
+        self.dense_h_to_4h = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.dense_h_to_4h"], config.hidden_size, [shard], bias=True
         )
-        self.dense_4h_to_h = TensorParallelAdapterRowLinear.load(
+        self.dense_4h_to_h = TensorParallelAdapterRowLinear(
             weights, f"{prefix}.dense_4h_to_h", shard, config.hidden_size, bias=True
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")
@@ -135,9 +132,7 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
     """The padded form."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
-        super().__init__()
-        self.config = config
-        self.heads = local_heads(weights, config.num_attention_heads)
+        super().__init__(config, weights)
         self.gpt_neox = GPTNeoXModel(config, weights)
         self.embed_out = load_head(weights, config, self.gpt_neox.head_name, self.gpt_neox.embed_in, "lm_head")
 
@@ -156,34 +151,21 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
         return_dict: bool | None = None,
         *,
         adapter_data: AdapterBatchData | None = None,
-    ) -> tuple[Any, ...] | CausalLMOutputWithPast:
-        return padded_forward(
-            self.gpt_neox,
-            self.embed_out,
-            self.config,
-            self.heads,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            head_mask=head_mask,
-            past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            adapter_data=adapter_data,
+    ) -> PaddedOutput:
+        inputs = PaddedInputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, head_mask, past_key_values, adapter_data
         )
+        options = OutputOptions(labels, use_cache, output_attentions, output_hidden_states, return_dict)
+        return self.run(self.gpt_neox, self.embed_out, inputs, options)
 
 
 class FlashGPTNeoXForCausalLM(PagedCausalLM):
     """The same layers, paged: how NeoX is served."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
-        num_heads = local_heads(weights, config.num_attention_heads).size
-        size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, num_heads, size)
+        num_heads = config.num_attention_heads
+        kv_shape = (local_heads(weights, num_heads).size, head_size(config.hidden_size, num_heads))
+        super().__init__(config, weights, kv_shape)
         prefix = f"{prefix}." if prefix else ""
         self.model = GPTNeoXModel(config, weights, f"{prefix}gpt_neox")
         self.lm_head = load_head(

@@ -5,21 +5,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units, whole
-from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
-from lorax_server.models.custom_modeling.padded import num_past_tokens, padded_forward
+from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     check_positions,
     head_size,
-    kv_scales,
+    load_attention_spec,
     load_embedding,
     load_head,
     local_heads,
@@ -29,7 +28,7 @@ from lorax_server.weights import Weights
 POSITION_OFFSET = 2
 
 
-class OPTPreTrainedModel(nn.Module):
+class OPTPreTrainedModel(PaddedCausalLM):
     """A name of the contract; nothing comes from transformers."""
 
 
@@ -60,12 +59,11 @@ class OPTAttention(nn.Module):
         size, bias = config.hidden_size, config.enable_bias
         self.head_dim = head_size(size, config.num_attention_heads)
         heads = shard_units(weights.process_group, [(config.num_attention_heads, self.head_dim)], "num_attention_heads")
-        self.qkv_proj = TensorParallelMultiAdapterLinear.load(
+        self.qkv_proj = TensorParallelMultiAdapterLinear(
             weights, [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], size, [heads] * 3, bias=bias
         )
-        self.out_proj = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.out_proj", heads, size, bias=bias)
-        k_scale, v_scale = kv_scales(weights, config, prefix)
-        self.spec = AttentionSpec(self.head_dim**-0.5, None, k_scale, v_scale)
+        self.out_proj = TensorParallelAdapterRowLinear(weights, f"{prefix}.out_proj", heads, size, bias=bias)
+        self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         q, k, v = self.qkv_proj(x, ctx.adapter_data).unflatten(1, (3, -1, self.head_dim)).unbind(1)
@@ -82,8 +80,8 @@ class OPTDecoderLayer(nn.Module):
         self.self_attn_layer_norm = LayerNorm(f"{prefix}.self_attn_layer_norm", weights, size, affine=affine)
         self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, affine=affine)
         shard = shard_evenly(weights.process_group, config.ffn_dim, "ffn_dim")
-        self.fc1 = TensorParallelMultiAdapterLinear.load(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
-        self.fc2 = TensorParallelAdapterRowLinear.load(weights, f"{prefix}.fc2", shard, size, bias=bias)
+        self.fc1 = TensorParallelMultiAdapterLinear(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
+        self.fc2 = TensorParallelAdapterRowLinear(weights, f"{prefix}.fc2", shard, size, bias=bias)
         self.activation = get_activation(config.activation_function, "activation_function")
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -156,9 +154,7 @@ class OPTForCausalLM(OPTPreTrainedModel):
     """The padded form."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
-        super().__init__()
-        self.config = config
-        self.heads = local_heads(weights, config.num_attention_heads)
+        super().__init__(config, weights)
         self.model = OPTModel(config, weights)
         self.lm_head = load_head(weights, config, "lm_head", self.model.decoder.embed_tokens)
 
@@ -176,37 +172,21 @@ class OPTForCausalLM(OPTPreTrainedModel):
         return_dict: bool | None = None,
         *,
         adapter_data: AdapterBatchData | None = None,
-    ) -> tuple[Any, ...] | CausalLMOutputWithPast:
-        positions = None
+    ) -> PaddedOutput:
+        inputs = PaddedInputs(input_ids, inputs_embeds, attention_mask, None, head_mask, past_key_values, adapter_data)
         if attention_mask is not None:
-            positions = positions_from_mask(attention_mask, num_past_tokens(past_key_values))
-        return padded_forward(
-            lambda *inputs: self.model(*inputs).last_hidden_state,
-            self.lm_head,
-            self.config,
-            self.heads,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            head_mask=head_mask,
-            past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            adapter_data=adapter_data,
-        )
+            inputs = inputs._replace(position_ids=positions_from_mask(attention_mask, inputs.num_cached))
+        options = OutputOptions(labels, use_cache, output_attentions, output_hidden_states, return_dict)
+        return self.run(self.model.decoder, self.lm_head, inputs, options)
 
 
 class FlashOPTForCausalLM(PagedCausalLM):
     """The same layers, paged: how OPT is served."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
-        num_heads = local_heads(weights, config.num_attention_heads).size
-        size = head_size(config.hidden_size, config.num_attention_heads)
-        super().__init__(config, weights, num_heads, size)
+        num_heads = config.num_attention_heads
+        kv_shape = (local_heads(weights, num_heads).size, head_size(config.hidden_size, num_heads))
+        super().__init__(config, weights, kv_shape)
         prefix = f"{prefix}." if prefix else ""
         self.model = OPTDecoder(config, weights, f"{prefix}model.decoder")
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens)
@@ -216,4 +196,4 @@ def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
     """Not cut: each rank has all of it."""
-    return TensorParallelMultiAdapterLinear.load(weights, [name], in_features, [whole(out_features)], bias=False)
+    return TensorParallelMultiAdapterLinear(weights, [name], in_features, [whole(out_features)], bias=False)

@@ -1,4 +1,4 @@
-"""What every paged architecture shares: its forward, its cache, its head, and small facts of its config."""
+"""The common part of all paged architectures: forward, cache, embedding and head, and small facts of the config."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import Shard, shard_units
 from lorax_server.errors import ConfigError, InputError
+from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.attention import Context, KVCache, PagedContext, Seqlen
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
@@ -22,27 +23,25 @@ class PagedCausalLM(nn.Module):
     model: nn.Module  # (input_ids, ctx) -> hidden states
     lm_head: MultiAdapterHead
 
-    def __init__(self, config: Any, weights: Weights, num_kv_heads: int, head_dim: int) -> None:
-        """`num_kv_heads` are those of this rank."""
+    def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
+        """`kv_shape` is the number of key and value heads on this rank, and the size of a head."""
         super().__init__()
         self.config = config
         self.ops = weights.ops
         self.device = weights.device
-        self.kv_shape = (num_kv_heads, head_dim)
+        self.kv_shape = kv_shape
         self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
         self.num_layers: int = config.num_hidden_layers
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Keys and values of every layer. Zeros, because attention reads past a sequence's end, at weight 0."""
+        """Allocate the cache of every layer: zeros, because attention reads past a sequence's end, at weight 0."""
         num_kv_heads, head_dim = self.kv_shape
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return [
-            (
-                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
-                torch.zeros(shape, dtype=self.kv_dtype, device=self.device),
-            )
-            for _ in range(self.num_layers)
-        ]
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+
+        return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
     @torch.inference_mode()
     def forward(
@@ -61,23 +60,26 @@ class PagedCausalLM(nn.Module):
         cross_attention_states: torch.Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> PagedOutput:
-        """Logits of the tokens in `lm_head_indices` (None: of all), and those of speculated tokens, if any.
+        """Return logits of the tokens in `lm_head_indices` (None: of all), and those of speculated tokens, if any.
 
         `cu_seqlen_prefill` is None when every sequence has exactly one token. With `skip_lm_head` the first output
         is the hidden states instead. Outputs are inference tensors: nothing can be trained through them.
         """
+        stored = prefill_cache_indices
         ctx = PagedContext(
-            self.ops,
-            position_ids,
-            cu_seqlen_prefill,
-            kv_cache,
-            block_tables,
-            slots,
-            seqlen,
-            max_s,
-            adapter_data,
-            prefill_cache_indices,
-            cross_attention_states,
+            block_tables=block_tables,
+            input_lengths=seqlen.input_lengths,
+            cache_lengths=seqlen.cache_lengths,
+            slots=slots if stored is None else slots[stored],
+            stored=stored,
+            cu_seqlens=cu_seqlen_prefill,
+            ops=self.ops,
+            kv_cache=kv_cache,
+            position_ids=position_ids,
+            max_position=max_s,
+            prompt_lengths=seqlen.prompt_lengths,
+            adapter_data=adapter_data,
+            cross_attention_states=cross_attention_states,
         )
         hidden_states: torch.Tensor = self.model(input_ids, ctx)
         if lm_head_indices is not None:
@@ -90,7 +92,7 @@ class PagedCausalLM(nn.Module):
 
 
 def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
-    """The token embedding; of a tied pair, a checkpoint may hold only the head."""
+    """Load the token embedding; of a tied pair, a checkpoint may hold only the head."""
     stored = name
     if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
         stored = head_name
@@ -100,7 +102,7 @@ def load_embedding(weights: Weights, config: Any, name: str, head_name: str, siz
 def load_head(
     weights: Weights, config: Any, name: str, embedding: TensorParallelEmbedding, target_name: str | None = None
 ) -> MultiAdapterHead:
-    """The head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
+    """Load the head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
 
     A fine-tune may store a head of its own under a config that still says tied; transformers then uses it, and so do
     we. `target_name` is what adapters call the head, if that is not its tensor's name.
@@ -115,13 +117,14 @@ def kv_is_quantized(config: Any) -> bool:
     return getattr(config, "quantize", None) == "fp8-kv"
 
 
-def kv_scales(weights: Weights, config: Any, prefix: str) -> tuple[float, float]:
-    """What stored keys and values are divided by; 1 where a checkpoint brings no scales."""
+def load_attention_spec(
+    weights: Weights, config: Any, prefix: str, scale: float, window: int | None = None
+) -> AttentionSpec:
+    """Describe a layer's attention, with the checkpoint's scales of a float8 cache, or 1 where it brings none."""
     if not kv_is_quantized(config):
-        return 1.0, 1.0
+        return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
-    k_scale, v_scale = (weights.get_number(name) if weights.has(name) else 1.0 for name in names)
-    return k_scale, v_scale
+    return AttentionSpec(scale, window, *(weights.get_number(name) if weights.has(name) else 1.0 for name in names))
 
 
 def head_size(hidden_size: int, num_heads: int) -> int:
@@ -135,6 +138,6 @@ def local_heads(weights: Weights, num_heads: int) -> Shard:
 
 
 def check_positions(ctx: Context, limit: int) -> None:
-    """Learned positions end somewhere."""
+    """Refuse a sequence that is longer than the table of learned positions."""
     if ctx.max_position > limit:
         raise InputError(f"a sequence of {ctx.max_position} tokens is longer than the model's {limit} positions")

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorax_server.kernels import LayerCache
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
-from lorax_server.models.past import (
+from lorax_server.models.padded_cache import (
     MIN_ROOM,
     Buffers,
     Filled,
     GrowingCache,
-    LayerPast,
-    RoomyPast,
-    join_pasts,
-    select_past,
+    RoomyCache,
+    join_rows,
+    select_rows,
     unfold_heads,
 )
 from tests.models.driving import Driver, request
@@ -29,24 +29,24 @@ from tests.models.tiny import Zoo
 HEADS, KEY, VALUE = 2, 3, 5  # some models' values are not as large as their keys
 
 
-def make(rows: int, columns: int, room: int = 0, start: int = 0) -> RoomyPast:
+def make(rows: int, columns: int, room: int = 0, start: int = 0) -> RoomyCache:
     keys, values = (torch.randn(rows, HEADS, start + columns + room, size) for size in (KEY, VALUE))
-    return RoomyPast(Buffers(keys, values, Filled(start + columns)), start, start + columns)
+    return RoomyCache(Buffers(keys, values, Filled(start + columns)), start, start + columns)
 
 
-def step(rows: int, columns: int = 1) -> LayerPast:
+def step(rows: int, columns: int = 1) -> LayerCache:
     return torch.randn(rows, HEADS, columns, KEY), torch.randn(rows, HEADS, columns, VALUE)
 
 
-def plain(past: LayerPast) -> LayerPast:
+def plain(past: LayerCache) -> LayerCache:
     return past[0].clone(), past[1].clone()
 
 
-def same(past: LayerPast, expected: LayerPast) -> bool:
+def same(past: LayerCache, expected: LayerCache) -> bool:
     return all(torch.equal(a, b) for a, b in zip(past, expected, strict=True))
 
 
-def storages(pasts: Iterable[LayerPast]) -> dict[int, int]:
+def storages(pasts: Iterable[LayerCache]) -> dict[int, int]:
     """Return the bytes of each storage: of the tensors, and of the buffers they are views of."""
     tensors = [part for past in pasts for part in (*past, *getattr(past, "buffers", ())[:2])]
     return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
@@ -123,7 +123,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
     new = step(2)
-    grown = RoomyPast.of(keys, values).append(*new)
+    grown = RoomyCache.fill(keys, values, keys.shape[2]).append(*new)
     assert torch.equal(grown[0], torch.cat([keys, new[0]], dim=2))
     assert torch.equal(grown[1], torch.cat([values, new[1]], dim=2))
 
@@ -131,7 +131,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
 def test_a_deep_copy_is_independent() -> None:
     past = make(2, 4, room=3, start=1)
     copied = copy.deepcopy(past)
-    assert isinstance(copied, RoomyPast)
+    assert isinstance(copied, RoomyCache)
     assert same(copied, past)
     assert (copied.start, copied.stop, copied.room) == (past.start, past.stop, past.room)
     assert storages([copied]).keys().isdisjoint(storages([past]))
@@ -161,14 +161,14 @@ def test_a_batch_can_be_copied_and_both_go_on(zoo: Zoo) -> None:
 
 def test_rows_that_stay_together_are_a_view() -> None:
     past = make(4, 6, room=4)
-    kept = select_past(past, [1, 2, 3], 5)
+    kept = select_rows(past, [1, 2, 3], 5)
     assert same(kept, tuple(part[1:4, :, -5:] for part in past))  # type: ignore[arg-type]
     assert storages([kept]) == storages([past])
 
 
 def test_rows_that_would_keep_much_else_in_memory_are_copied() -> None:
     past = make(8, 6, room=4)
-    kept = select_past(past, [1, 2], 6)
+    kept = select_rows(past, [1, 2], 6)
     assert same(kept, tuple(part[1:3] for part in past))  # type: ignore[arg-type]
     assert storages([kept]).keys().isdisjoint(storages([past]))
 
@@ -176,7 +176,7 @@ def test_rows_that_would_keep_much_else_in_memory_are_copied() -> None:
 def test_views_of_views_do_not_keep_more_and_more_in_memory() -> None:
     past: Any = make(64, 20, room=4)
     for rows in range(63, 0, -1):
-        past = select_past(past, list(range(rows)), 20)
+        past = select_rows(past, list(range(rows)), 20)
         held, needed = sum(storages([past]).values()), sum(part.nbytes for part in past.buffers[:2])
         assert held <= 2 * needed
 
@@ -185,8 +185,8 @@ def test_a_view_writes_to_its_own_rows_only() -> None:
     """Another batch may hold the rows left out: a copy shares nothing, and a view writes to none of their cells."""
     past = make(4, 6, room=4)
     whole = plain(past.buffers[:2])
-    view = select_past(past, [1, 2], 6)
-    assert isinstance(view, RoomyPast)
+    view = select_rows(past, [1, 2], 6)
+    assert isinstance(view, RoomyCache)
     assert storages([view]) == storages([past])
     view.append(*step(2))
     for buffer, before in zip(past.buffers[:2], whole, strict=True):
@@ -197,9 +197,9 @@ def test_a_view_writes_to_its_own_rows_only() -> None:
 def test_two_halves_of_one_past_can_grow_side_by_side() -> None:
     past = make(4, 6, room=4)
     expected = plain(past)
-    halves = [select_past(past, rows, 6) for rows in ([0, 1], [2, 3])]
+    halves = [select_rows(past, rows, 6) for rows in ([0, 1], [2, 3])]
     new = [step(2) for _ in halves]
-    grown = [half.append(*added) for half, added in zip(halves, new, strict=True) if isinstance(half, RoomyPast)]
+    grown = [half.append(*added) for half, added in zip(halves, new, strict=True) if isinstance(half, RoomyCache)]
     for i, half in enumerate(grown):
         for part, before, added in zip(half, expected, new[i], strict=True):
             assert torch.equal(part, torch.cat([before[2 * i : 2 * i + 2], added], dim=2))
@@ -207,16 +207,16 @@ def test_two_halves_of_one_past_can_grow_side_by_side() -> None:
 
 def test_what_was_joined_does_not_share_memory_with_its_parts() -> None:
     parts = [make(2, 4, room=3), make(1, 9)]
-    joined = join_pasts(parts, 9)
+    joined = join_rows(parts, 9)
     assert storages([joined]).keys().isdisjoint(storages(parts))
 
 
-def reference_select(past: LayerPast, rows: Sequence[int], length: int) -> LayerPast:
+def reference_select(past: LayerCache, rows: Sequence[int], length: int) -> LayerCache:
     keys, values = (part[list(rows)][:, :, part.shape[2] - length :].clone() for part in past)
     return keys, values
 
 
-def reference_join(pasts: Sequence[LayerPast], length: int) -> LayerPast:
+def reference_join(pasts: Sequence[LayerCache], length: int) -> LayerCache:
     def padded(part: torch.Tensor) -> torch.Tensor:
         part = part[:, :, max(0, part.shape[2] - length) :]
         return torch.nn.functional.pad(part, (0, 0, length - part.shape[2], 0))
@@ -225,7 +225,7 @@ def reference_join(pasts: Sequence[LayerPast], length: int) -> LayerPast:
     return keys, values
 
 
-def turned(past: LayerPast) -> LayerPast:
+def turned(past: LayerCache) -> LayerCache:
     return past[0].mT, past[1]
 
 
@@ -233,7 +233,7 @@ def turned(past: LayerPast) -> LayerPast:
 @settings(max_examples=75, derandomize=True, deadline=None, database=None)
 def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st.DataObject) -> None:
     draw = data.draw
-    held: list[tuple[LayerPast, LayerPast]] = []
+    held: list[tuple[LayerCache, LayerCache]] = []
     for _ in range(draw(st.integers(2, 3))):
         past = make(draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(0, 20)))
         held.append((past, plain(past)))
@@ -244,20 +244,20 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
         rows, columns = expected[0].shape[0], expected[0].shape[2]
         if action == "append":
             new = step(rows, draw(st.integers(1, 3)))
-            assert isinstance(past, RoomyPast)
+            assert isinstance(past, RoomyCache)
             keys, values = (torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True))
             held[i] = (past.append(*new), (keys, values))
         elif action == "join" and len(held) > 1:
             order = draw(st.permutations(range(len(held))))
             length = max(both[1][0].shape[2] for both in held)
-            joined = join_pasts([held[j][0] for j in order], length)
+            joined = join_rows([held[j][0] for j in order], length)
             held = [(joined, reference_join([held[j][1] for j in order], length))]
         else:
             count = draw(st.integers(1, rows))
             first = draw(st.integers(0, rows - count))
             kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
             length = draw(st.integers(0, columns))
-            held[i] = (select_past(past, kept, length), reference_select(expected, kept, length))
+            held[i] = (select_rows(past, kept, length), reference_select(expected, kept, length))
         assert all(same(*both) for both in held)  # also pasts that nothing was done to
 
 
@@ -267,11 +267,11 @@ def test_the_other_layout_of_keys_is_the_same_turned(data: st.DataObject) -> Non
     draw = data.draw
     pasts = [plain(make(draw(st.integers(1, 3)), draw(st.integers(1, 6)))) for _ in range(2)]
     length = max(past[0].shape[2] for past in pasts)
-    joined = join_pasts([turned(past) for past in pasts], length, keys_head_dim_last=False)
-    assert same(turned(joined), join_pasts(pasts, length))
+    joined = join_rows([turned(past) for past in pasts], length, keys_head_dim_last=False)
+    assert same(turned(joined), join_rows(pasts, length))
     rows = draw(st.permutations(range(len(joined[0]))))[: draw(st.integers(1, 3))]
     kept = draw(st.integers(0, length))
-    selected = select_past(joined, rows, kept, keys_head_dim_last=False)
+    selected = select_rows(joined, rows, kept, keys_head_dim_last=False)
     assert same(turned(selected), reference_select(turned(joined), rows, kept))
 
 
@@ -291,7 +291,7 @@ def test_a_cache_starts_empty_and_gives_back_what_it_was_fed() -> None:
     assert same(cache.update(*new, 0), new)
     cache.update(*more, 0)
     assert cache.get_seq_length() == 5
-    (past,) = cache.pasts()
+    (past,) = cache.layer_caches()
     assert same(past, tuple(torch.cat(pair, dim=2) for pair in zip(new, more, strict=True)))  # type: ignore[arg-type]
 
 
@@ -302,14 +302,14 @@ def test_a_cache_does_not_change_what_it_was_made_from() -> None:
     cache.update(*step(2), 0)
     assert pasts == [past]
     assert same(past, expected)
-    assert cache.pasts()[0][0].shape[2] == 5
+    assert cache.layer_caches()[0][0].shape[2] == 5
 
 
 def test_a_cache_takes_pairs_of_plain_tensors() -> None:
     new, more = step(2, 4), step(2)
     cache = GrowingCache([new])
     cache.update(*more, 0)
-    assert cache.pasts()[0][0].shape[2] == 5
+    assert cache.layer_caches()[0][0].shape[2] == 5
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -382,10 +382,10 @@ def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeyp
     lists = [batch.past_key_values or [] for batch in batches]
     held: list[int] = []
 
-    def watching(parts: Sequence[LayerPast], *args: Any) -> LayerPast:
+    def watching(parts: Sequence[LayerCache], *args: Any) -> LayerCache:
         held.append(sum(past[0].numel() > 0 for pasts in lists for past in pasts))
-        return join_pasts(parts, *args)
+        return join_rows(parts, *args)
 
-    monkeypatch.setattr("lorax_server.models.causal_lm_batch.join_pasts", watching)
+    monkeypatch.setattr("lorax_server.models.causal_lm_batch.join_rows", watching)
     CausalLMBatch.concatenate(batches)
     assert held == [2, 0]  # of the two layers of two batches, those not yet released

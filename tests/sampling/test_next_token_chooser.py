@@ -9,7 +9,7 @@ import torch
 from lorax_server.errors import InputError
 from lorax_server.pb.generate_pb2 import LogitBias, NextTokenChooserParameters
 from lorax_server.sampling import NextTokenChooser
-from lorax_server.sampling.chooser import params_from_pb
+from lorax_server.sampling.next_token_chooser import params_from_pb
 from lorax_server.types import MAX_SEED, SamplingParams, StopParams
 
 

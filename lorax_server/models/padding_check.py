@@ -1,4 +1,4 @@
-"""Whether a model nobody has looked at can be trusted with padded batches: ask it."""
+"""A check, before a model is served, that it computes padded batches as it computes single prompts."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lorax_server.errors import UnsupportedModelError
-from lorax_server.models.past import LayerPast
+from lorax_server.kernels import LayerCache
 
-Forward = Callable[..., tuple[torch.Tensor, list[LayerPast]]]
+Forward = Callable[..., tuple[torch.Tensor, list[LayerCache]]]
 
 LONG, SHORT = 6, 2  # tokens of the two prompts
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the mean difference, by the spread of the logits
@@ -17,15 +17,15 @@ TOLERANCE = 0.05  # of other types
 
 
 def takes(model: torch.nn.Module, parameter: str) -> bool:
-    """Whether the model's forward has a parameter of this name."""
+    """Return whether the model's forward has a parameter of this name."""
     return parameter in inspect.signature(model.forward).parameters
 
 
 def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype: torch.dtype, device: Any) -> None:
-    """Run two prompts alone and padded in one batch, two steps each, and refuse a model that tells them apart.
+    """Run two prompts alone and padded in one batch, two steps each, and refuse a model whose logits differ.
 
-    A model can ignore its mask or its positions, see the future, keep no past or keep one of another form: all of
-    it shows here, and nowhere else before users see wrong answers.
+    A model can ignore its mask or its positions, see the future, keep no cache or keep one of another form. Without
+    this check, users would be the first to notice, by wrong answers.
     """
     tokens = torch.arange(LONG + 1, device=device).mul(7).add(3).remainder(vocab_size)
     prompts, then = [tokens[:LONG], tokens[LONG - SHORT : LONG]], tokens[LONG]
@@ -33,13 +33,13 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
         alone = [_two_steps(forward, [prompt], then, pad) for prompt in prompts]
         together = _two_steps(forward, prompts, then, pad)
         at_once, _ = forward(tokens[None], torch.ones_like(tokens)[None], torch.arange(LONG + 1, device=device)[None])
-    except Exception as error:  # whatever a model that is not made for this does
+    except Exception as error:  # a model that is not made for this may raise anything
         raise UnsupportedModelError(f"{name}: cannot run in padded batches: {error}") from error
-    found = {
+    comparisons = {
         "when a shorter prompt is padded": (together, torch.cat(alone, dim=1)),
         "when another token follows": (at_once[0, -2:, None].float(), alone[0]),
     }
-    for when, (logits, expected) in found.items():
+    for when, (logits, expected) in comparisons.items():
         difference = ((logits - expected).abs().mean() / expected.std()).item()
         if not difference <= TOLERANCES.get(dtype, TOLERANCE):
             raise UnsupportedModelError(
@@ -48,7 +48,7 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
 
 
 def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Tensor, pad: int) -> torch.Tensor:
-    """[2, rows, vocabulary] the logits after the prompts, and after one more token."""
+    """Return [2, rows, vocabulary] the logits after the prompts, and after one more token."""
     width = max(len(prompt) for prompt in prompts)
     ids = prompts[0].new_full((len(prompts), width), pad)
     mask = torch.zeros_like(ids)
@@ -56,17 +56,17 @@ def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Te
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    first, past = forward(ids, mask, positions)
-    _check_past(past, len(prompts), width)
+    first, caches = forward(ids, mask, positions)
+    _check_caches(caches, len(prompts), width)
     mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    second, past = forward(then.expand(len(prompts), 1), mask, positions[:, -1:] + 1, past)
-    _check_past(past, len(prompts), width + 1)
+    second, caches = forward(then.expand(len(prompts), 1), mask, positions[:, -1:] + 1, caches)
+    _check_caches(caches, len(prompts), width + 1)
     return torch.stack([first[:, -1], second[:, -1]]).float()
 
 
-def _check_past(past: Sequence[LayerPast], rows: int, columns: int) -> None:
-    if not past:
+def _check_caches(caches: Sequence[LayerCache], rows: int, columns: int) -> None:
+    if not caches:
         raise ValueError("it keeps no keys and values")
-    for keys, values in past:
-        if any((part.shape[0], part.shape[2]) != (rows, columns) for part in (keys, values)):
+    for keys, values in caches:
+        if any((tensor.shape[0], tensor.shape[2]) != (rows, columns) for tensor in (keys, values)):
             raise ValueError(f"a layer keeps {tuple(keys.shape)} keys after {columns} tokens of {rows} prompts")

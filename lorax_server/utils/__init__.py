@@ -1,1 +1,0 @@
-"""ModelNames that LoRAX keeps here and callers of a padded batch import from here."""
