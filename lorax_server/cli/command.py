@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lorax_server import __version__
-from lorax_server.cli.flags import Parser, parse
+from lorax_server.cli.flags import Parser
 from lorax_server.cli.model_folder import check_folder
-from lorax_server.cli.settings import Machine, Parsed
+from lorax_server.cli.settings import Machine, Parsed, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
@@ -91,7 +91,7 @@ def _parser() -> Parser:
         description="Serve one language model and thousands of its adapters.",
         epilog=HELP.format(commands=commands),
     )
-    parser.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
+    parser.add_version()
     parser.add_argument("command", nargs="?", help="one of those below")
     return parser
 
@@ -99,11 +99,11 @@ def _parser() -> Parser:
 def _serve(argv: list[str], command: str) -> int:
     parsed = parse(argv, os.environ, command)
     _warn(parsed)
-    if parsed.print_env:
+    if parsed.values.get("env"):
         print(describe_installation(), flush=True)
     parsed.check()
     folder = _find_model(parsed)
-    if parsed.download_only:
+    if parsed.values.get("download_only"):
         _fetch_adapters(parsed.make_config(folder), parsed.token)
         print(folder)
         return 0
@@ -146,20 +146,20 @@ def _warn(parsed: Parsed) -> None:
 
 def _find_model(parsed: Parsed) -> Path:
     values, is_s3 = parsed.values, parsed.model_source == "s3"
-    place = str(values.get("weights_cache_override", parsed.model_place))
-    folder = Path(place).expanduser()
+    location = str(values.get("weights_cache_override", parsed.model_location))
+    folder = Path(location).expanduser()
     if folder.is_dir():
         return check_folder(folder)
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(
-        place,
+        location,
         parsed.revision,
         parsed.model_source,
         parsed.cache,
         parsed.token,
-        parsed.s3_endpoint if is_s3 else values.get("hub_endpoint"),
-        parsed.is_offline,
+        values.get("s3_endpoint" if is_s3 else "hub_endpoint"),
+        values.get("hub_offline", False),
     )
 
 
