@@ -91,7 +91,7 @@ class SourceConfig(Settings):
     s3_endpoint: str | None = setting(None, "address of the S3 service", none="Amazon's")
     max_bytes: int = setting(4 * 2**30, "size of an adapter's files", flag="--max-adapter-file-bytes")
     disk_bytes: int | None = setting(
-        None, "disk space for fetched adapters", none="half of the free disk", flag="--adapter-disk-bytes"
+        None, "disk space for fetched adapters", none="half of what is free without them", flag="--adapter-disk-bytes"
     )
     num_threads: int = setting(16, "fetches at once from each source", flag="--adapter-fetch-threads")
 
