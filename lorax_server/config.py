@@ -68,12 +68,12 @@ class ModelConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+        for name, choices in (("dtype", DTYPES), ("quantize", QUANTIZE)):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
-        if self.quantize is not None and self.quantize not in QUANTIZE:
-            raise ConfigError(f"quantize {self.quantize!r} is not supported; use one of {', '.join(QUANTIZE)}")
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,6 @@ def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
     return run_command(args)
 
 
-def _api(args: Namespace) -> Api:
-    return Api(args.url, args.api_key, args.timeout)
-
-
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +96,7 @@ def _generate(args: Namespace) -> int:
     }
     body = {"inputs": prompt, "parameters": parameters}
     started = time.perf_counter()
-    details, first = _print_whole(_api(args), body) if args.no_stream else _print_tokens(_api(args), body)
+    details, first = _print_whole(Api(args), body) if args.no_stream else _print_tokens(Api(args), body)
     if args.details:
         _print_details(details, first and first - started, time.perf_counter() - started)
     return 0
@@ -213,7 +209,7 @@ def _chat_text(event: Any) -> tuple[str, bool]:
 
 
 def _chat(args: Namespace) -> int:
-    conversation = Conversation(_api(args), args)
+    conversation = Conversation(Api(args), args)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{CHAT_HELP}; Ctrl-D leaves too.", file=sys.stderr)
@@ -268,7 +264,7 @@ def _add_adapters(parser: Parser) -> None:
 def _adapters(args: Namespace) -> int:
     if (args.action == "list") != (args.name is None):
         raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
-    api = _api(args)
+    api = Api(args)
     if args.action == "list":
         answer = _list_adapters(api)
         text = None if args.json else _format_table(answer)

@@ -6,9 +6,9 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from configparser import RawConfigParser
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_args
 
 from lorax_server import __version__
@@ -64,21 +64,16 @@ class Flag:
 
     name: str
     help: str = ""
-    kind: str = "text"
-    """One of `KINDS`."""
+    kind: str = "text"  # of `KINDS`
     settings: type | None = None
-    field: str = ""
-    """The field that it becomes. Without one, `settings.py` has code for the flag."""
-    default: str = ""
+    field: str = ""  # of these settings; a flag without one has code of its own
+    default: str = ""  # in words, for the help
     repeats: bool = False
     choices: tuple[str, ...] = ()
     is_secret: bool = False
-    is_ours: bool = False
-    """LoRAX does not have it. Its variable then begins with LORAX_, since plain names may mean something to others."""
-    unused: str = ""
-    """The reason why it has no effect."""
-    refusal: str = ""
-    """The reason why it is refused: it would change answers."""
+    is_ours: bool = False  # not LoRAX's; its variable begins with LORAX_, as plain names may mean something to others
+    unused: str = ""  # why it has no effect
+    refusal: str = ""  # why it is refused: it would change answers
 
     @property
     def key(self) -> str:
@@ -97,7 +92,7 @@ class Flag:
         kind = KINDS[self.kind]
         try:
             value = kind.convert(text)
-        except (ValueError, OverflowError):
+        except (ValueError, OverflowError, KeyError):
             shown = "its value" if self.is_secret else repr(text[:100])
             raise ConfigError(f"{origin}: {shown} is not {kind.expected}") from None
         if not self.choices:
@@ -117,13 +112,6 @@ class Kind(NamedTuple):
     convert: Callable[[str], Any]
     expected: str
     metavar: str
-
-
-def _to_switch(text: str) -> bool:
-    for value, words in ((True, ("true", "1", "yes", "on")), (False, ("false", "0", "no", "off"))):
-        if text.strip().lower() in words:
-            return value
-    raise ValueError
 
 
 def _to_number(text: str) -> float:
@@ -146,7 +134,7 @@ KINDS: Mapping[str, Kind] = {
     "integer": Kind(int, "a whole number", "N"),
     "number": Kind(_to_number, "a number", "X"),
     "size": Kind(_to_size, "a size such as 4096, 512M or 4G", "SIZE"),
-    "switch": Kind(_to_switch, "true or false", "true|false"),
+    "switch": Kind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
     "path": Kind(lambda text: Path(text).expanduser(), "a path", "PATH"),
 }
 KIND_OF_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
@@ -163,7 +151,7 @@ def _make_flags(settings: type) -> Iterator[Flag]:
             continue
         repeats = isinstance(field.default, tuple)
         stem = field.name.removesuffix("s") if repeats else field.name  # each value is given by itself
-        value_type = next(item for item in get_args(field.type) or (field.type,) if item is not NoneType)
+        value_type = (get_args(field.type) or (field.type,))[0]  # of `int | None` and of `tuple[int, ...]` it is int
         kind = KIND_OF_TYPE.get(value_type, "text")
         yield Flag(
             FLAG_NAMES.get(field.name) or setting.flag or f"--{stem.replace('_', '-')}",

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,10 +22,10 @@ CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(
 class Api:
     """A server at an address, used with a key."""
 
-    def __init__(self, url: str, key: str | None = None, timeout_s: float = 300.0) -> None:
-        self._url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._settings = client_settings(self._url, key, timeout_s)
+    def __init__(self, args: Namespace) -> None:
+        self._url = args.url.rstrip("/")
+        self._timeout_s = args.timeout
+        self._settings = client_settings(self._url, args.api_key, args.timeout)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post a body, or get a path without one, and return the answer's JSON."""

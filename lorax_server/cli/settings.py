@@ -6,9 +6,9 @@ Flags win over environment variables, and an empty value is none. Nothing is rea
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lorax_server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
 WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
 
 
@@ -66,60 +67,45 @@ class Parsed:
 
     def check(self) -> None:
         """Find errors before a model is fetched, as far as they can be known."""
-        with self._naming_flags():
-            self._make_config(None, Machine())
+        self.make_config(None)
 
-    def make_config(self, model_folder: Path, machine: Machine | None = None) -> ServerConfig:
+    def make_config(self, model_folder: Path | None, machine: Machine | None = None) -> ServerConfig:
         """Make the server's settings. Errors name the flags or variables that are wrong."""
-        with self._naming_flags():
-            return self._make_config(model_folder, machine or Machine())
-
-    @contextmanager
-    def _naming_flags(self) -> Iterator[None]:
-        """Turn errors about fields into errors about flags and variables."""
         origins = {flag.field or flag.key: self.origins.get(flag.key, flag.name) for flag in FLAGS}
         try:
-            yield
+            return self._make_config(model_folder, machine or Machine())
         except ConfigError as error:
             message = re.sub(r"(?<![\w-])\w+(?= = | ')", lambda match: origins.get(match[0], match[0]), str(error))
             raise ConfigError(message) from error
 
     def _make_config(self, folder: Path | None, machine: Machine) -> ServerConfig:
-        given = self._fields_of(ModelConfig)
-        device = given.get("device", "auto")
-        model = ModelConfig(folder or Path(), **given | {"device": machine.device if device == "auto" else device})
+        device = self.values.get("device", "auto")
+        chosen = {"path": folder or Path(), "device": machine.device if device == "auto" else device}
+        model = ModelConfig(**self._fields_of(ModelConfig) | chosen)
         ranks = self.num_shard or (max(1, self.num_visible) if model.device == "cuda" else 1)
-        static, preloaded = self._adapters()
+        source = self.values.get("adapter_source", "hub")
+        static = [_locate(source, name) for name in (self.values.get("adapter_id"),) if name]
+        preload_source = self.values.get("preloaded_adapter_source", source)
+        preloaded = [_locate(preload_source, name) for name in self.values.get("preloaded_adapter_ids", ())]
         adapters = tuple(dict.fromkeys((*static, *preloaded)))
         sources = self._sources([name for source, name in adapters if source == "local"])
         for source, _ in adapters:
             _check_source(source, sources)
         sizes = self._sizes(model, ranks, machine) if folder else {}
         parts = {"tensor_parallel": ranks, "sources": sources, "preload": adapters}
-        return ServerConfig(
-            EngineConfig(model, **self._fields_of(EngineConfig) | parts | sizes),
-            self.model_id,
-            **self._fields_of(*ServerConfig.__mro__)
-            | {
-                "model_revision": self.revision,
-                "static_adapter": static[0] if static else None,
-                "default_source": self._default_source(sources),
-                "cors": self._cors(),
-            },
-        )
+        engine = EngineConfig(model, **self._fields_of(EngineConfig) | parts | sizes)
+        computed = {
+            "model_revision": self.revision,
+            "static_adapter": static[0] if static else None,
+            "default_source": self._default_source(sources),
+            "cors": self._cors(),
+        }
+        return ServerConfig(engine, self.model_id, **self._fields_of(*ServerConfig.__mro__) | computed)
 
     def _fields_of(self, *settings: type) -> dict[str, Any]:
         """Return the given values of these settings' fields."""
         flags = [flag for flag in FLAGS if flag.settings in settings and flag.key in self.values]
         return {flag.field: self.values[flag.key] for flag in flags}
-
-    def _adapters(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Return source and name of the static adapter, if there is one, and of the adapters to preload."""
-        source = self.values.get("adapter_source", "hub")
-        static = [self.values["adapter_id"]] if "adapter_id" in self.values else []
-        preloaded = self.values.get("preloaded_adapter_ids", ())
-        preload_source = self.values.get("preloaded_adapter_source", source)
-        return [_locate(source, name) for name in static], [_locate(preload_source, name) for name in preloaded]
 
     def _sources(self, local: Sequence[str]) -> SourceConfig:
         """Allow the folders of adapters that the operator names, wherever they are. The folder whose names are listed
@@ -137,8 +123,7 @@ class Parsed:
         if asked is not None:
             _check_source(asked, sources)
             return str(asked)
-        usable = {"hub": sources.hub, "local": bool(sources.roots), "s3": bool(sources.s3_bucket)}
-        return next((source for source, is_usable in usable.items() if is_usable), "hub")
+        return next((source for source, reason in _missing_sources(sources).items() if not reason), "hub")
 
     def _cors(self) -> CorsConfig:
         cors = CorsConfig(**self._fields_of(CorsConfig))
@@ -177,13 +162,17 @@ def _is_folder(name: str) -> bool:
 
 
 def _check_source(source: str, sources: SourceConfig) -> None:
-    missing = {
-        "hub": not sources.hub and "the hub is switched off by --no-hub",
-        "local": not sources.roots and "there is no folder to read from: give --local-adapters or --adapters-dir",
-        "s3": not sources.s3_bucket and "there is no bucket: give --s3-bucket",
-    }[source]
-    if missing:
-        raise ConfigError(f"adapters cannot come from the source {source}: {missing}")
+    if reason := _missing_sources(sources)[source]:
+        raise ConfigError(f"adapters cannot come from the source {source}: {reason}")
+
+
+def _missing_sources(sources: SourceConfig) -> dict[str, str]:
+    """Return for each source the reason why there is none, or an empty text."""
+    return {
+        "hub": "" if sources.hub else "the hub is switched off by --no-hub",
+        "local": "" if sources.roots else "there is no folder to read from: give --local-adapters or --adapters-dir",
+        "s3": "" if sources.s3_bucket else "there is no bucket: give --s3-bucket",
+    }
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -304,12 +293,8 @@ def _num_shard(values: Mapping[str, Any], num_visible: int) -> int | None:
 def _count_gpus(environ: Mapping[str, str]) -> int:
     """Count the GPUs that are listed; a word such as `all` gives no number."""
     text = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("NVIDIA_VISIBLE_DEVICES") or ""
-    count = 0
-    for name in text.split(","):
-        if not re.fullmatch(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", name, re.ASCII):
-            break  # CUDA sees nothing from here on either
-        count += 1
-    return count
+    # CUDA sees none of those after a name that is no GPU's, either.
+    return len(list(takewhile(GPU_NAME.fullmatch, text.split(","))))
 
 
 def _s3_endpoint(environ: Mapping[str, str]) -> str:
