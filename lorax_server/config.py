@@ -1,131 +1,154 @@
-"""Settings, frozen once they are made. A default is written here and nowhere else."""
+"""Settings, frozen once they are made.
+
+A default and its help are written here and nowhere else: the command line makes its flags of these fields.
+"""
+# ruff: noqa: RUF009 - `setting` makes a field
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from lorax_server.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZE = ("fp8-kv",)
+SOURCES = ("hub", "local", "s3")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+T = TypeVar("T")
+
+
+class Setting(NamedTuple):
+    """Help and bounds of a field. A field that has one has a flag as well."""
+
+    help: str
+    none: str = ""  # the meaning of None, or of an empty value
+    flag: str = ""  # the name of its flag, where `--field-name` says too little
+    choices: tuple[str, ...] = ()
+    at_least: int | None = None  # None: 1 for whole numbers, no bound for others
+    above: int | None = None
+
+
+def setting(default: T, help: str, *, is_secret: bool = False, **more: Any) -> T:
+    """Declare a field with a `Setting`."""
+    return field(default=default, repr=not is_secret, metadata={"setting": Setting(help, **more)})
+
+
+class Settings:
+    """Base of all settings: checks the bounds of the fields."""
+
+    def __post_init__(self) -> None:
+        for declared in fields(self):  # type: ignore[arg-type] # every subclass is a dataclass
+            value, bounds = getattr(self, declared.name), declared.metadata.get("setting")
+            if value is None or bounds is None:
+                continue
+            least = 1 if bounds.at_least is None and declared.type in (int, int | None) else bounds.at_least
+            if least is not None and not value >= least:
+                raise ConfigError(
+                    f"{declared.name} = {value} must " + (f"be at least {least}" if least else "not be negative")
+                )
+            if bounds.above is not None and not value > bounds.above:
+                raise ConfigError(f"{declared.name} = {value} must be above {bounds.above}")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Which model to load, and how."""
+class ModelConfig(Settings):
+    """The model to load, and the form of its weights."""
 
-    path: Path
-    """Folder with `config.json` and the weights."""
-    dtype: str | None = None
-    """One of `DTYPES`. None: float32 on a CPU, what the checkpoint says on a GPU."""
-    device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:<index>`."""
-    quantize: str | None = None
-    """`fp8-kv` stores keys and values as float8."""
-    pack_weights: bool | None = None
-    """Keep a second, packed copy of each matrix for batches on a CPU: faster, twice the memory.
-    None: where both copies fit in half of this machine's memory."""
+    path: Path  # the folder with config.json and the weights
+    dtype: str | None = setting(
+        None, "float32, float16 or bfloat16", none="float32 on a CPU, the checkpoint's on a GPU"
+    )
+    device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
+    quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
+    pack_weights: bool | None = setting(
+        None, "keep a packed copy of each matrix on a CPU, for faster batches", none="if both fit in half of the memory"
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+        super().__post_init__()
+        for name, choices in (("dtype", DTYPES), ("quantize", QUANTIZE)):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} {value!r} is not supported; use one of {', '.join(choices)}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device {self.device!r} is not supported; use cpu, cuda or cuda:<index>")
-        if self.quantize is not None and self.quantize not in QUANTIZE:
-            raise ConfigError(f"quantize {self.quantize!r} is not supported; use one of {', '.join(QUANTIZE)}")
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """Where adapters may come from. Without any of it there are none."""
+class SourceConfig(Settings):
+    """The sources of adapters. By default there is none."""
 
-    roots: tuple[Path, ...] = ()
-    """Folders that local adapters may lie in."""
-    cache: Path | None = None
-    """Where what was fetched is kept; the hub and S3 need it."""
-    hub: bool = False
-    hub_endpoint: str | None = None
-    """None: that of huggingface_hub."""
-    hub_token: str | None = field(default=None, repr=False)
-    """For requests that bring none."""
-    hub_offline: bool = False
-    s3_bucket: str | None = None
-    s3_prefix: str = ""
-    s3_endpoint: str | None = None
-    max_bytes: int = 4 * 2**30
-    """The most that an adapter's files may have."""
-    disk_bytes: int | None = None
-    """The most that fetched adapters take of the disk. None: half of what it would have free without them."""
-    num_threads: int = 16
-    """Adapters that are fetched at once, from each source."""
+    roots: tuple[Path, ...] = setting((), "folder below which the source local may read", flag="--local-adapters")
+    cache: Path | None = setting(None, "folder for fetched models and adapters; the hub and S3 need it")
+    hub: bool = setting(False, "fetch adapters from a hub; --no-hub does not")
+    hub_endpoint: str | None = setting(None, "address of the hub", none="that of huggingface_hub")
+    hub_token: str | None = field(default=None, repr=False)  # for requests without a token; no flag: it is a secret
+    hub_offline: bool = setting(False, "send no request to the hub: use fetched files only")
+    s3_bucket: str | None = setting(None, "bucket that the source s3 reads")
+    s3_prefix: str = setting("", "prefix of all adapters' keys in the bucket")
+    s3_endpoint: str | None = setting(None, "address of the S3 service", none="Amazon's")
+    max_bytes: int = setting(4 * 2**30, "size of an adapter's files", flag="--max-adapter-file-bytes")
+    disk_bytes: int | None = setting(
+        None, "disk space for fetched adapters", none="half of what is free without them", flag="--adapter-disk-bytes"
+    )
+    num_threads: int = setting(16, "fetches at once from each source", flag="--adapter-fetch-threads")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.cache is None and (self.hub or self.s3_bucket):
             raise ConfigError("adapters of a hub or of S3 need a folder to be kept in: set cache")
-        for name in ("max_bytes", "disk_bytes", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How a model and its adapters are served. What is None is chosen for the machine."""
+class EngineConfig(Settings):
+    """Memory, batches and waiting. A value of None is chosen for the machine."""
 
     model: ModelConfig
-    tensor_parallel: int = 1
-    """Processes, and GPUs, over which every matrix is divided."""
-    depth: int | None = None
-    """Steps under way at once: 1 on a CPU, 2 on a GPU, where the next one is prepared while one runs."""
+    tensor_parallel: int = setting(1, "number of GPUs to divide the model over")
+    depth: int | None = setting(
+        None, "steps in progress at once; with 2 the next is prepared meanwhile", none="1 on a CPU, 2 on a GPU"
+    )
 
-    max_rows: int = 64
-    """Sequences that run at once."""
-    max_step_tokens: int | None = None
-    """Tokens that are computed in a step: 512 on a CPU, 2048 on a GPU, more where more sequences run."""
-    max_chunk: int | None = None
-    """Tokens of one prompt in a step. None: as many as there are."""
-    max_length: int | None = None
-    """Tokens of a request, prompt and answer. None: what the model was made for, if the cache holds it."""
-    block_size: int = 16
-    """Tokens of a block of the cache; prompts share whole blocks."""
-    cache_bytes: int | None = None
-    """For keys and values, on every rank. None: a quarter of the free memory on a CPU, what is left on a GPU."""
-    gpu_memory_fraction: float = 0.9
-    """Of a GPU's memory: what we use of it in all."""
+    max_rows: int = setting(64, "sequences that run at once")
+    max_step_tokens: int | None = setting(
+        None, "tokens to compute in a step", none="512 on a CPU, 2048 on a GPU, more if more sequences run"
+    )
+    max_chunk: int | None = setting(None, "tokens of one prompt in a step", none="no limit")
+    max_length: int | None = setting(
+        None, "tokens of a request, prompt and answer together", none="the model's own limit, if the cache holds it"
+    )
+    block_size: int = setting(16, "tokens of a cache block; prompts share whole blocks")
+    cache_bytes: int | None = setting(
+        None,
+        "memory for keys and values on every GPU, such as 512M or 4G",
+        none="a quarter of a CPU's free memory, the rest of a GPU's",
+    )
+    gpu_memory_fraction: float = setting(0.9, "share of a GPU's memory to use in all")
 
-    adapter_bytes: int | None = None
-    """For adapters on the device, on every rank. None: 1 GiB on a CPU, a tenth of a GPU's memory."""
-    adapter_host_bytes: int | None = None
-    """For adapters that are ready in host memory, on every rank. None: an eighth of the machine's memory."""
-    adapter_timeout_s: float = 120.0
-    """How long a request waits for its adapter to be loaded."""
-    adapter_patience_s: float = 1.0
-    """How long a request waits until another adapter has to make room for its own though it is in use."""
+    adapter_bytes: int | None = setting(
+        None, "memory for adapters on every GPU", none="1G on a CPU, a tenth of a GPU's memory", at_least=0
+    )
+    adapter_host_bytes: int | None = setting(
+        None, "host memory for prepared adapters, for every GPU", none="an eighth of the memory"
+    )
+    adapter_timeout_s: float = setting(120.0, "seconds that a request waits for its adapter to be loaded", at_least=0)
+    adapter_patience_s: float = setting(
+        1.0, "seconds that a request waits before another adapter in use must make room for its own", at_least=0
+    )
     sources: SourceConfig = field(default_factory=SourceConfig)
-    preload: tuple[tuple[str, str], ...] = ()
-    """Adapters, by source and name, that are on the device before the first request, also after a restart."""
-    pin_preloaded: bool = True
-    """Whether those stay there."""
+    preload: tuple[tuple[str, str], ...] = setting((), "adapter to load before the first request, after restarts too")
+    pin_preloaded: bool = setting(True, "keep preloaded adapters in memory")
 
-    max_waiting: int | None = 10_000
-    """Requests that may wait; more are refused."""
-    max_wait_s: float | None = None
-    """Requests that would probably wait for longer are refused."""
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    """What a tenant gets compared to others, who get 1."""
+    max_waiting: int | None = setting(10_000, "requests that may wait; more are refused")
+    max_wait_s: float | None = setting(
+        None, "refuse requests that would probably wait for more seconds", none="no limit", at_least=0
+    )
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # others have 1; no flag: `weight` of a keys file
 
     def __post_init__(self) -> None:
-        counts = ("tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_chunk", "max_length", "block_size")
-        sizes = ("cache_bytes", "adapter_host_bytes", "max_waiting")
-        for name in (*counts, *sizes):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
-        for name in ("adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} = {value} must not be negative")
+        super().__post_init__()
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
@@ -138,105 +161,104 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class CorsConfig:
-    """What pages of other origins may do."""
+class CorsConfig(Settings):
+    """Rights of web pages from other origins."""
 
-    allow_origins: tuple[str, ...] = ()
-    """`*`: all. None: only the server's own pages."""
-    allow_methods: tuple[str, ...] = ("GET", "POST")
-    allow_headers: tuple[str, ...] = ("*",)
-    """`*`: whatever they ask for. SDKs send many of their own."""
-    expose_headers: tuple[str, ...] = ("retry-after", "x-request-id")
-    """Headers that SDKs look at besides the answer."""
-    allow_credentials: bool = False
+    allow_origins: tuple[str, ...] = setting(
+        (), "origin whose pages may send requests; * is any", none="only the server's own pages"
+    )
+    allow_methods: tuple[str, ...] = setting(("GET", "POST"), "method that pages may use")
+    allow_headers: tuple[str, ...] = setting(("*",), "header that pages may send")  # SDKs send many of their own
+    expose_headers: tuple[str, ...] = setting(("retry-after", "x-request-id"), "header that pages may read")
+    allow_credentials: bool = setting(False, "let pages send credentials")
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """What is served, where, and to whom."""
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig(Settings):
+    """The server's address, and the clients that may use it."""
 
-    engine: EngineConfig
-    model_id: str
-    """What the base model is called."""
-    model_revision: str | None = None
-    served_names: tuple[str, ...] = ()
-    """What else it is called; the first of these is the name that answers bear."""
-    tokenizer_config_path: Path | None = None
-    """Instead of the model's own `tokenizer_config.json`; chooses the chat template."""
-
-    host: str = "127.0.0.1"
-    port: int = 3000
-    default_source: str = "hub"
-    """Where an adapter comes from if the request does not say."""
-    static_adapter: tuple[str, str] | None = None
-    """Source and name of an adapter for requests that name none."""
-    adapters_dir: Path | None = None
-    """A folder each of whose subfolders is an adapter that can be named, also those that come later."""
-    examples: Path | None = None
-    """Prompts that the playground offers: a JSON list of `title`, `prompt` and `models`."""
-
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Callers need one of these. None: everybody may ask."""
-    keys_file: Path | None = None
-    """Keys with names, adapters they may use, and limits."""
-    admin_key: str | None = field(default=None, repr=False)
-    """For changing what is loaded. None: nobody may."""
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(3000, "port to listen on; 0 takes a free one", at_least=0)
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "host name by which clients may call the server, besides localhost and the address it listens on; * is any",
+        none="no other if only this machine can connect, else any",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (), "key that clients need, better set by LORAX_API_KEY", none="no key is needed", is_secret=True
+    )
+    keys_file: Path | None = setting(None, "file of keys with names, adapters and limits")
+    admin_key: str | None = setting(
+        None, "key to load and unload adapters, better set by LORAX_ADMIN_KEY", is_secret=True
+    )
     cors: CorsConfig = field(default_factory=CorsConfig)
-    allowed_hosts: tuple[str, ...] = ()
-    """Names that a request's `Host` may have besides `localhost` and the address that the server listens on; `*`: any.
-    None: no others where only this machine can connect, and any elsewhere."""
-
-    max_connections: int = 8192
-    """Open connections. Idle ones give way to new ones; if there are none, new ones are refused."""
-    max_connections_per_address: int = 2048
-    """Those of one client's address. 0: as many as there are, since behind a proxy everybody has one address."""
-    max_concurrent_requests: int = 1024
-    """Answers under way; more are refused."""
-    new_adapters_per_minute: int | None = None
-    """Adapters that a key may name and that are new here. None: 60; where there are no keys, no limit."""
-    max_body_bytes: int = 2 * 2**20
-    max_best_of: int = 2
-    max_choices: int = 128
-    """Answers to one request, over all of its prompts."""
-    max_stop_sequences: int = 4
-    max_logprobs: int = 20
-    """Alternatives that are reported for a token."""
-    max_input_length: int | None = None
-    """Tokens of a prompt. None: one less than a request may have in all."""
-    request_timeout_s: float | None = None
-    """After so long a request is given up. It can ask for less by `x-request-timeout`."""
-    body_timeout_s: float = 30.0
-    """For headers and body to arrive."""
-    keep_alive_s: float = 15.0
-    """A stream says after so long a silence that it is still there."""
-    drain_s: float = 90.0
-    """What is under way may take so long to end when the server is asked to stop."""
-
-    json_logs: bool = False
-    log_level: str = "info"
-    log_prompts: bool = False
-    """Write prompts and answers to the log."""
-    otlp_endpoint: str | None = None
-    """Where traces are sent to."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} must be at least 0 and at most 65535")
+        super().__post_init__()
         for name in self.allowed_hosts:
             if re.fullmatch(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]", name) is None:
                 raise ConfigError(f"allowed_hosts {name!r} must be a name such as api.example.com, without a port")
-        counts = ("max_concurrent_requests", "max_body_bytes", "max_best_of", "max_choices", "max_stop_sequences")
-        for name in (*counts, "max_connections", "max_input_length", "new_adapters_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} must be at least 1")
-        for name in ("request_timeout_s", "body_timeout_s", "keep_alive_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} = {value} must be above 0")
-        for name in ("drain_s", "max_connections_per_address"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig(Settings):
+    """Bounds on connections and requests."""
+
+    max_connections: int = setting(8192, "open connections; idle ones are closed for new ones")
+    max_connections_per_address: int = setting(
+        2048, "open connections of one client's address; 0 is no limit, for servers behind a proxy", at_least=0
+    )
+    max_concurrent_requests: int = setting(1024, "requests in progress; more are refused")
+    new_adapters_per_minute: int | None = setting(
+        None, "adapters that a key may name and that are new to the server", none="60; without keys no limit"
+    )
+    max_body_bytes: int = setting(2 * 2**20, "size of a request")
+    max_best_of: int = setting(2, "samples to choose the best of")
+    max_choices: int = setting(128, "answers to one request, over all of its prompts")
+    max_stop_sequences: int = setting(4, "stop sequences of a request")
+    max_logprobs: int = setting(20, "alternatives that are reported for a token", at_least=0)
+    max_input_length: int | None = setting(None, "tokens of a prompt", none="one less than --max-total-tokens")
+    request_timeout_s: float | None = setting(
+        None, "seconds until a request is given up; x-request-timeout can ask for less", none="never", above=0
+    )
+    body_timeout_s: float = setting(30.0, "seconds for headers, and for a body, to arrive", above=0)
+    keep_alive_s: float = setting(15.0, "seconds of silence until a stream sends a comment", above=0)
+    drain_s: float = setting(90.0, "seconds that requests have to end when the server stops", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Settings):
+    """Logs and traces."""
+
+    log_level: str = setting("info", "least severe messages to log", choices=LOG_LEVELS)
+    log_prompts: bool = setting(False, "write prompts and answers to the log")
+    json_logs: bool = setting(False, "write the log as JSON")
+    otlp_endpoint: str | None = setting(None, "address to send traces to, by OTLP over HTTP")
+
+
+@dataclass(frozen=True)
+class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
+    """A model, its adapters, and the server in front of them."""
+
+    engine: EngineConfig
+    model_id: str  # the base model's name
+    model_revision: str | None = setting(None, "branch, tag or commit of the model on the hub")
+    served_names: tuple[str, ...] = setting(
+        (), "another name of the model; answers bear the first one", flag="--served-model-name"
+    )
+    tokenizer_config_path: Path | None = setting(None, "another tokenizer_config.json, for its chat template")
+
+    adapters_dir: Path | None = setting(None, "folder whose subfolders are adapters, later ones too")
+    static_adapter: tuple[str, str] | None = setting(None, "adapter of requests that name none")
+    default_source: str = setting("hub", "source of adapters whose request names none", choices=SOURCES)
+    examples: Path | None = setting(
+        None, "prompts for the playground: a JSON list of title, prompt and models", flag="--playground-examples"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         total = self.engine.max_length
         if self.max_input_length is not None and total is not None and self.max_input_length >= total:
             raise ConfigError(

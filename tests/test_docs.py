@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.config import REFUSED_FIELDS
-from lorax_server.cli.flag_table import FLAGS
+from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
 from lorax_server.server.routes.lorax_schemas import GenerateParameters

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lorax_server.cli.flags import parse
+from lorax_server.cli.settings import parse
 from tests.demo.server import Demo
 
 ROOT = Path(__file__).parent.parent

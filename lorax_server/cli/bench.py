@@ -1,6 +1,7 @@
-"""`lorax bench`: how fast a server answers when several ask at once."""
+"""`lorax bench`: measure how fast a server answers many requests at once."""
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -17,7 +18,7 @@ import httpx2
 from tqdm import tqdm
 
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.http import Lines, connection, count_of, read_event, refusal, talking
+from lorax_server.cli.http import EventReader, client_settings, count_of, explaining, read_event, refusal
 from lorax_server.errors import ConfigError, LoraxError
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
@@ -26,7 +27,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass
 class Sample:
-    """One request, as its client saw it. Times are seconds."""
+    """One request as its client saw it. Times are in seconds."""
 
     first_s: float | None = None
     total_s: float = 0.0
@@ -36,14 +37,14 @@ class Sample:
 
     @property
     def per_token_s(self) -> float | None:
-        """Between tokens, on average."""
+        """The mean time between two tokens."""
         if self.first_s is None or self.tokens < 2:
             return None
         return (self.total_s - self.first_s) / (self.tokens - 1)
 
 
 def add_bench(parser: Parser) -> None:
-    parser.description = "Send requests to a server, several at once, and say how long they took."
+    parser.description = "Send requests to a server, several at once, and report how long they took."
     parser.epilog = (
         "example:\n  lorax bench --requests 200 --concurrency 16 --adapter poet --adapter lawyer --json out.json"
     )
@@ -74,32 +75,31 @@ def bench(args: Namespace) -> int:
 
 
 def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Requests that begin differently, so that none finds another's prompt in the cache; the same in every run."""
-    chosen = random.Random(0)
-    adapters = args.adapter or [None]
-    for number in range(args.requests):
-        words = [f"{number}", *chosen.choices(WORDS, k=args.prompt_tokens - 1)]
+    """Make the requests. They begin differently, so that none finds another's prompt in the cache."""
+    generator = random.Random(0)  # the same prompts in every run
+    adapter_ids = itertools.cycle(args.adapter or [None])
+    for number, adapter_id in zip(range(args.requests), adapter_ids, strict=False):
+        words = [f"{number}", *generator.choices(WORDS, k=args.prompt_tokens - 1)]
         parameters = {"max_new_tokens": args.max_new_tokens, "ignore_eos_token": True, "details": True}
-        for key, value in (("adapter_id", adapters[number % len(adapters)]), ("adapter_source", args.adapter_source)):
-            parameters |= {key: value} if value is not None else {}
+        optional = {"adapter_id": adapter_id, "adapter_source": args.adapter_source}
+        parameters |= {name: value for name, value in optional.items() if value is not None}
         yield {"inputs": " ".join(words), "parameters": parameters}
 
 
 async def _send_all(args: Namespace) -> list[Sample]:
     samples: list[Sample] = []
-    bodies = make_bodies(args)
+    bodies, url = make_bodies(args), args.url.rstrip("/")
     limits = httpx2.Limits(max_connections=args.concurrency)
-    settings = connection(args.url.rstrip("/"), args.api_key, args.timeout)
-    bar = tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    settings = client_settings(url, args.api_key, args.timeout)
 
-    async def worker(client: httpx2.AsyncClient) -> None:
+    async def worker(client: httpx2.AsyncClient, bar: Any) -> None:
         for body in bodies:
-            samples.append(await _send(client, args.url.rstrip("/"), body, args.timeout))
+            samples.append(await _send(client, url, body, args.timeout))
             bar.update()
 
-    with bar:
+    with tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         async with httpx2.AsyncClient(limits=limits, **settings) as client:
-            await asyncio.gather(*(worker(client) for _ in range(min(args.concurrency, args.requests))))
+            await asyncio.gather(*(worker(client, bar) for _ in range(min(args.concurrency, args.requests))))
     return samples
 
 
@@ -107,7 +107,7 @@ async def _send(client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], t
     sample = Sample()
     started = time.perf_counter()
     try:
-        with talking(url, timeout_s):
+        with explaining(url, timeout_s):
             await _follow(client, f"{url}/generate_stream", body, sample, started)
     except LoraxError as error:
         sample.error = str(error)
@@ -116,25 +116,25 @@ async def _send(client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], t
 
 
 async def _follow(client: httpx2.AsyncClient, url: str, body: Any, sample: Sample, started: float) -> None:
-    lines = Lines()
+    """Read a stream to its end, and note its tokens in the sample."""
+    events = EventReader()
     last: Any = None
     async with client.stream("POST", url, content=json.dumps(body).encode()) as response:
         if not response.is_success:
             raise refusal(response.status_code, await response.aread())
         async for chunk in response.aiter_bytes():
-            for data in lines.feed(chunk):
+            for data in events.feed(chunk):
                 last = read_event(data)
                 sample.tokens += 1
                 if sample.first_s is None:
                     sample.first_s = time.perf_counter() - started
     if not isinstance(last, dict) or last.get("generated_text") is None:
         raise LoraxError("the stream ended before the answer did")
-    details = last.get("details")
-    sample.prompt_tokens = count_of(details, "prompt_tokens")
+    sample.prompt_tokens = count_of(last.get("details"), "prompt_tokens")
 
 
 def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
-    """Rates and times of those that were answered; how many were not, and why."""
+    """Count failures and their reasons, and compute rates and times of the answered requests."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {
@@ -153,8 +153,8 @@ def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float | None]:
-    found = sorted(value for value in values if value is not None)
-    return {f"p{share:.0%}"[:-1]: found[math.ceil(share * len(found)) - 1] if found else None for share in QUANTILES}
+    times = sorted(value for value in values if value is not None)
+    return {f"p{share:.0%}"[:-1]: times[math.ceil(share * len(times)) - 1] if times else None for share in QUANTILES}
 
 
 def format_figures(figures: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`lorax generate`, `chat`, `adapters` and `bench`: talking to a server over HTTP."""
+"""`lorax generate`, `chat`, `adapters` and `bench`: the commands that use a running server."""
 
 import json
 import sys
@@ -15,11 +15,11 @@ from lorax_server.cli.http import Api, add_connection, clean, count_of, say, tol
 from lorax_server.errors import ConfigError, LoraxError
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
-    "temperature": (float, "how freely tokens are chosen; 0: always the likeliest"),
-    "top_p": (float, "choose among the likeliest tokens that have this share together"),
-    "top_k": (int, "choose among so many of the likeliest tokens"),
-    "repetition_penalty": (float, "above 1: less of what was there already"),
-    "seed": (int, "the same choices every time"),
+    "temperature": (float, "randomness of the choice; 0 always takes the likeliest token"),
+    "top_p": (float, "choose among the likeliest tokens with this probability together"),
+    "top_k": (int, "choose among this number of likeliest tokens"),
+    "repetition_penalty": (float, "above 1 makes tokens of the text so far less likely"),
+    "seed": (int, "make the same choices every time"),
 }
 CHAT_HELP = "/adapter NAME changes the adapter (without a name: the base model), /reset forgets, /quit leaves"
 ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
@@ -27,34 +27,30 @@ COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
 
 
 def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
-    """One of the commands. The exit code, or an error in one line."""
+    """Run a command and return its exit code."""
     tolerate_any_text()
-    add, do = {
+    add_flags, run_command = {
         "generate": (_add_generate, _generate),
         "chat": (_add_chat, _chat),
         "adapters": (_add_adapters, _adapters),
         "bench": (add_bench, bench),
     }[command]
     parser = Parser(prog=f"lorax {command}")
-    add(parser)
+    add_flags(parser)
     add_connection(parser, environ)
     args = parser.parse_args(argv)
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout} must be above 0")
     if command == "adapters":
         args.api_key = args.admin_key or environ.get("LORAX_ADMIN_KEY") or args.api_key
-    return do(args)
-
-
-def _api(args: Namespace) -> Api:
-    return Api(args.url, args.api_key, args.timeout)
+    return run_command(args)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
 def _add_generate(parser: Parser) -> None:
-    parser.description = "Continue a text, and write what comes as it comes."
+    parser.description = "Continue a text, and write each token as it comes."
     parser.epilog = (
         'examples:\n  lorax generate "Once upon a time" --adapter poet --max-new-tokens 100\n'
         "  lorax generate - < prompt.txt                     the prompt from a file"
@@ -62,19 +58,17 @@ def _add_generate(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
     _add_adapter(parser)
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="how many at most (default: what there is room for)"
+        "--max-new-tokens", type=int, metavar="N", help="tokens of the answer at most (default: what there is room for)"
     )
     _add_sampling(parser)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
-    parser.add_argument(
-        "--details", action="store_true", help="say afterwards how many tokens there were, and how fast"
-    )
-    parser.add_argument("--no-stream", action="store_true", help="wait for all of it")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable")
+    parser.add_argument("--details", action="store_true", help="report the number of tokens and their speed afterwards")
+    parser.add_argument("--no-stream", action="store_true", help="wait for the whole answer")
 
 
 def _add_adapter(parser: Parser) -> None:
-    parser.add_argument("--adapter", metavar="NAME", help="which adapter (default: the base model)")
-    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
+    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
 
 
 def _add_sampling(parser: Parser) -> None:
@@ -90,9 +84,11 @@ def _generate(args: Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     chosen = _sampling(args)
     is_sampled = any(name in chosen for name in ("temperature", "top_p", "top_k")) and chosen.get("temperature") != 0
-    wanted = {"adapter_id": args.adapter, "adapter_source": args.adapter_source, "max_new_tokens": args.max_new_tokens}
+    optional = {
+        "adapter_id": args.adapter, "adapter_source": args.adapter_source, "max_new_tokens": args.max_new_tokens
+    }  # fmt: skip
     parameters = {
-        **{name: value for name, value in wanted.items() if value is not None},
+        **{name: value for name, value in optional.items() if value is not None},
         **chosen,
         "stop": args.stop or [],
         "do_sample": is_sampled,
@@ -100,50 +96,46 @@ def _generate(args: Namespace) -> int:
     }
     body = {"inputs": prompt, "parameters": parameters}
     started = time.perf_counter()
-    details, first = _whole(_api(args), body) if args.no_stream else _as_it_comes(_api(args), body)
+    details, first = _print_whole(Api(args), body) if args.no_stream else _print_tokens(Api(args), body)
     if args.details:
-        _show_details(details, first and first - started, time.perf_counter() - started)
+        _print_details(details, first and first - started, time.perf_counter() - started)
     return 0
 
 
-def _whole(api: Api, body: Mapping[str, Any]) -> tuple[Any, None]:
-    answer = api.post("/generate", body)
+def _print_whole(api: Api, body: Mapping[str, Any]) -> tuple[Any, None]:
+    answer = api.ask("/generate", body)
     if not isinstance(answer, dict) or not isinstance(answer.get("generated_text"), str):
         raise LoraxError("the server's answer has no generated_text; is it a lorax server?")
     say(answer["generated_text"] + "\n")
     return answer.get("details"), None
 
 
-def _as_it_comes(api: Api, body: Mapping[str, Any]) -> tuple[Any, float | None]:
-    """The details, and when the first token was here."""
-    first = None
-    last: Any = None
+def _print_tokens(api: Api, body: Mapping[str, Any]) -> tuple[Any, float | None]:
+    """Return the details, and the time of the first token."""
+    first, last = None, None
     with closing(api.stream("/generate_stream", body)) as events:
-        for event in events:
+        for last in events:
             first = first or time.perf_counter()
-            say(token_text(event))
-            last = event
+            say(_token_text(last))
     if not isinstance(last, dict) or last.get("generated_text") is None:
         raise LoraxError("the stream ended before the answer did")
     say("\n")
     return last.get("details"), first
 
 
-def token_text(event: Any) -> str:
-    """What a token adds to the text."""
+def _token_text(event: Any) -> str:
     token = event.get("token") if isinstance(event, dict) else None
     if not isinstance(token, dict):
         raise LoraxError("the server's events have no token; is it a lorax server?")
     return "" if token.get("special") else str(token.get("text", ""))
 
 
-def _show_details(details: Any, first_s: float | None, total_s: float) -> None:
-    found = details if isinstance(details, dict) else {}
-    tokens = count_of(details, "generated_tokens")
-    parts = [f"{name} {found.get(name)}" for name in ("finish_reason", "prompt_tokens", "generated_tokens", "seed")]
-    parts += [f"first token after {first_s:.3f} s"] if first_s is not None else []
-    parts += [f"{total_s:.3f} s", f"{tokens / total_s:.1f} tokens/s"]
-    print(clean(", ".join(parts)), file=sys.stderr)
+def _print_details(details: Any, first_s: float | None, total_s: float) -> None:
+    entries = details if isinstance(details, dict) else {}
+    figures = [f"{name} {entries.get(name)}" for name in ("finish_reason", "prompt_tokens", "generated_tokens", "seed")]
+    figures += [f"first token after {first_s:.3f} s"] if first_s is not None else []
+    figures += [f"{total_s:.3f} s", f"{count_of(details, 'generated_tokens') / total_s:.1f} tokens/s"]
+    print(clean(", ".join(figures)), file=sys.stderr)
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -153,60 +145,60 @@ def _add_chat(parser: Parser) -> None:
     parser.description = f"Talk to a model. {CHAT_HELP}.\nCtrl-C stops an answer, Ctrl-D leaves."
     parser.epilog = "examples:\n  lorax chat --adapter poet --system 'You are a poet.'\n  echo 'Hello!' | lorax chat"
     _add_adapter(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="system message, the first of the conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
     _add_sampling(parser)
 
 
-class Talk:
-    """A conversation, and with whom."""
+class Conversation:
+    """The messages so far, and the adapter that answers."""
 
     def __init__(self, api: Api, args: Namespace) -> None:
         self._api = api
         self._settings = _sampling(args) | ({"max_tokens": args.max_tokens} if args.max_tokens is not None else {})
         self._start = [{"role": "system", "content": args.system}] if args.system else []
-        self.adapter = args.adapter or ""
-        self.adapter_source = args.adapter_source
-        self.messages = [*self._start]
+        self._adapter_source = args.adapter_source
+        self.adapter_id = args.adapter or ""
+        self.reset()
 
     def reset(self) -> None:
-        self.messages = [*self._start]
+        self._messages = [*self._start]
 
     def answer(self, text: str) -> None:
-        """Say what comes. An answer that is stopped stays as far as it came; one that fails never was."""
-        self.messages.append({"role": "user", "content": text})
+        """Print the answer to a message. An answer that is stopped stays as far as it came; one that fails does not."""
+        self._messages.append({"role": "user", "content": text})
         said = ""
         try:
-            with closing(self._pieces()) as pieces:
+            with closing(self._stream_text()) as pieces:
                 for piece in pieces:
                     said += piece
                     say(piece)
         except KeyboardInterrupt:
             say(" ...")
         except BaseException:
-            self.messages.pop()
+            self._messages.pop()
             raise
         say("\n")
         if said:
-            self.messages.append({"role": "assistant", "content": said})
+            self._messages.append({"role": "assistant", "content": said})
         else:
-            self.messages.pop()
+            self._messages.pop()
 
-    def _pieces(self) -> Generator[str]:
-        source = {"adapter_source": self.adapter_source} if self.adapter and self.adapter_source else {}
-        body = {"model": self.adapter, "messages": self.messages, "stream": True, **source, **self._settings}
-        is_done = False
+    def _stream_text(self) -> Generator[str]:
+        source = {"adapter_source": self._adapter_source} if self.adapter_id and self._adapter_source else {}
+        body = {"model": self.adapter_id, "messages": self._messages, "stream": True, **source, **self._settings}
+        is_complete = False
         with closing(self._api.stream("/v1/chat/completions", body)) as events:
             for event in events:
-                text, ends = chat_text(event)
-                is_done = is_done or ends
+                text, is_last = _chat_text(event)
+                is_complete = is_complete or is_last
                 yield text
-        if not is_done:
+        if not is_complete:
             raise LoraxError("the stream ended before the answer did")
 
 
-def chat_text(event: Any) -> tuple[str, bool]:
-    """What an event adds to an answer, and whether the answer is complete with it."""
+def _chat_text(event: Any) -> tuple[str, bool]:
+    """Return the text that an event adds, and True if it completes the answer."""
     if event is None:
         return "", True
     try:
@@ -217,15 +209,13 @@ def chat_text(event: Any) -> tuple[str, bool]:
 
 
 def _chat(args: Namespace) -> int:
-    talk = Talk(_api(args), args)
+    conversation = Conversation(Api(args), args)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{CHAT_HELP}; Ctrl-D leaves too.", file=sys.stderr)
-    while (line := _read_line(talk, is_terminal)) is not None:
-        if line == "/quit":
-            break
+    while (line := _read_line(conversation, is_terminal)) not in (None, "/quit"):
         try:
-            _obey(talk, line)
+            _handle_line(conversation, str(line))
         except LoraxError as error:
             if not is_terminal:
                 raise
@@ -233,80 +223,78 @@ def _chat(args: Namespace) -> int:
     return 0
 
 
-def _read_line(talk: Talk, is_terminal: bool) -> str | None:
+def _read_line(conversation: Conversation, is_terminal: bool) -> str | None:
     if not is_terminal:
         line = sys.stdin.readline()
         return line.strip() if line else None
     while True:
         try:
-            return input(f"{clean(talk.adapter)}> ").strip()
-        except KeyboardInterrupt:
+            return input(f"{clean(conversation.adapter_id)}> ").strip()
+        except (KeyboardInterrupt, EOFError) as end:
             print(file=sys.stderr)
-        except EOFError:
-            print(file=sys.stderr)
-            return None
+            if isinstance(end, EOFError):
+                return None
 
 
-def _obey(talk: Talk, line: str) -> None:
+def _handle_line(conversation: Conversation, line: str) -> None:
     word, _, rest = line.partition(" ")
     if word == "/reset":
-        talk.reset()
+        conversation.reset()
     elif word == "/adapter":
-        talk.adapter = rest.strip()
+        conversation.adapter_id = rest.strip()
     elif word == "/help":
         print(CHAT_HELP, file=sys.stderr)
     elif line:
-        talk.answer(line)
+        conversation.answer(line)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
 def _add_adapters(parser: Parser) -> None:
-    parser.description = "List the adapters that a server knows, or change what is loaded."
+    parser.description = "List the adapters that a server knows, or load, unload and pin them."
     parser.epilog = "examples:\n  lorax adapters\n  LORAX_ADMIN_KEY=secret lorax adapters pin poet --source local"
     parser.add_argument("action", nargs="?", default="list", choices=("list", *ACTIONS), help="(default: list)")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which adapter")
-    parser.add_argument("--source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
-    parser.add_argument("--json", action="store_true", help="write what the server says as it is")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="adapter to change")
+    parser.add_argument("--source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
+    parser.add_argument("--json", action="store_true", help="write the server's answer as JSON")
     parser.add_argument("--admin-key", metavar="KEY", help="needed to change anything [LORAX_ADMIN_KEY]")
 
 
 def _adapters(args: Namespace) -> int:
     if (args.action == "list") != (args.name is None):
         raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
-    api = _api(args)
+    api = Api(args)
     if args.action == "list":
-        answer = _all_adapters(api)
-        print(json.dumps(answer, indent=2) if args.json else format_table(answer))
-        return 0
-    body = {"adapter_id": args.name} | ({"adapter_source": args.source} if args.source else {})
-    if args.action == "unload":
-        answer = api.post("/v1/adapters/unload", body)
+        answer = _list_adapters(api)
+        text = None if args.json else _format_table(answer)
     else:
-        pin = {"pin": True, "unpin": False}.get(args.action)  # to load one leaves that as it is
-        answer = api.post("/v1/adapters/load", body | {"pin": pin})
-    print(json.dumps(answer, indent=2) if args.json else f"{args.name}: {ACTIONS[args.action]}")
+        body = {"adapter_id": args.name} | ({"adapter_source": args.source} if args.source else {})
+        if args.action != "unload":
+            body["pin"] = {"pin": True, "unpin": False}.get(args.action)  # None leaves it as it is
+        answer = api.ask(f"/v1/adapters/{'unload' if args.action == 'unload' else 'load'}", body)
+        text = f"{args.name}: {ACTIONS[args.action]}"
+    print(json.dumps(answer, indent=2) if args.json else text)
     return 0
 
 
-def _all_adapters(api: Api) -> Any:
-    """The list with all of its pages as one; as it is where it is none."""
-    answer = page = api.get("/v1/adapters")
-    asked = set()
+def _list_adapters(api: Api) -> Any:
+    """Return the server's list with all of its pages as one. Other answers are returned as they are."""
+    answer = page = api.ask("/v1/adapters")
+    marks = set()
     while isinstance(page, dict) and page.get("next"):
         mark = str(page["next"])
-        if mark in asked:
+        if mark in marks:
             raise LoraxError(f"the server's pages of adapters come again after {clean(mark)[:80]!r}; try again later")
-        asked.add(mark)
-        page = api.get("/v1/adapters?" + urlencode({"after": mark}))
+        marks.add(mark)
+        page = api.ask("/v1/adapters?" + urlencode({"after": mark}))
         if not isinstance(page, dict) or not isinstance(page.get("data"), list):
             raise LoraxError("a page of the server's answer lists no adapters; is it a lorax server?")
         answer = {**answer, "data": [*answer["data"], *page["data"]], "has_more": False, "next": None}
     return answer
 
 
-def format_table(answer: Any) -> str:
+def _format_table(answer: Any) -> str:
     listed = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise LoraxError("the server's answer lists no adapters; is it a lorax server?")

@@ -1,4 +1,4 @@
-"""The commands `lorax` and `lorax-launcher`. What is slow to import is imported by the command that needs it."""
+"""The commands `lorax` and `lorax-launcher`. Each imports slow modules only when it needs them."""
 
 import logging
 import os
@@ -6,15 +6,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lorax_server import __version__
-from lorax_server.cli.flags import Parser, parse
+from lorax_server.cli.flags import Parser
 from lorax_server.cli.model_folder import check_folder
-from lorax_server.cli.settings import Machine, Parsed
-from lorax_server.config import ServerConfig
+from lorax_server.cli.settings import Machine, Parsed, parse
 from lorax_server.errors import ConfigError, LoraxError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ COMMANDS = {
     "chat": "talk to a model, or to an adapter",
     "adapters": "list, load, unload and pin adapters",
     "bench": "measure a server under load",
-    "download-weights": "fetch a model, and an adapter, before they are needed",
+    "download-weights": "fetch a model, and an adapter, ahead of time",
 }
 HELP = """\
 commands:
@@ -39,22 +38,22 @@ examples:
   lorax generate "Once upon a time" --adapter poet
   lorax chat --adapter poet
 
-lorax COMMAND --help says more of each. lorax-launcher is lorax serve with the defaults of LoRAX.
+lorax COMMAND --help describes a command. lorax-launcher is lorax serve with the defaults of LoRAX.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`lorax`."""
+    """Run `lorax`."""
     return _guarded("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
 
 
 def launcher(argv: Sequence[str] | None = None) -> int:
-    """`lorax-launcher`."""
+    """Run `lorax-launcher`."""
     return _guarded("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
 
 
 def _guarded(program: str, run: Callable[[], int]) -> int:
-    """The exit code. Whatever is the user's to mend is one line: 2 where it is a setting, 1 where it is not."""
+    """Return the exit code. An error that the user can mend is one line: code 2 for a setting, 1 for the rest."""
     try:
         return run()
     except SystemExit as end:  # of --help and --version
@@ -64,7 +63,7 @@ def _guarded(program: str, run: Callable[[], int]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -91,22 +90,16 @@ def _parser() -> Parser:
         description="Serve one language model and thousands of its adapters.",
         epilog=HELP.format(commands=commands),
     )
-    parser.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
-    parser.add_argument("command", nargs="?", help="one of those below")
+    parser.add_version()
+    parser.add_argument("command", nargs="?", help="one of the commands below")
     return parser
 
 
 def _serve(argv: list[str], command: str) -> int:
-    parsed = parse(argv, os.environ, command)
-    _warn(parsed)
-    if parsed.print_env:
-        print(describe_installation(), flush=True)
-    parsed.check()
+    parsed = _parse(argv, os.environ, command)
+    if parsed.values.get("download_only"):
+        return _download(parsed)
     folder = _find_model(parsed)
-    if parsed.download_only:
-        _fetch_adapters(parsed.make_config(folder), parsed.token)
-        print(folder)
-        return 0
     config = parsed.make_config(folder, Machine() if parsed.values.get("device") == "cpu" else find_machine())
     from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
 
@@ -118,7 +111,7 @@ def _download_weights(argv: list[str]) -> int:
         prog="lorax download-weights",
         usage="lorax download-weights MODEL_ID [flags]",
         description="Fetch a model, and an adapter, into the cache, and print the model's folder.",
-        epilog="All flags of `lorax serve` that say what is served and from where are understood, such as --revision,\n"
+        epilog="Takes all flags of `lorax serve` about a model, adapters and their sources, such as --revision,\n"
         "--source, --adapter-id, --adapter-source and --huggingface-hub-cache.",
     )
     parser.add_argument("model_id", metavar="MODEL_ID", help="a hub id, id@revision, or s3://bucket/path")
@@ -126,66 +119,68 @@ def _download_weights(argv: list[str]) -> int:
     parser.add_argument("--extension", default=".safetensors", help="only .safetensors, which is all that is fetched")
     for name in ("--auto-convert", "--logger-level"):
         parser.add_argument(name, nargs="?", help="accepted from LoRAX, without effect")
-    found, rest = parser.parse_known_args(argv)
-    if found.extension != ".safetensors":
-        raise ConfigError(f"--extension {found.extension!r} is not supported: only .safetensors is fetched")
-    environ = dict(os.environ) | ({"HUGGING_FACE_HUB_TOKEN": found.api_token} if found.api_token else {})
-    parsed = parse(["--model-id", found.model_id, *rest], environ, "serve")
-    _warn(parsed)
+    arguments, flags = parser.parse_known_args(argv)
+    if arguments.extension != ".safetensors":
+        raise ConfigError(f"--extension {arguments.extension!r} is not supported: only .safetensors is fetched")
+    environ = dict(os.environ) | ({"HUGGING_FACE_HUB_TOKEN": arguments.api_token} if arguments.api_token else {})
+    return _download(_parse(["--model-id", arguments.model_id, *flags], environ, "serve"))
+
+
+def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> Parsed:
+    """Read and check the settings before anything is fetched."""
+    parsed = parse(argv, environ, command)
+    for warning in parsed.warnings:
+        logger.warning(warning)
+    if parsed.values.get("env"):
+        print(describe_installation(), flush=True)
     parsed.check()
+    return parsed
+
+
+def _download(parsed: Parsed) -> int:
+    """Fetch the model and the adapters that a server would load at its start."""
     folder = _find_model(parsed)
-    _fetch_adapters(parsed.make_config(folder), parsed.token)
+    config = parsed.make_config(folder)
+    if config.engine.preload:
+        from lorax_server.adapters.sources.source import AdapterSources  # noqa: PLC0415 - slow, like the next
+        from lorax_server.build import build_sources  # noqa: PLC0415
+
+        sources = AdapterSources(build_sources(config.engine.sources), max_bytes=config.engine.sources.max_bytes)
+        for source, adapter_id in config.engine.preload:
+            sources.fetch(source, adapter_id, parsed.token if source == "hub" else None, lambda *_: None)
     print(folder)
     return 0
 
 
-def _warn(parsed: Parsed) -> None:
-    for warning in parsed.warnings:
-        logger.warning(warning)
-
-
 def _find_model(parsed: Parsed) -> Path:
     values, is_s3 = parsed.values, parsed.model_source == "s3"
-    place = str(values.get("weights_cache_override", parsed.model_place))
-    folder = Path(place).expanduser()
+    location = str(values.get("weights_cache_override", parsed.model_location))
+    folder = Path(location).expanduser()
     if folder.is_dir():
         return check_folder(folder)
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(
-        place,
+        location,
         parsed.revision,
         parsed.model_source,
         parsed.cache,
         parsed.token,
-        parsed.s3_endpoint if is_s3 else values.get("hub_endpoint"),
-        parsed.is_offline,
+        values.get("s3_endpoint" if is_s3 else "hub_endpoint"),
+        values.get("hub_offline", False),
     )
 
 
-def _fetch_adapters(config: ServerConfig, token: str | None) -> None:
-    """Those that a server with these settings would load at its start."""
-    if not config.engine.preload:
-        return
-    from lorax_server.adapters.sources.source import AdapterSources  # noqa: PLC0415 - slow, like the next
-    from lorax_server.build import build_sources  # noqa: PLC0415
-
-    sources = config.engine.sources
-    front = AdapterSources(build_sources(sources), max_bytes=sources.max_bytes)
-    for source, name in config.engine.preload:
-        front.fetch(source, name, token if source == "hub" else None, lambda *_: None)
-
-
 def find_machine() -> Machine:
-    """Whether there is a GPU that torch can use, and how large it is.
+    """Find a GPU that torch can use, and its memory.
 
-    Another process is asked where there is a driver: this one is going to serve, and needs no torch for that.
+    If there is a driver, another process asks torch: this one is going to serve, and needs no torch for that.
     """
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         return Machine()
     try:
-        asked = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
-        gpu_bytes = int(asked.stdout)
+        probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+        gpu_bytes = int(probe.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"cannot tell whether there is a GPU: give --device cpu or --device cuda ({error})"
@@ -194,7 +189,7 @@ def find_machine() -> Machine:
 
 
 def describe_installation() -> str:
-    """What to add to a report of a bug."""
+    """Describe versions and hardware, for reports of bugs."""
     lines = [f"lorax_server {__version__}", f"Python {platform.python_version()}", platform.platform()]
     for package in PACKAGES:
         try:

@@ -1,10 +1,11 @@
-"""The model that ships in the package: what `lorax serve` serves where it is not told what to."""
+"""The model that ships in the package. `lorax serve` serves it if no model is named."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lorax_server.errors import ConfigError
+from lorax_server.files.names import MODEL_CONFIG_FILE
 
 FOLDER = Path(__file__).parent.parent / "demo"
 NAME = "lorax-demo"
@@ -16,6 +17,7 @@ SETTINGS: Mapping[str, Any] = {
     "device": "cpu",
     "weights_cache_override": FOLDER / "model",
     "adapters_dir": FOLDER / "adapters",
+    "playground_examples": EXAMPLES,
     "hub": False,
     "cache_bytes": 2**28,
     "adapter_bytes": 2**26,
@@ -24,19 +26,10 @@ SETTINGS: Mapping[str, Any] = {
 ABOUT_A_MODEL = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
 
 
-def is_there() -> bool:
-    return (FOLDER / "model" / "config.json").is_file()
-
-
-def is_asked_for(command: str, values: Mapping[str, Any]) -> bool:
-    """`lorax serve` without a model. LoRAX's launcher has a default of its own."""
-    return command == "serve" and "model_id" not in values
-
-
 def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, and the demo's settings where nothing was."""
+    """Fill in the demo's settings where the operator gave none."""
     if any(name in values for name in ABOUT_A_MODEL):
         raise ConfigError(MISSING)
-    if not is_there():
+    if not (FOLDER / "model" / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(f"{MISSING} (this installation came without the demo model)")
     return {**SETTINGS, **values}

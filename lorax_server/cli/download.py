@@ -1,4 +1,4 @@
-"""Find a base model: a folder, or what a hub or a bucket has, fetched once. Pickled weights are never fetched."""
+"""Find a base model: a folder, or a model of a hub or a bucket, fetched once. Pickled weights are never fetched."""
 
 import errno
 import glob
@@ -6,9 +6,10 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from lorax_server.errors import ConfigError, LoraxError, SourceError, WeightsErr
 
 logger = logging.getLogger(__name__)
 
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
-UNWANTED = ("*/*", "consolidated*.safetensors", "adapter_*", "training_args*", "trainer_state*", "optimizer*")
+NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+UNNEEDED = ("*/*", "consolidated*.safetensors", "adapter_*", "training_args*", "trainer_state*", "optimizer*")
 TEMPLATES = "additional_chat_templates/*.jinja"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TIMEOUT_S = 10.0
@@ -48,7 +49,7 @@ def find_model(
     endpoint: str | None = None,
     offline: bool = False,
 ) -> Path:
-    """The folder of a model. `endpoint` is that of the hub or of the S3 service; None: the usual one."""
+    """Return the folder of a model, and fetch it if it is not here. `endpoint` is the hub's or the S3 service's."""
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         return check_folder(folder)
@@ -56,23 +57,22 @@ def find_model(
         return check_folder(_from_s3(model_id, cache / "s3-models", endpoint))
     if model_id.startswith(("/", ".", "~", "\\")):
         raise ConfigError(f"model {model_id!r}: there is no such folder; check the path")
-    with _explained(model_id, revision):
+    with _explaining(model_id, revision):
         return check_folder(_from_hub(model_id, revision, cache, token, endpoint, offline))
 
 
 def choose_files(model_id: str, names: Sequence[str]) -> list[str]:
-    """Of all files, those that a model is loaded from."""
-    wanted = [name for name in names if _matches(name, WANTED) and not _matches(name, UNWANTED)]
-    if not any(name.endswith(".safetensors") for name in wanted):
-        is_pickled = any(_matches(name, PICKLED) for name in names)
-        if is_pickled:
+    """Choose the files that a model is loaded from."""
+    chosen = [name for name in names if _matches(name, NEEDED) and not _matches(name, UNNEEDED)]
+    if not any(name.endswith(".safetensors") for name in chosen):
+        if any(_matches(name, PICKLED) for name in names):
             raise WeightsError(
                 f"model {model_id!r}: its weights are pickled only, which can run any code when they are read. Use "
                 "https://huggingface.co/spaces/safetensors/convert, or load and save it with transformers "
                 "(save_pretrained writes safetensors)"
             )
         raise WeightsError(f"model {model_id!r}: there are no weights (*.safetensors) in it; check the name")
-    return wanted + [name for name in names if fnmatchcase(name, TEMPLATES)]
+    return chosen + [name for name in names if fnmatchcase(name, TEMPLATES)]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -85,45 +85,34 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _from_hub(
     model_id: str, revision: str | None, cache: Path, token: str | None, endpoint: str | None, offline: bool
 ) -> Path:
-    where: dict[str, Any] = {"revision": revision, "cache_dir": cache, "token": token, "endpoint": endpoint}
+    where = {"revision": revision, "cache_dir": cache, "token": token, "endpoint": endpoint}
+    how = {"library_name": "lorax_server", "etag_timeout": TIMEOUT_S, "tqdm_class": _Bar}
+    snapshot = partial(snapshot_download, model_id, **where, **how)  # resumes, and checks the files
+    cached = partial(snapshot, local_files_only=True, allow_patterns=[*NEEDED], ignore_patterns=[*UNNEEDED])
     if offline:
-        return _cached(model_id, where)
+        return Path(cached())
     try:
-        info = HfApi(endpoint=endpoint, token=token).model_info(
-            model_id, revision=revision or DEFAULT_REVISION, timeout=TIMEOUT_S
-        )
+        api = HfApi(endpoint=endpoint, token=token)
+        info = api.model_info(model_id, revision=revision or DEFAULT_REVISION, timeout=TIMEOUT_S)
     except UNREACHABLE as error:
-        folder = _cached(model_id, where)
+        folder = Path(cached())
         logger.warning("model %r: the hub cannot be reached (%s); using what is here", model_id, type(error).__name__)
         return folder
     files = choose_files(model_id, [sibling.rfilename for sibling in info.siblings or ()])
     logger.info("model %r: fetching what is missing of %d files into %s", model_id, len(files), cache)
-    return _snapshot(model_id, allow_patterns=[glob.escape(file) for file in files], **where)
-
-
-def _cached(model_id: str, where: Mapping[str, Any]) -> Path:
-    """What was fetched before, if all that is needed was."""
-    patterns = {"allow_patterns": [*WANTED], "ignore_patterns": [*UNWANTED]}
-    return _snapshot(model_id, local_files_only=True, **patterns, **where)
-
-
-def _snapshot(model_id: str, **where: Any) -> Path:
-    """Resumes and checks what it fetches."""
-    return Path(
-        snapshot_download(model_id, library_name="lorax_server", etag_timeout=TIMEOUT_S, tqdm_class=_Bar, **where)
-    )
+    return Path(snapshot(allow_patterns=[glob.escape(file) for file in files]))
 
 
 class _Bar(tqdm):
-    """Shows how far it is on a terminal, and nowhere else."""
+    """Shows the progress on a terminal, and nowhere else."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings | {"disable": not sys.stderr.isatty()})  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _explained(model_id: str, revision: str | None) -> Iterator[None]:
-    """What huggingface_hub says, in one line that says what to do."""
+def _explaining(model_id: str, revision: str | None) -> Iterator[None]:
+    """Turn errors of huggingface_hub into one line that says what to do."""
     try:
         yield
     except LoraxError:
@@ -132,8 +121,8 @@ def _explained(model_id: str, revision: str | None) -> Iterator[None]:
         raise _explain(f"model {model_id!r}", revision, error) from error
 
 
-def _explain(what: str, revision: str | None, error: Exception) -> LoraxError:
-    for kind, said in (
+def _explain(model: str, revision: str | None, error: Exception) -> LoraxError:
+    for kind, reason in (
         (HFValidationError, "there is no such folder, and a hub's names look like owner/name"),
         (GatedRepoError, "its owner has to allow you to use it: ask on its page, then set HF_TOKEN"),
         (RevisionNotFoundError, f"the hub has no revision {revision!r} of it; check --revision"),
@@ -143,83 +132,80 @@ def _explain(what: str, revision: str | None, error: Exception) -> LoraxError:
         ),
     ):
         if isinstance(error, kind):
-            return ConfigError(f"{what}: {said}")
+            return ConfigError(f"{model}: {reason}")
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return SourceError(
-            f"{what}: it is not in the cache, and the hub cannot be reached, or may not (HF_HUB_OFFLINE)"
+            f"{model}: it is not in the cache, and the hub cannot be reached, or may not (HF_HUB_OFFLINE)"
         )
     if isinstance(error, HfHubHTTPError):
-        return _refused(what, error.response.status_code)
+        status = error.response.status_code
+        if status in (401, 403):
+            return ConfigError(f"{model}: access is refused ({status}); check the name and the credentials (HF_TOKEN)")
+        return SourceError(f"{model}: the answer has status {status}; try again later")
     if isinstance(error, httpx2.HTTPError):
-        return SourceError(f"{what}: the connection broke ({type(error).__name__}); what came is kept, try again")
-    return _not_stored(what, error)
+        return SourceError(f"{model}: the connection broke ({type(error).__name__}); what came is kept, try again")
+    return _not_stored(model, error)
 
 
-def _refused(what: str, status: int) -> LoraxError:
-    if status in (401, 403):
-        return ConfigError(f"{what}: access is refused ({status}); check the name and the credentials (HF_TOKEN)")
-    return SourceError(f"{what}: the answer has status {status}; try again later")
-
-
-def _not_stored(what: str, error: Exception) -> LoraxError:
+def _not_stored(model: str, error: Exception) -> LoraxError:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return SourceError(f"{what}: the disk is full; make room, or choose another by --huggingface-hub-cache")
+        return SourceError(f"{model}: the disk is full; make room, or choose another by --huggingface-hub-cache")
     reason = os.strerror(code) if code else str(error).partition("\n")[0]
-    return SourceError(f"{what}: it cannot be stored: {reason}; see --huggingface-hub-cache")
+    return SourceError(f"{model}: it cannot be stored: {reason}; see --huggingface-hub-cache")
 
 
 # --- A bucket ---------------------------------------------------------------------------------------------------------
 
 
 def _from_s3(model_id: str, cache: Path, endpoint: str | None) -> Path:
-    """Into a folder named by what the files are, so that other files go elsewhere."""
+    """Fetch into a folder named by the files' content, so that changed files go elsewhere."""
     client, client_errors = _connect(endpoint)
     bucket, _, path = model_id.removeprefix("s3://").strip("/").partition("/")
-    what = f"model {model_id!r}"
+    model = f"model {model_id!r}"
     if not path:
-        raise ConfigError(f"{what}: a model of S3 is named as s3://bucket/path")
+        raise ConfigError(f"{model}: a model of S3 is named as s3://bucket/path")
     try:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{path}/")
-        found = {item["Key"].removeprefix(f"{path}/"): item for page in pages for item in page.get("Contents", ())}
-        if not found:
-            raise ConfigError(f"{what}: the bucket has no such folder; check the name")
-        files = choose_files(model_id, list(found))
-        facts = [(bucket, path, file, found[file]["ETag"]) for file in files]
-        folder = cache / hashlib.sha256(repr(facts).encode()).hexdigest()
+        items = {item["Key"].removeprefix(f"{path}/"): item for page in pages for item in page.get("Contents", ())}
+        if not items:
+            raise ConfigError(f"{model}: the bucket has no such folder; check the name")
+        files = choose_files(model_id, list(items))
+        version = [(bucket, path, file, items[file]["ETag"]) for file in files]
+        folder = cache / hashlib.sha256(repr(version).encode()).hexdigest()
         for file in files:
-            _fetch(client, bucket, found[file], folder / file)
+            _fetch(client, bucket, items[file], folder / file)
     except client_errors as error:
-        status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        raise _refused_by_s3(what, status, error) from error
+        raise _explain_s3(model, error) from error
     except OSError as error:
-        raise _not_stored(what, error) from error
+        raise _not_stored(model, error) from error
     return folder
 
 
 def _fetch(client: Any, bucket: str, item: Any, path: Path) -> None:
-    """Comes under another name until all of it is here."""
+    """Fetch a file unless it is here, under another name until it is complete."""
     if path.is_file() and path.stat().st_size == item["Size"]:
         return
     logger.info("fetching %s, %d bytes", item["Key"], item["Size"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    incomplete = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        client.download_file(bucket, item["Key"], str(part))
-        os.replace(part, path)
+        client.download_file(bucket, item["Key"], str(incomplete))
+        os.replace(incomplete, path)
     finally:
-        part.unlink(missing_ok=True)
+        incomplete.unlink(missing_ok=True)
 
 
-def _refused_by_s3(what: str, status: int, error: Exception) -> LoraxError:
+def _explain_s3(model: str, error: Exception) -> LoraxError:
+    status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if status == 404:
-        return ConfigError(f"{what}: there is no such bucket or folder; check the name")
+        return ConfigError(f"{model}: there is no such bucket or folder; check the name")
     if status in (401, 403):
         return ConfigError(
-            f"{what}: the bucket refuses the credentials ({status}); check AWS_ACCESS_KEY_ID and the rest"
+            f"{model}: the bucket refuses the credentials ({status}); check AWS_ACCESS_KEY_ID and the rest"
         )
     reason = f"status {status}" if status else type(error).__name__
-    return SourceError(f"{what}: the bucket cannot be read ({reason}); check the address and the credentials")
+    return SourceError(f"{model}: the bucket cannot be read ({reason}); check the address and the credentials")
 
 
 def _connect(endpoint: str | None) -> tuple[Any, tuple[type[Exception], ...]]:

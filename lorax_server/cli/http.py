@@ -1,8 +1,9 @@
-"""What the commands know of a server: requests, streams of events, and errors in one line."""
+"""A client of the server for the commands: requests, streams of events, and errors in one line."""
 
 import io
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,48 +16,45 @@ from lorax_server.errors import ConfigError, LoraxError
 DEFAULT_URL = "http://127.0.0.1:3000"
 NEARBY = ("127.0.0.1", "localhost", "::1")
 MAX_EVENT_BYTES = 2**26
-# A model may say anything, and a terminal obeys some of it.
 CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
 
 
 class Api:
-    """A server at an address, for a caller with a key."""
+    """A server at an address, used with a key."""
 
-    def __init__(self, url: str, key: str | None = None, timeout_s: float = 300.0) -> None:
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._settings = connection(self.url, key, timeout_s)
+    def __init__(self, args: Namespace) -> None:
+        self._url = args.url.rstrip("/")
+        self._timeout_s = args.timeout
+        self._settings = client_settings(self._url, args.api_key, args.timeout)
 
-    def get(self, path: str) -> Any:
-        return self._ask("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return self._ask("POST", path, body)
-
-    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any]:
-        """The events of an answer. Closing the iterator gives the answer up."""
-        lines = Lines()
-        with self._answer("POST", path, body) as response:
-            for chunk in response.iter_bytes():
-                yield from map(read_event, lines.feed(chunk))
-            yield from map(read_event, lines.feed(b"\n"))
-
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        with self._answer(method, path, body) as response:
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Post a body, or get a path without one, and return the answer's JSON."""
+        with self._send(path, body) as response:
             return read_json(response.read())
 
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any]:
+        """Yield the events of an answer. Closing the iterator gives the answer up."""
+        events = EventReader()
+        with self._send(path, body) as response:
+            for chunk in response.iter_bytes():
+                yield from map(read_event, events.feed(chunk))
+            yield from map(read_event, events.feed(b"\n"))
+
     @contextmanager
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
-        with talking(self.url, self._timeout_s), httpx2.Client(**self._settings) as client:
-            content = None if body is None else json.dumps(body).encode()
-            with client.stream(method, self.url + path, content=content) as response:
-                if not response.is_success:
-                    raise refusal(response.status_code, response.read())
-                yield response
+    def _send(self, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        with (
+            explaining(self._url, self._timeout_s),
+            httpx2.Client(**self._settings) as client,
+            client.stream(method, self._url + path, content=content) as response,
+        ):
+            if not response.is_success:
+                raise refusal(response.status_code, response.read())
+            yield response
 
 
-class Lines:
-    """Bytes to the data of server-sent events. Only a line feed ends a line: text may hold other separators."""
+class EventReader:
+    """Splits bytes into the data of server-sent events. Only a line feed ends a line: text may hold others."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -68,13 +66,13 @@ class Lines:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-def connection(url: str, key: str | None, timeout_s: float) -> dict[str, Any]:
-    """How to make a client of httpx2. A server on this machine is asked directly, whatever proxies there are."""
+def client_settings(url: str, key: str | None, timeout_s: float) -> dict[str, Any]:
+    """Return the settings of an httpx2 client. Proxies are not used for a server on this machine."""
     try:
-        parts = httpx2.URL(url)
+        address = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"--url {url!r} is no address: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if address.scheme not in ("http", "https") or not address.host:
         raise ConfigError(f"--url {url!r} is no address such as {DEFAULT_URL}")
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError("the key has characters that no key has; check LORAX_API_KEY and LORAX_ADMIN_KEY")
@@ -82,14 +80,14 @@ def connection(url: str, key: str | None, timeout_s: float) -> dict[str, Any]:
     return {
         "headers": headers | ({"authorization": f"Bearer {key}"} if key else {}),
         "timeout": httpx2.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-        "trust_env": parts.host not in NEARBY,
-        "verify": parts.scheme == "https",  # reading certificates that nobody needs takes long
+        "trust_env": address.host not in NEARBY,
+        "verify": address.scheme == "https",  # without TLS, reading certificates is lost time
     }
 
 
 @contextmanager
-def talking(url: str, timeout_s: float) -> Iterator[None]:
-    """What can go wrong on the way, in one line that says what to do."""
+def explaining(url: str, timeout_s: float) -> Iterator[None]:
+    """Turn errors of the connection into one line that says what to do."""
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
@@ -108,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def read_event(data: bytes) -> Any:
-    """An event's object; None for the word that ends a stream."""
+    """Return an event's object, or None for the word that ends a stream."""
     if data == b"[DONE]":
         return None
     event = read_json(data)
@@ -135,30 +133,31 @@ def refusal(status: int, content: bytes) -> LoraxError:
 
 
 def error_text(body: Any) -> str:
-    """LoRAX's form of an error, or OpenAI's."""
+    """Return the message of an error in LoRAX's form or in OpenAI's."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return clean(str(message))[:1000]
 
 
 def count_of(details: Any, name: str) -> int:
-    """A number of what a server says of an answer; 0 if it does not."""
+    """Return a number of an answer's details, or 0 if it is missing."""
     value = details.get(name) if isinstance(details, dict) else None
     return value if isinstance(value, int) else 0
 
 
 def clean(text: str) -> str:
+    """Remove the characters that a terminal would obey."""
     return text.translate(CONTROLS)
 
 
 def say(text: str) -> None:
-    """To standard output, now. A file gets all of it, a terminal nothing that it would obey."""
+    """Write to standard output at once. A file gets all of the text, a terminal only the clean one."""
     sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def tolerate_any_text() -> None:
-    """An answer that the terminal's encoding lacks letters for is shown with question marks."""
+    """Show question marks for letters that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

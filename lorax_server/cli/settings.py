@@ -1,31 +1,33 @@
-"""What a command line asked for, as settings of the server."""
+"""The settings of a server, from a command line and the environment.
 
-import json
+Flags win over environment variables, and an empty value is none. Nothing is read but the arguments of `parse`.
+"""
+
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lorax_server.cli.demo import EXAMPLES
-from lorax_server.cli.flag_table import FLAGS
+from lorax_server.cli import demo
+from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
+from lorax_server.cli.lorax_flags import REFUSED_VARIABLES, TOKENS, UNUSED_VARIABLES, WATERMARK
+from lorax_server.cli.model_folder import token_bytes
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
-from lorax_server.files.names import MODEL_CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
-HOSTS = {"serve": "127.0.0.1", "launcher": "0.0.0.0"}
-ORIGINS: dict[str, tuple[str, ...]] = {"serve": (), "launcher": ("*",)}  # LoRAX's pages may be anywhere
-ALLOWED_HOSTS: dict[str, tuple[str, ...]] = {"serve": (), "launcher": ("*",)}
-BLOCK = EngineConfig.block_size
+GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
+WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What settings are chosen for where they are not given."""
+    """The hardware that missing settings are chosen for."""
 
     device: str = "cpu"
     gpu_bytes: int | None = None
@@ -33,132 +35,112 @@ class Machine:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What was asked for."""
+    """The settings that the operator gave, and what follows from them."""
 
-    command: str
-    values: Mapping[str, Any] = field(repr=False)  # by name, of the flags that were given; there are keys among them
+    values: Mapping[str, Any] = field(repr=False)  # by `Flag.key`; there are secrets among them
+    origins: Mapping[str, str]  # the flag or variable that each value comes from
     warnings: tuple[str, ...]
     model_id: str
     revision: str | None
     cache: Path
     token: str | None = field(repr=False)  # for the base model
-    adapter_token: str | None = field(repr=False)  # for adapters of requests that bring none
-    is_offline: bool
-    s3_endpoint: str | None
     num_shard: int | None
     num_visible: int  # GPUs that the environment lists
     is_demo: bool = False  # no model was named: it is the one that ships in the package
 
     @property
-    def download_only(self) -> bool:
-        return bool(self.values.get("download_only"))
-
-    @property
-    def print_env(self) -> bool:
-        return bool(self.values.get("env"))
+    def adapter_token(self) -> str | None:
+        """The token for adapters of requests without a token."""
+        return self.token if self.values.get("use_global_hf_token") else None
 
     @property
     def model_source(self) -> str:
         return str(self.values.get("source", "hub"))
 
     @property
-    def model_place(self) -> str:
-        """What the model is to be looked for as."""
+    def model_location(self) -> str:
+        """The model's name for its source: a model of S3 may be named without the bucket and the prefix."""
         bucket, prefix = self.values.get("s3_bucket"), self.values.get("s3_prefix", "").strip("/")
         if self.model_source != "s3" or self.model_id.startswith("s3://"):
             return self.model_id
         return "/".join(filter(None, ("s3:/", bucket, bucket and prefix, self.model_id)))
 
     def check(self) -> None:
-        """Find what is wrong before a model is fetched, as far as that can be known."""
-        with _named_as_flags():
-            self._make_config(None, Machine())
+        """Find errors before a model is fetched, as far as they can be known."""
+        self.make_config(None)
 
-    def make_config(self, model_folder: Path, machine: Machine | None = None) -> ServerConfig:
-        """All settings. Errors name the flags that the settings came from."""
-        with _named_as_flags():
+    def make_config(self, model_folder: Path | None, machine: Machine | None = None) -> ServerConfig:
+        """Make the server's settings. Errors name the flags or variables that are wrong."""
+        origins = {flag.field or flag.key: self.origins.get(flag.key, flag.name) for flag in FLAGS}
+        try:
             return self._make_config(model_folder, machine or Machine())
+        except ConfigError as error:
+            message = re.sub(r"(?<![\w-])\w+(?= = | ')", lambda match: origins.get(match[0], match[0]), str(error))
+            raise ConfigError(message) from error
 
     def _make_config(self, folder: Path | None, machine: Machine) -> ServerConfig:
-        values = self.values
-        device = str(values.get("device", "auto"))
-        model = ModelConfig(
-            folder or Path(), device=machine.device if device == "auto" else device, **self._of("model")
-        )
+        device = self.values.get("device", "auto")
+        chosen = {"path": folder or Path(), "device": machine.device if device == "auto" else device}
+        model = ModelConfig(**self._fields_of(ModelConfig) | chosen)
         ranks = self.num_shard or (max(1, self.num_visible) if model.device == "cuda" else 1)
-        fixed, preloaded = self._adapters()
-        sources = self._sources([name for source, name in (*fixed, *preloaded) if source == "local"])
-        for source, _ in (*fixed, *preloaded):
-            _check_source(source, sources)
-        sized = self._sizes(model, ranks, machine) if folder else {}
-        engine = EngineConfig(
-            model,
-            tensor_parallel=ranks,
-            sources=sources,
-            preload=tuple(dict.fromkeys((*fixed, *preloaded))),
-            **self._of("engine") | sized,
-        )
-        return ServerConfig(
-            engine,
-            self.model_id,
-            self.revision,
-            host=values.get("hostname", HOSTS[self.command]),
-            static_adapter=fixed[0] if fixed else None,
-            default_source=self._default_source(sources),
-            examples=EXAMPLES if self.is_demo else None,
-            cors=self._cors(),
-            **{"allowed_hosts": ALLOWED_HOSTS[self.command], **self._of("server")},
-        )
-
-    def _of(self, settings: str) -> dict[str, Any]:
-        """The values that are fields of these settings as they are."""
-        ours = [flag for flag in FLAGS if flag.to.startswith(f"{settings}.") and flag.key in self.values]
-        return {flag.to.partition(".")[2]: self.values[flag.key] for flag in ours}
-
-    def _adapters(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """The one for requests that name none, and those that are loaded first."""
         source = self.values.get("adapter_source", "hub")
-        fixed = [self.values["adapter_id"]] if "adapter_id" in self.values else []
-        first = self.values.get("preloaded_adapter_ids", ())
-        first_source = self.values.get("preloaded_adapter_source", source)
-        return [_locate(source, name) for name in fixed], [_locate(first_source, name) for name in first]
+        static = [_locate(source, name) for name in (self.values.get("adapter_id"),) if name]
+        preload_source = self.values.get("preloaded_adapter_source", source)
+        preloaded = [_locate(preload_source, name) for name in self.values.get("preloaded_adapter_ids", ())]
+        adapters = tuple(dict.fromkeys((*static, *preloaded)))
+        sources = self._sources([name for source, name in adapters if source == "local"])
+        for source, _ in adapters:
+            _check_source(source, sources)
+        sizes = self._sizes(model, ranks, machine) if folder else {}
+        parts = {"tensor_parallel": ranks, "sources": sources, "preload": adapters}
+        engine = EngineConfig(model, **self._fields_of(EngineConfig) | parts | sizes)
+        computed = {
+            "model_revision": self.revision,
+            "static_adapter": static[0] if static else None,
+            "default_source": self._default_source(sources),
+            "cors": self._cors(),
+        }
+        return ServerConfig(engine, self.model_id, **self._fields_of(*ServerConfig.__mro__) | computed)
+
+    def _fields_of(self, *settings: type) -> dict[str, Any]:
+        """Return the given values of these settings' fields."""
+        flags = [flag for flag in FLAGS if flag.settings in settings and flag.key in self.values]
+        return {flag.field: self.values[flag.key] for flag in flags}
 
     def _sources(self, local: Sequence[str]) -> SourceConfig:
-        """Adapters that the operator names by their folders may be read, wherever those are. The folder whose names are
-        listed comes first, so that a name means what the list says."""
+        """Allow the folders of adapters that the operator names, wherever they are. The folder whose names are listed
+        comes first, so that a name means what the list says."""
         roots = [self.values.get("adapters_dir"), *self.values.get("local_adapters", ()), *filter(_is_folder, local)]
-        return SourceConfig(
-            roots=tuple(dict.fromkeys(Path(root).absolute() for root in roots if root is not None)),
-            cache=self.cache,
-            hub=self.values.get("hub", True),
-            hub_token=self.adapter_token,
-            hub_offline=self.is_offline,
-            **{**self._of("sources"), "s3_endpoint": self.s3_endpoint},
-        )
+        computed = {
+            "roots": tuple(dict.fromkeys(Path(root).absolute() for root in roots if root is not None)),
+            "cache": self.cache,
+            "hub_token": self.adapter_token,
+        }
+        return SourceConfig(**{"hub": True} | self._fields_of(SourceConfig) | computed)
 
     def _default_source(self, sources: SourceConfig) -> str:
         asked = self.values.get("default_adapter_source", self.values.get("adapter_source"))
         if asked is not None:
             _check_source(asked, sources)
             return str(asked)
-        usable = {"hub": sources.hub, "local": bool(sources.roots), "s3": bool(sources.s3_bucket)}
-        return next((source for source, is_usable in usable.items() if is_usable), "hub")
+        return next((source for source, reason in _missing_sources(sources).items() if not reason), "hub")
 
     def _cors(self) -> CorsConfig:
-        found = CorsConfig(**{"allow_origins": ORIGINS[self.command], **self._of("cors")})
-        if found.allow_credentials and (not found.allow_origins or "*" in found.allow_origins):
+        cors = CorsConfig(**self._fields_of(CorsConfig))
+        if cors.allow_credentials and (not cors.allow_origins or "*" in cors.allow_origins):
             raise ConfigError("--cors-allow-credentials needs --cors-allow-origin: not every page may send credentials")
-        return found
+        return cors
 
     def _sizes(self, model: ModelConfig, ranks: int, machine: Machine) -> dict[str, int]:
-        """What is given in tokens, or as a share of a GPU, in bytes."""
+        """Turn a size in tokens, and a share of a GPU, into bytes."""
         sizes = {}
         tokens, share = self.values.get("max_batch_total_tokens"), self.values.get("adapter_memory_fraction")
         if tokens is not None:
             total = self.values.get("max_total_tokens", 1)
             if not tokens >= total:
                 raise ConfigError(f"--max-batch-total-tokens = {tokens} must be at least {total}, one request's tokens")
-            sizes["cache_bytes"] = -(-tokens // BLOCK) * BLOCK * token_bytes(model, ranks)
+            block = self.values.get("block_size", EngineConfig.block_size)
+            sizes["cache_bytes"] = -(-tokens // block) * block * token_bytes(model, ranks)
         if share is not None:
             if not 0 <= share < 1:
                 raise ConfigError(f"--adapter-memory-fraction = {share} must be at least 0 and below 1")
@@ -169,32 +151,8 @@ class Parsed:
         return sizes
 
 
-def token_bytes(model: ModelConfig, ranks: int) -> int:
-    """What the keys and values of a token take on each rank."""
-    try:
-        config = json.loads((model.path / MODEL_CONFIG_FILE).read_text())
-        layers, heads, hidden = (
-            config.get(new) or config[old]
-            for new, old in (
-                ("num_hidden_layers", "n_layer"),
-                ("num_attention_heads", "n_head"),
-                ("hidden_size", "n_embd"),
-            )
-        )
-        size = config.get("head_dim") or hidden // heads
-        stored = config.get("dtype") or config.get("torch_dtype") or "float16"
-        dtype = model.dtype or ("float32" if model.device == "cpu" else stored)
-        width = 1 if model.quantize == "fp8-kv" else 4 if dtype == "float32" else 2
-        return int(2 * layers * -(-(config.get("num_key_value_heads") or heads) // ranks) * size * width)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
-        raise ConfigError(
-            f"--max-batch-total-tokens: {model.path}/config.json does not say how large a token's keys and values are; "
-            "use --cache-bytes"
-        ) from error
-
-
 def _locate(source: str, name: str) -> tuple[str, str]:
-    """A folder that is named as seen from here is named by all of its path."""
+    """Name a local folder by its whole path, since names are looked for below the roots."""
     is_folder = source == "local" and _is_folder(name)
     return source, str(Path(name).expanduser().absolute()) if is_folder else name
 
@@ -204,23 +162,141 @@ def _is_folder(name: str) -> bool:
 
 
 def _check_source(source: str, sources: SourceConfig) -> None:
-    missing = {
-        "hub": not sources.hub and "the hub is switched off by --no-hub",
-        "local": not sources.roots and "there is no folder to read from: give --local-adapters or --adapters-dir",
-        "s3": not sources.s3_bucket and "there is no bucket: give --s3-bucket",
-    }[source]
-    if missing:
-        raise ConfigError(f"adapters cannot come from the source {source}: {missing}")
+    if reason := _missing_sources(sources)[source]:
+        raise ConfigError(f"adapters cannot come from the source {source}: {reason}")
 
 
-@contextmanager
-def _named_as_flags() -> Iterator[None]:
-    """Errors about fields of the settings become errors about the flags that they come from."""
+def _missing_sources(sources: SourceConfig) -> dict[str, str]:
+    """Return for each source the reason why there is none, or an empty text."""
+    return {
+        "hub": "" if sources.hub else "the hub is switched off by --no-hub",
+        "local": "" if sources.roots else "there is no folder to read from: give --local-adapters or --adapters-dir",
+        "s3": "" if sources.s3_bucket else "there is no bucket: give --s3-bucket",
+    }
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Parsed:
+    """Read flags and environment variables. `command` is `serve` or `launcher`."""
+    values, origins = _read(argv, environ, command)
+    warnings = (*_check(values, origins, environ), *_check_pairs(values, origins))
+    is_demo = command == "serve" and "model_id" not in values
+    if is_demo:
+        values = demo.add_settings(values)
+    if command == "launcher":
+        values = {**LAUNCHER_DEFAULTS, **values}
+    if endpoint := _s3_endpoint(environ):
+        values.setdefault("s3_endpoint", endpoint)
+    model_id, revision = _split_revision(values["model_id"], values.get("revision"))
+    return Parsed(
+        values=values,
+        origins=origins,
+        warnings=warnings,
+        model_id=model_id,
+        revision=revision,
+        cache=values.get("huggingface_hub_cache") or Path(environ.get("HOME") or Path.home(), ".cache/lorax"),
+        token=next((environ[name].strip() for name in TOKENS if environ.get(name, "").strip()), None),
+        num_shard=_num_shard(values, _count_gpus(environ)),
+        num_visible=_count_gpus(environ),
+        is_demo=is_demo,
+    )
+
+
+def _read(argv: Sequence[str], environ: Mapping[str, str], command: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values and origins by `Flag.key`."""
+    arguments = vars(build_parser(command).parse_args(list(argv)))
+    values, origins = {}, {}
+    for flag in FLAGS:
+        texts, origin = arguments[flag.key], flag.name
+        if texts is None:
+            texts, origin = _read_variable(flag, environ)
+        converted = [flag.convert(text, origin) for text in texts if text != ""]
+        if converted:
+            values[flag.key] = tuple(converted) if flag.repeats else converted[-1]
+            origins[flag.key] = origin
+    return values, origins
+
+
+def _read_variable(flag: Flag, environ: Mapping[str, str]) -> tuple[list[str], str]:
+    name = next((name for name in flag.variables if environ.get(name, "").strip()), None)
+    text = environ[name].strip() if name else ""
+    # A container sets HOSTNAME to its own name, which is no address to listen on.
+    if name is None or (name == "HOSTNAME" and not _is_address(text)):
+        return [], ""
+    texts = text.split(",") if flag.repeats and not flag.is_secret else [text]
+    return [text.strip() for text in texts], f"the environment variable {name}"
+
+
+def _is_address(text: str) -> bool:
     try:
-        yield
-    except ConfigError as error:
-        message = str(error)
-        for flag in FLAGS:
-            field_name = flag.to.partition(".")[2] or flag.key
-            message = re.sub(rf"(?<![\w-]){field_name}(?= = | \')", flag.name, message)
-        raise ConfigError(message) from error
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check(values: Mapping[str, Any], origins: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Refuse settings that would change answers and cannot be honoured; yield a warning for those without effect."""
+    for flag in FLAGS:
+        if flag.key not in values:
+            continue
+        value, origin = values[flag.key], origins[flag.key]
+        if flag.refusal and value:
+            raise ConfigError(f"{origin}: {flag.refusal}")
+        if value != WATERMARK_VALUES.get(flag.key, value):
+            raise ConfigError(f"{origin} = {value} cannot be changed: {WATERMARK}")
+        if flag.unused:
+            yield f"{origin} has no effect: {flag.unused}"
+    for name in filter(environ.get, REFUSED_VARIABLES):
+        raise ConfigError(f"the environment variable {name}: {REFUSED_VARIABLES[name]}")
+    for name in filter(environ.get, UNUSED_VARIABLES):
+        yield f"the environment variable {name} has no effect: {UNUSED_VARIABLES[name]}"
+
+
+def _check_pairs(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    for one, other in (("cache_bytes", "max_batch_total_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
+        if one in values and other in values:
+            raise ConfigError(f"give {origins[one]} or {origins[other]}, not both")
+    if values.get("sharded") is False and values.get("num_shard", 1) > 1:
+        yield f"{origins['num_shard']} has no effect: {origins['sharded']} is false"
+
+
+def _split_revision(model_id: str, revision: str | None) -> tuple[str, str | None]:
+    """Split `id@revision` of a hub; leave a path alone."""
+    if "@" not in model_id or model_id.startswith(("/", ".", "~", "s3:")):
+        return model_id, revision
+    name, _, own_revision = model_id.partition("@")
+    if not name or not own_revision:
+        raise ConfigError(f"--model-id {model_id!r} must have a name before the @ and a revision after it")
+    if revision is not None:
+        raise ConfigError(f"--model-id {model_id!r} says which revision already: leave --revision out")
+    return name, own_revision
+
+
+def _num_shard(values: Mapping[str, Any], num_visible: int) -> int | None:
+    """Return the number of ranks that the operator asks for, if any."""
+    is_sharded, count = values.get("sharded"), values.get("num_shard")
+    if count is not None and count < 1:
+        raise ConfigError(f"--num-shard = {count} must be at least 1")
+    if is_sharded is False:
+        return 1
+    if is_sharded and (count or num_visible) <= 1:
+        counted = (
+            "--num-shard is 1" if count else "neither CUDA_VISIBLE_DEVICES nor NVIDIA_VISIBLE_DEVICES lists several"
+        )
+        raise ConfigError(f"--sharded needs more than one GPU, and {counted}: give --num-shard")
+    return count or (num_visible if is_sharded else None)
+
+
+def _count_gpus(environ: Mapping[str, str]) -> int:
+    """Count the GPUs that are listed; a word such as `all` gives no number."""
+    text = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("NVIDIA_VISIBLE_DEVICES") or ""
+    # CUDA sees none of those after a name that is no GPU's, either.
+    return len(list(takewhile(GPU_NAME.fullmatch, text.split(","))))
+
+
+def _s3_endpoint(environ: Mapping[str, str]) -> str:
+    account = environ.get("R2_ACCOUNT_ID", "").strip()
+    return f"https://{account}.r2.cloudflarestorage.com" if account else environ.get("S3_ENDPOINT_URL", "").strip()

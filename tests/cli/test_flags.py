@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 
 from lorax_server.cli import demo
-from lorax_server.cli.flag_table import FLAGS, TABLE
-from lorax_server.cli.flags import build_parser, parse
-from lorax_server.cli.settings import Machine, Parsed
-from lorax_server.config import (
-    CorsConfig,
-    EngineConfig,
-    ModelConfig,
-    ServerConfig,
-    SourceConfig,
-)
+from lorax_server.cli.flags import FLAGS, TABLE, Flag, build_parser
+from lorax_server.cli.lorax_flags import FLAG_NAMES, VARIABLES
+from lorax_server.cli.settings import Machine, Parsed, parse
+from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
 # Section 9.1 of the specification.
@@ -77,12 +71,47 @@ def test_every_flag_of_lorax_is_known() -> None:
     assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.is_ours}
 
 
-def test_fields_that_flags_become_exist() -> None:
-    kinds = {"model": ModelConfig, "sources": SourceConfig, "engine": EngineConfig, "server": ServerConfig}
-    for flag in filter(lambda flag: flag.to, FLAGS):
-        settings, _, name = flag.to.partition(".")
-        kind = (kinds | {"cors": CorsConfig})[settings]
-        assert name in {field.name for field in fields(kind)}, flag
+SETTINGS = (ModelConfig, SourceConfig, EngineConfig, CorsConfig, ServerConfig)
+NO_FLAG = {
+    "path": "the folder of --model-id, fetched or not",
+    "model_id": "--model-id, which has another default for each command",
+    "hub_token": "a secret: HF_TOKEN and the like, with --use-global-hf-token",
+    "tenant_weights": "`weight` of the keys in --keys-file",
+    **dict.fromkeys(("model", "sources", "engine", "cors"), "settings of their own"),
+}
+
+
+def test_every_field_has_a_flag_or_a_reason() -> None:
+    names = [field.name for settings in SETTINGS for field in fields(settings)]
+    assert len(set(names)) == len(names), "a field is known by its name alone"
+    flagged = [flag.field for flag in FLAGS if flag.field]
+    assert len(set(flagged)) == len(flagged)
+    assert set(flagged) == set(names) - NO_FLAG.keys()
+    assert {*FLAG_NAMES, *VARIABLES} <= set(flagged)
+
+
+def test_flags_need_no_docstrings() -> None:
+    """Some run Python without them."""
+    for flag in filter(lambda flag: flag.field, FLAGS):
+        assert flag.help
+    code = "from lorax_server.cli.flags import FLAGS; print(*(flag.help for flag in FLAGS), sep='\\n')"
+    shown = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == [flag.help for flag in FLAGS]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("--pack-weights", "switch"),
+        ("--max-waiting", "integer"),
+        ("--max-wait-s", "number"),
+        ("--max-adapter-file-bytes", "size"),
+        ("--playground-examples", "path"),
+    ],
+)
+def test_kinds_follow_from_types(name: str, kind: str) -> None:
+    (flag,) = (flag for flag in FLAGS if flag.name == name)
+    assert (flag.kind, flag.is_ours, flag.repeats) == (kind, True, False)
 
 
 def test_names_and_variables_are_of_one_flag_each() -> None:
@@ -94,20 +123,20 @@ def test_names_and_variables_are_of_one_flag_each() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("command", ["serve", "launcher"])
-def test_every_flag_can_be_given_and_set(flag: Any, command: str) -> None:
+def test_every_flag_can_be_given_and_set(flag: Flag, command: str) -> None:
     """A flag and its variable mean the same. One without effect warns; one that sets a field sets it."""
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     given = parse([*base, flag.name, text], {}, command)
-    assert bool(given.warnings) == bool(flag.instead)
-    assert all(flag.instead in warning for warning in given.warnings)
+    assert bool(given.warnings) == bool(flag.unused)
+    assert all(flag.unused in warning for warning in given.warnings)
     if flag.variables:
         assert parse(base, {flag.variables[0]: text}, command).values == given.values
-    if flag.to:
-        made: Any = given.make_config(Path("/model"))
-        places = {"server": made, "engine": made.engine, "model": made.engine.model, "cors": made.cors}
-        settings, _, name = flag.to.partition(".")
-        assert getattr((places | {"sources": made.engine.sources})[settings], name) == given.values[flag.key]
+    if flag.settings and flag.field not in ("static_adapter", "preload"):  # these become pairs with a source
+        made = given.make_config(Path("/model"))
+        settings = {ModelConfig: made.engine.model, EngineConfig: made.engine, SourceConfig: made.engine.sources}
+        owner = (settings | {CorsConfig: made.cors}).get(flag.settings, made)
+        assert getattr(owner, flag.field) == given.values[flag.key]
 
 
 def test_nothing_given_is_the_default_of_the_settings() -> None:
@@ -129,7 +158,9 @@ def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
     given = read("--cors-allow-origin http://a --allowed-host b", command="launcher").make_config(Path("/model"))
     assert (given.cors.allow_origins, given.allowed_hosts) == (("http://a",), ("b",))
     for command, shown in (("serve", "only the server's own pages"), ("launcher", "*")):
-        assert f"repeatable (default: {shown})" in re.sub(r"\s+", " ", build_parser(command).format_help())
+        assert f"; repeatable (default: {shown}) [CORS_ALLOW_ORIGIN]" in re.sub(
+            r"\s+", " ", build_parser(command).format_help()
+        )
 
 
 def test_help_teaches() -> None:
@@ -356,7 +387,7 @@ def test_revisions_that_cannot_be(line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "environ", "place"),
+    ("line", "environ", "location"),
     [
         ("--model-id team/base", {}, "s3://team/base"),
         ("--model-id base", {"PREDIBASE_MODEL_BUCKET": "bucket"}, "s3://bucket/base"),
@@ -368,9 +399,9 @@ def test_revisions_that_cannot_be(line: str, message: str) -> None:
         ("--model-id s3://other/base --s3-bucket bucket", {}, "s3://other/base"),
     ],
 )
-def test_models_of_s3(line: str, environ: dict[str, str], place: str) -> None:
+def test_models_of_s3(line: str, environ: dict[str, str], location: str) -> None:
     found = read(f"{line} --source s3", environ)
-    assert (found.model_source, found.model_place) == ("s3", place)
+    assert (found.model_source, found.model_location) == ("s3", location)
 
 
 @pytest.mark.parametrize(
