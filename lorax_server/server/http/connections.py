@@ -51,7 +51,7 @@ class Connections:
         address.count += 1
         self._open[connection] = name
         self.rest(connection)
-        self._metrics.connections(len(self._open))
+        self._metrics.set_connections(len(self._open))
         return None
 
     def leave(self, connection: Connection) -> None:
@@ -64,7 +64,7 @@ class Connections:
         self._idle.pop(connection, None)
         if address.count == 0:
             del self._addresses[name]
-        self._metrics.connections(len(self._open))
+        self._metrics.set_connections(len(self._open))
 
     def rest(self, connection: Connection) -> None:
         """It has no request now."""
