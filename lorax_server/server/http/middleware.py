@@ -17,7 +17,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.audit import Visit
+from lorax_server.server.telemetry.audit import AuditedRequest
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
@@ -62,37 +62,39 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        visit = _visit(scope, headers)
+        request = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = visit.request_id
+        state["request_id"] = request.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = visit.request_id
+                request.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request.request_id
             await send(message)
 
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server knows, and sends no body
         try:
-            await self._answer(scope, headers, visit, receive, send_with_id)
+            await self._answer(scope, headers, request, receive, send_with_id)
         finally:
-            self._service.trail.end(visit, state.get("act"))
+            self._service.audit_log.end(request, state.get("admin_action"))
 
-    async def _answer(self, scope: Scope, headers: Headers, visit: Visit, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, scope: Scope, headers: Headers, request: AuditedRequest, receive: Receive, send: Send
+    ) -> None:
         """Refuse it, as early as can be, or let a route have it."""
         method, path = scope["method"], scope["path"]
         is_known = method in self._methods.of(path)
         is_post = is_known and method == "POST"
         is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
-        problem = self._check_caller(headers, visit, needs_key=is_known and not is_public)
+        problem = self._check_caller(headers, request, needs_key=is_known and not is_public)
         if problem is not None:
-            await self._refuse(visit, problem, receive, send)
+            await self._refuse(request, problem, receive, send)
             return
         if is_post:
             body, problem = await self._read(headers, receive)
             if problem is not None:
-                await self._refuse(visit, problem, receive, send)
+                await self._refuse(request, problem, receive, send)
                 return
             if body is None:
                 return  # nobody is there any more
@@ -102,7 +104,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.trail.refuse(visit, problem)
+            self._service.audit_log.refuse(request, problem)
 
     async def _wait_for_turn(self) -> None:
         """Let one large body after the other be parsed, and streams go on in between. Parsing holds Python's lock, so
@@ -110,7 +112,7 @@ class RequestMiddleware:
         async with self._turnstile:
             await asyncio.sleep(0)
 
-    def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
+    def _check_caller(self, headers: Headers, request: AuditedRequest, *, needs_key: bool) -> Problem | None:
         for name in SINGLE:
             if len(headers.getlist(name)) > 1:
                 return http_problem(400, f"there must be one header `{name.title()}`, not several", CLOSE)
@@ -119,16 +121,16 @@ class RequestMiddleware:
             return Problem(403, "permission", message, headers=CLOSE)
         if needs_key:
             try:
-                visit.key = self._service.check_caller(headers.get("authorization")).name
+                request.key = self._service.check_caller(headers.get("authorization")).name
             except LoraxError as error:
-                return describe(error, visit.path)._replace(headers=CLOSE)
+                return describe(error, request.path)._replace(headers=CLOSE)
         return None
 
-    async def _refuse(self, visit: Visit, problem: Problem, receive: Receive, send: Send) -> None:
+    async def _refuse(self, request: AuditedRequest, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then take what still comes for a while: a client that is cut off in the middle of sending
         does not hear why."""
-        self._service.trail.refuse(visit, problem)
-        response = problem.response(visit.path)
+        self._service.audit_log.refuse(request, problem)
+        response = problem.response(request.path)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         await _discard(receive)
@@ -171,10 +173,10 @@ class RequestMiddleware:
         return http_problem(413, message, CLOSE)
 
 
-def _visit(scope: Scope, headers: Headers) -> Visit:
+def _describe_request(scope: Scope, headers: Headers) -> AuditedRequest:
     asked = headers.get("x-request-id", "")
     request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-    return Visit(request_id, scope["path"], (scope.get("client") or ("",))[0])
+    return AuditedRequest(request_id, scope["path"], (scope.get("client") or ("",))[0])
 
 
 async def _discard(receive: Receive) -> None:

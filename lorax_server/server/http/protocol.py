@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from lorax_server.server.http.connections import FULL, FULL_ADDRESS, Connections
 from lorax_server.server.http.problems import Problem, http_problem
 from lorax_server.server.http.sse import STUCK_S
-from lorax_server.server.telemetry.audit import Trail, Visit
+from lorax_server.server.telemetry.audit import AuditedRequest, AuditLog
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_LINGERING = 256
@@ -33,13 +33,13 @@ TOO_MANY = {
 }
 
 
-def make_protocol(header_timeout_s: float, connections: Connections, trail: Trail) -> type[HttpToolsProtocol]:
+def make_protocol(header_timeout_s: float, connections: Connections, audit_log: AuditLog) -> type[HttpToolsProtocol]:
     """A protocol for connections that are counted, and closed if the headers of a request take longer to arrive."""
 
     class Protocol(GuardedProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.timeout_s, self._counted, self._trail = header_timeout_s, connections, trail
+            self.timeout_s, self._counted, self._audit_log = header_timeout_s, connections, audit_log
 
     return Protocol
 
@@ -61,7 +61,7 @@ class PlainCycle(RequestResponseCycle):
 class GuardedProtocol(HttpToolsProtocol):
     timeout_s: float
     _counted: Connections
-    _trail: Trail
+    _audit_log: AuditLog
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, problem: Problem) -> None:
         """Say that there is no place. A client that is about to send hears it better if it may, so that the connection
         is closed when something has come, or soon, or at once if that is asked of too many."""
-        self._trail.refuse_connection(self._address, problem)
+        self._audit_log.refuse_connection(self._address, problem)
         self._write(problem)
         self._is_refused = True
         self._counted.num_lingering += 1
@@ -299,7 +299,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not (self._is_answering and self.cycle.response_started):
             self._write(problem)
             if hasattr(self, "url") or self._num_header_bytes:  # else nobody has asked for anything
-                self._trail.refuse(Visit("", self._path, self._address), problem)
+                self._audit_log.refuse(AuditedRequest("", self._path, self._address), problem)
         self._close()
 
     def _write(self, problem: Problem) -> None:

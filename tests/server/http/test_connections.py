@@ -15,7 +15,7 @@ from lorax_server.server.http import protocol
 from lorax_server.server.http.connections import Connections, network
 from lorax_server.server.http.protocol import make_protocol
 from lorax_server.server.run import _fit_connections
-from lorax_server.server.telemetry.audit import Trail
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.server.edge import HEALTH, Edge, Wire, head, listening
 
@@ -125,7 +125,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def limited(most: int, most_per_address: int = 0, keep_alive_s: float = 75.0) -> AsyncIterator[Edge]:
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
-    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), Trail(metrics))
+    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), AuditLog(metrics))
     settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, timeout_keep_alive=keep_alive_s)
     async with listening(settings, metrics) as edge:
         yield edge
