@@ -120,7 +120,7 @@ def measure_names() -> list[Record]:
     records = [record("near names, once after names have changed", milliseconds(lambda: names.listing.signatures, 1))]
     patterns = {"anybody": None, "a key with a pattern": ("team-poet-*",), "a key with 100": ("x*",) * 100}
     for who, adapters in patterns.items():
-        look = partial(find_nearest, source=None, names=names, key=Key("k", adapters))
+        look = partial(find_nearest, source=None, names=names, key=Key("k", adapters=adapters))
         worst = max(milliseconds(partial(look, name)) for name in MISSPELT)
         records.append(record(f"near names, for {who}", worst, 15))
     return records

@@ -114,7 +114,7 @@ def test_metrics_are_those_that_there_are() -> None:
     _, _, after = (DOCS / "operations.md").read_text().partition("## Metrics")
     table, _, _ = after.partition("\n## ")
     metrics = Metrics(max_input_length=10, max_total_tokens=20)
-    metrics.engine(None, True, 0)
+    metrics.engine.update(None, True, 0)
     exported = set(re.findall(r"^# TYPE (\S+)", metrics.prometheus().decode(), flags=re.MULTILINE))
     rows = re.findall(r"^\| (`lorax_\w+`.*?) \|", table, flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(lorax_\w+)`", row)} == exported

@@ -73,7 +73,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
     async def elsewhere(http: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         message = str(error.detail)
-        allowed = methods.of(http.url.path)
+        allowed = methods.allowed_at(http.url.path)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
             headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
         if isinstance(error.__cause__, ValueError | RecursionError):  # what no parser of JSON has a word for

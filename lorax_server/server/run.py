@@ -101,7 +101,7 @@ def _uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:
     connections = Connections(config.max_connections, config.max_connections_per_address, service.parts.metrics)
     return uvicorn.Config(
         make_app(service, address),
-        http=make_protocol(config.body_timeout_s, connections, service.trail),
+        http=make_protocol(config.body_timeout_s, connections, service.audit_log),
         ws="none",
         lifespan="off",
         log_config=None,

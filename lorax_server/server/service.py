@@ -20,7 +20,7 @@ from lorax_server.server.access.rate_limits import RateLimits
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.http.sse import EventStream, until_gone
 from lorax_server.server.parts import Parts, Seen
-from lorax_server.server.telemetry.audit import Act, Trail
+from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
@@ -66,8 +66,8 @@ class Service:
         return self._parts
 
     @cached_property
-    def trail(self) -> Trail:
-        return Trail(self.parts.metrics)
+    def audit_log(self) -> AuditLog:
+        return AuditLog(self.parts.metrics)
 
     @property
     def is_ready(self) -> bool:
@@ -184,7 +184,7 @@ class Service:
 
     def check_admin(self, http: Request, action: str, adapter: str) -> None:
         """Let only admins do something. Who did, and how it went, is written down when the request has ended."""
-        act = http.state.act = Act(action, adapter)
+        act = http.state.admin_action = AdminAction(action, adapter)
         self._check_is_open()
         act.key = self._keys.check_admin(http.headers.get("authorization")).name
 

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from lorax_server.server.run import _uvicorn_config
-from lorax_server.server.telemetry.audit import Trail
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
 from tests.server.bench import Bench
@@ -133,7 +133,7 @@ class Shared:
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         """Run a test on a server without records of earlier tests."""
-        self.bench.service.trail = Trail(self.bench.parts.metrics)
+        self.bench.service.audit_log = AuditLog(self.bench.parts.metrics)
         self.bench.engine.sent.clear()
         self._runner.run(self._run(check))
 

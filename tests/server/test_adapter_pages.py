@@ -95,7 +95,7 @@ def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(asyncio, "to_thread", note)
     assert len(asyncio.run(select(bench.parts.model_names, Key()))) == adapter_pages.FEW + 1
-    key = Key("k", ("*-00007",))
+    key = Key("k", adapters=("*-00007",))
     assert [name for name, _ in asyncio.run(select(bench.parts.model_names, key, count=5))] == ["a-00007"]
     assert len(aside) == 2
 

@@ -1,6 +1,7 @@
-"""Who may do what: API keys, what each may use, and how much of it.
+"""API keys: what each may use, and how much of it.
 
-Secrets are kept as digests only, so that none can turn up in a log, an error or a dump. A keys file is TOML or JSON:
+The server keeps digests of secrets only, so that none can turn up in a log, an error or a dump. A keys file is TOML or
+JSON:
 
     [keys.alice]
     sha256 = "..."                   # of the key, in hex; or `key`, the key itself
@@ -21,7 +22,6 @@ import re
 import stat
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -36,38 +36,47 @@ logger = logging.getLogger(__name__)
 
 HUB = "hub"  # the source whose names may end in a revision
 MAX_HEADER_CHARACTERS = 4096
+MAX_SECRET_CHARACTERS = MAX_HEADER_CHARACTERS // 2
 MAX_NAME_CHARACTERS = 64
-SHOWN_CHARACTERS = 128  # of a name that a caller gave
+SHOWN_CHARACTERS = 128  # of a name that a client sent
 BEARER = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE)
 SECRET = re.compile(r"[!-~]+")  # what a header can carry, without spaces
 HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Pattern = Annotated[str, msgspec.Meta(min_length=1)]
 
-@dataclass(frozen=True)
-class Key:
-    """A caller. Without keys everybody is `Key()`, who may ask for anything."""
+
+class Permissions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key may use, and how much of it. The fields are those of a keys file."""
+
+    adapters: tuple[Pattern, ...] | None = None
+    """Patterns of adapters that it may use. None: all."""
+    base_model: bool = True
+    max_concurrent: AtLeastOne | None = None
+    requests_per_minute: AtLeastOne | None = None
+    tokens_per_minute: AtLeastOne | None = None
+    new_adapters_per_minute: AtLeastOne | None = None
+    """Adapters that it may name and that the server has not found before. None: the server's number."""
+    weight: float = 1.0
+    """Its share, compared to other keys, of an engine that has too much to do."""
+    group: str | None = None
+    """The keys of a group share cached prompts. None: this key shares with no other."""
+    is_admin: bool = msgspec.field(default=False, name="admin")
+
+
+class Key(Permissions, frozen=True):
+    """A caller. On a server without keys each caller is `Key()`, which may use anything."""
 
     name: str = ""
-    adapters: tuple[str, ...] | None = None
-    """Patterns of adapters it may use. None: all."""
-    base_model: bool = True
-    max_concurrent: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    weight: float = 1.0
-    """What it gets, compared to others, of an engine that has too much to do."""
-    is_admin: bool = False
-    group: str = ""
-    """The keys of a group share cached prompts. "": this key shares with no other."""
-    new_adapters_per_minute: int | None = None
-    """Adapters that it may name and that the server has not found before. None: what the server says."""
 
     def may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> bool:
-        """A pattern speaks of the default source unless it begins with another one, as in `s3:team-*`.
+        """Tell whether a pattern allows an adapter. A pattern is of the default source unless it begins with another
+        one, as in `s3:team-*`.
 
-        A pattern without a revision is of every revision. Only the hub has those: elsewhere `poet@x` is another folder
-        than `poet`. `has_revisions` says so where an operator's name stands for an adapter of another source. A name
-        that climbs out of its folder matches none: what `team/*` allows must be in `team`.
+        A pattern without a revision allows every revision. Only the hub has revisions: elsewhere `poet@x` is another
+        folder than `poet`. Where an operator's name stands for an adapter of another source, `has_revisions` tells. A
+        name that climbs out of its folder matches no pattern: what `team/*` allows must be in `team`.
         """
         if self.adapters is None:
             return True
@@ -87,7 +96,7 @@ class Key:
             raise ForbiddenError("this API key may not use the base model; name an adapter")
 
     def salt(self, salt: str) -> str:
-        """A salt for the engine's cache: those who may share prompts get the same one, nobody else does.
+        """Return a salt for the engine's cache. Only callers that may share cached prompts get the same one.
 
         It is a JSON list, so that no name, group or salt of a client can be written to look like another combination.
         Callers without a key share unless they send a salt of their own.
@@ -99,10 +108,10 @@ class Key:
 
 
 def _matches(pattern: str, source: str, names: set[str], default_source: str) -> bool:
-    of_source, colon, of_name = pattern.partition(":")
+    pattern_source, colon, name_pattern = pattern.partition(":")
     if not colon:
-        of_source, of_name = default_source, pattern
-    return source == of_source and any(fnmatchcase(name, of_name) for name in names)
+        pattern_source, name_pattern = default_source, pattern
+    return source == pattern_source and any(fnmatchcase(name, name_pattern) for name in names)
 
 
 class KeyRing:
@@ -113,43 +122,34 @@ class KeyRing:
     ) -> None:
         self._keys: dict[bytes, Key] = {}
         self._names: set[str] = set()
-        self._is_open = not api_keys and keys_file is None
-        self._has_admin = False
+        self.is_open = not api_keys and keys_file is None  # to callers without a key; also an empty file closes it
+        self.has_admin = False
         for number, secret in enumerate(api_keys, 1):
             self._add(_digest_of(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
         if admin_key is not None:
             self._add(_digest_of(admin_key, "the admin key"), Key("admin", is_admin=True), "the admin key")
         if keys_file is not None:
-            for digest, key in _read(keys_file):
+            for digest, key in _read_keys(keys_file):
                 self._add(digest, key, f"{keys_file}: key {key.name!r}")
 
     @property
-    def is_open(self) -> bool:
-        """Whether anybody may ask. A file of keys closes the server, whatever is in it."""
-        return self._is_open
-
-    @property
-    def has_admin(self) -> bool:
-        return self._has_admin
-
-    @property
     def weights(self) -> dict[str, float]:
-        """By the keys' names: their shares."""
+        """The shares of keys, by their names."""
         return {key.name: key.weight for key in self._keys.values()}
 
     def identify(self, authorization: str | None) -> Key:
-        """Whose `Authorization` header this is. An open server takes any: it may be meant for where adapters are."""
+        """Find the key of an `Authorization` header. An open server takes any: it may be meant for a source."""
         key = self._find(authorization)
         if key is not None:
             return key
-        if self._is_open:
+        if self.is_open:
             return Key()
         if not authorization:
             raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer <key>`")
         raise AuthenticationError("this API key is not known; the header looks like `Authorization: Bearer <key>`")
 
     def check_admin(self, authorization: str | None) -> Key:
-        if not self._has_admin:
+        if not self.has_admin:
             raise ForbiddenError("nobody may do this: there is no admin key; start the server with --admin-key")
         key = self._find(authorization)
         if key is None:
@@ -161,8 +161,8 @@ class KeyRing:
     def _find(self, authorization: str | None) -> Key | None:
         """Look a key up by the digest of what was sent, which costs the same for one key and for ten thousand.
 
-        Comparing in constant time would protect nothing: how long a lookup takes may tell something about digests that
-        begin alike, but nobody can choose the digest of a guess, and none of its bits lead back to a secret.
+        Comparing in constant time would protect nothing. The time of a lookup may tell something about digests that
+        begin alike, but a client cannot choose the digest of a guess, and none of its bits lead back to a secret.
         """
         if authorization is None or len(authorization) > MAX_HEADER_CHARACTERS:
             return None
@@ -178,13 +178,13 @@ class KeyRing:
             raise ConfigError(f"{where}: the name {key.name!r} is taken; use another")
         self._keys[digest] = key
         self._names.add(key.name)
-        self._has_admin |= key.is_admin
+        self.has_admin |= key.is_admin
 
 
 def _digest_of(secret: str, where: str) -> bytes:
-    if SECRET.fullmatch(secret) is None or len(secret) > MAX_HEADER_CHARACTERS // 2:
+    if SECRET.fullmatch(secret) is None or len(secret) > MAX_SECRET_CHARACTERS:
         raise ConfigError(
-            f"{where} must be 1 to {MAX_HEADER_CHARACTERS // 2} visible ASCII characters without spaces, "
+            f"{where} must be 1 to {MAX_SECRET_CHARACTERS} visible ASCII characters without spaces, "
             "since a header cannot carry another"
         )
     return sha256(secret.encode()).digest()
@@ -193,27 +193,14 @@ def _digest_of(secret: str, where: str) -> bytes:
 # --- Files of keys ----------------------------------------------------------------------------------------------------
 
 
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Pattern = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of the file. Never printed: `key` is a secret."""
+class _Entry(Permissions, frozen=True, kw_only=True):
+    """A table of the file. It is never printed, since `key` is a secret."""
 
     key: str | None = None
     sha256: str | None = None
-    adapters: list[Pattern] | None = None
-    base_model: bool = True
-    max_concurrent: AtLeastOne | None = None
-    requests_per_minute: AtLeastOne | None = None
-    tokens_per_minute: AtLeastOne | None = None
-    new_adapters_per_minute: AtLeastOne | None = None
-    weight: float = 1.0
-    group: str | None = None
-    admin: bool = False
 
 
-def _read(path: Path) -> list[tuple[bytes, Key]]:
+def _read_keys(path: Path) -> list[tuple[bytes, Key]]:
     document = _parse(path)
     unknown = sorted(document.keys() - {"keys"})
     if unknown:
@@ -221,14 +208,14 @@ def _read(path: Path) -> list[tuple[bytes, Key]]:
     tables = document.get("keys")
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{path}: there are no keys in it; add a table [keys.<name>]")
-    entries = {name: _entry(f"{path}: key {name[:MAX_NAME_CHARACTERS]!r}", table) for name, table in tables.items()}
-    if any(entry.key is not None for entry in entries.values()) and path.stat().st_mode & stat.S_IROTH:
+    keys = [_read_key(f"{path}: key {name[:MAX_NAME_CHARACTERS]!r}", name, table) for name, table in tables.items()]
+    if any(table.get("key") is not None for table in tables.values()) and path.stat().st_mode & stat.S_IROTH:
         logger.warning("%s holds keys that everybody on this machine can read: chmod 600, or give their sha256", path)
-    return [_key(f"{path}: key {name[:MAX_NAME_CHARACTERS]!r}", name, entry) for name, entry in entries.items()]
+    return keys
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """What a parser says may quote the file, so only where it stopped is told."""
+    """Parse a keys file. A parser's message may quote the file, so that only the position in it is told."""
     parsers = {".toml": lambda content: tomllib.loads(content.decode()), ".json": parse_json}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
@@ -240,42 +227,32 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return parse(content)
     except (ValueError, RecursionError) as error:
-        place = re.search(r"\(?(?:at )?line \d+,? column \d+", str(error))
-        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}{f' {place[0]}' if place else ''}") from None
+        position = re.search(r"\(?(?:at )?line \d+,? column \d+", str(error))
+        told = f" {position[0]}" if position else ""
+        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}{told}") from None
 
 
-def _entry(where: str, table: object) -> _Entry:
+def _read_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
         entry = msgspec.convert(table, _Entry)
-    except msgspec.ValidationError as error:  # names types and fields, never values
+    except msgspec.ValidationError as error:  # it names types and fields, never values
         raise ConfigError(f"{where}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):
         raise ConfigError(f"{where}: weight must be a number above 0")
+    if not _is_name(name):
+        raise ConfigError(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
+    if entry.group is not None and not _is_name(entry.group):
+        raise ConfigError(f"{where}: group has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
     if (entry.key is None) == (entry.sha256 is None):
         raise ConfigError(f"{where}: give either key or sha256")
-    return entry
-
-
-def _key(where: str, name: str, entry: _Entry) -> tuple[bytes, Key]:
-    if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
-        raise ConfigError(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
-    if entry.group is not None and not (0 < len(entry.group) <= MAX_NAME_CHARACTERS and entry.group.isprintable()):
-        raise ConfigError(f"{where}: group has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
     if entry.key is not None:
         digest = _digest_of(entry.key, f"{where}: key")
     elif entry.sha256 is not None and HEX_DIGEST.fullmatch(entry.sha256):
         digest = bytes.fromhex(entry.sha256)
     else:
         raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
-    return digest, Key(
-        name=name,
-        adapters=None if entry.adapters is None else tuple(entry.adapters),
-        base_model=entry.base_model,
-        max_concurrent=entry.max_concurrent,
-        requests_per_minute=entry.requests_per_minute,
-        tokens_per_minute=entry.tokens_per_minute,
-        new_adapters_per_minute=entry.new_adapters_per_minute,
-        weight=entry.weight,
-        is_admin=entry.admin,
-        group=entry.group or "",
-    )
+    return digest, Key(name, **{field: getattr(entry, field) for field in Permissions.__struct_fields__})
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()

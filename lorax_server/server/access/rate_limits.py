@@ -1,95 +1,91 @@
-"""How much is answered at once, in all and for each key. Nobody waits here: who cannot come in is told when to return.
+"""Limits of what is answered at once, in all and for each key, and of what a key may ask for in a minute.
 
-Rates are buckets that fill as time goes on, up to what a minute allows. A request takes its one when it comes; its
-tokens are taken when it ends, since nobody knows earlier how many they are, and a key that is in debt then waits until
-it has earned them. New adapters have a rate of their own: who has used it up can still use those that are known.
+No request waits here: one that is over a limit is refused, with the time when to come back. Rates are buckets that fill
+as time goes on, up to what a minute allows. A request is taken from its bucket when it comes. Its tokens are taken when
+it ends, since their number is not known earlier; a key that is in debt then is refused until it has earned them. New
+adapters have a rate of their own: a key that has used it up can still use known adapters.
 """
 
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from lorax_server.errors import InputError, OverloadedError
 from lorax_server.server.access.keys import Key
 
 MINUTE_S = 60.0
-NEW_ADAPTERS_PER_MINUTE = 60  # of a key that says nothing, on a server that says nothing
-BUSY_RETRY_S = 1.0  # nobody knows when an answer will end
-ROUNDING = 1e-6  # who comes back when we said must not find a hair missing
+NEW_ADAPTERS_PER_MINUTE = 60  # of a key, where neither it nor the server sets a number
+BUSY_RETRY_S = 1.0  # a guess: it is not known when an answer will end
+ROUNDING = 1e-6  # a client that comes back when it was told to must not be refused for a rounding error
+
+Clock = Callable[[], float]
 
 
 class _Bucket:
-    """What is left of a rate. Below 0 it is debt."""
+    """A rate, and what is left of it; below 0 it is debt. Without a number there is no limit."""
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self._per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = now
+    def __init__(self, per_minute: int | None, clock: Clock) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute or 0)
+        self._filled_at = clock()
 
-    def wait_s(self, now: float) -> float:
-        """Until one more may be taken; 0 if it may now."""
-        self._fill(now)
+    def wait_s(self) -> float:
+        """Return the seconds until one more may be taken; 0 if it may be taken now."""
+        if not self.per_minute:
+            return 0.0
+        self.take(0)
         missing = 1 - self._level
-        return missing * MINUTE_S / self._per_minute if missing > ROUNDING else 0.0
+        return missing * MINUTE_S / self.per_minute if missing > ROUNDING else 0.0
 
-    def take(self, amount: int, now: float) -> None:
-        self._fill(now)
-        self._level -= amount
-
-    def is_full(self, now: float) -> bool:
-        self._fill(now)
-        return self._level >= self._per_minute
-
-    def _fill(self, now: float) -> None:
-        earned = (now - self._at) * self._per_minute / MINUTE_S
-        self._level = min(float(self._per_minute), self._level + earned)
-        self._at = now
+    def take(self, amount: int) -> None:
+        if self.per_minute:
+            now = self._clock()
+            earned = (now - self._filled_at) * self.per_minute / MINUTE_S
+            self._level = min(float(self.per_minute), self._level + earned) - amount
+            self._filled_at = now
 
 
 class _Usage:
-    """What a key has under way, and what is left of its rates."""
+    """The running answers of a key, and what is left of its rates."""
 
-    def __init__(self, key: Key, now: float, adapters_per_minute: int | None) -> None:
+    def __init__(self, key: Key, adapters_per_minute: int | None, clock: Clock) -> None:
         self.num_running = 0
-        self.adapters_per_minute = adapters_per_minute
-        self.adapters = _Bucket(adapters_per_minute, now) if adapters_per_minute else None
-        self.requests = _Bucket(key.requests_per_minute, now) if key.requests_per_minute else None
-        self.tokens = _Bucket(key.tokens_per_minute, now) if key.tokens_per_minute else None
+        self.adapters = _Bucket(adapters_per_minute, clock)
+        self.requests = _Bucket(key.requests_per_minute, clock)
+        self.tokens = _Bucket(key.tokens_per_minute, clock)
 
-    def is_idle(self, now: float) -> bool:
-        """Whether it is as if the key had never asked."""
-        buckets = (bucket for bucket in (self.requests, self.tokens, self.adapters) if bucket is not None)
-        return self.num_running == 0 and all(bucket.is_full(now) for bucket in buckets)
+    def check_rates(self) -> None:
+        """Refuse a request while a rate is used up; of two, the one that takes longer to recover."""
+        rates = ((self.requests, "requests"), (self.tokens, "tokens"))
+        wait_s, limit = max((bucket.wait_s(), f"{bucket.per_minute} {unit}") for bucket, unit in rates)
+        if wait_s > 0:
+            raise OverloadedError(
+                f"this API key has used up its {limit} a minute; try again in {math.ceil(wait_s)} s", wait_s
+            )
 
 
 class RateLimits:
-    """Lets requests in. It belongs to one event loop.
-
-    It remembers what keys that have limits did in the last while; those that did nothing are forgotten now and then.
-    """
+    """Lets requests in. It belongs to one event loop. Its memory is bounded, since the server's keys never change."""
 
     def __init__(
-        self,
-        max_concurrent: int,
-        clock: Callable[[], float] = time.monotonic,
-        new_adapters_per_minute: int | None = None,
+        self, max_concurrent: int, clock: Clock = time.monotonic, new_adapters_per_minute: int | None = None
     ) -> None:
         self.num_running = 0
         self._new_adapters_per_minute = new_adapters_per_minute
         self._max_concurrent = max_concurrent
         self._clock = clock
-        self._usages: dict[str, _Usage] = {}
+        self._usages: dict[str, _Usage] = {}  # by the key's name
         self._fares: dict[tuple[str, tuple[str, str]], Fare] = {}  # that further requests may share
-        self._sweep_at = 1024
 
     def enter(self, key: Key, count: int = 1) -> "Permit":
-        """A place for `count` answers to one request, to be left when they have ended."""
-        self._check_possible(key, count)
-        now = self._clock()
-        usage = self._usage(key, now)
-        self._check_rates(key, usage, now)
+        """Let in `count` answers to one request, until their permit is left, or refuse them all."""
+        limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
+        if not 1 <= count <= limit:  # so waiting would not help
+            raise InputError(f"a request may ask for 1 to {limit} answers at once, not {count}")
+        usage = self._usage(key)
+        usage.check_rates()
         if key.max_concurrent is not None and usage.num_running + count > key.max_concurrent:
             raise OverloadedError(
                 f"this API key has {usage.num_running} of at most {key.max_concurrent} answers under way and asks for "
@@ -98,110 +94,70 @@ class RateLimits:
             )
         if self.num_running + count > self._max_concurrent:
             raise OverloadedError("Model is overloaded", BUSY_RETRY_S)
-        if (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute) != (None, None, None):
-            self._remember(key, usage, now)
-        if usage.requests is not None:
-            usage.requests.take(1, now)
+        usage.requests.take(1)
         usage.num_running += count
         self.num_running += count
         return Permit(self, usage, count)
 
     def take_adapter(self, key: Key) -> None:
-        """Let a key name one adapter more that is new here, or refuse it."""
-        now = self._clock()
-        usage = self._usage(key, now)
-        if usage.adapters is None:
-            return
-        wait_s = usage.adapters.wait_s(now)
+        """Let a key name one more adapter that is new here, or refuse it."""
+        bucket = self._usage(key).adapters
+        wait_s = bucket.wait_s()
         if wait_s > 0:
-            who = "this API key has" if key.name else "the callers of this server have"
+            owner = "this API key has" if key.name else "the callers of this server have"
             raise OverloadedError(
-                f"{who} used up the {usage.adapters_per_minute} new adapters a minute (new_adapters_per_minute); those "
+                f"{owner} used up the {bucket.per_minute} new adapters a minute (new_adapters_per_minute); those "
                 f"that are known here can be used all the same, others in {math.ceil(wait_s)} s",
                 wait_s,
             )
-        self._remember(key, usage, now)
-        usage.adapters.take(1, now)
+        bucket.take(1)
 
     def owe_adapter(self, key: Key, count: int = 1) -> None:
-        """Count one that turned out to be new after it was let in; -1 of them gives one back."""
-        now = self._clock()
-        usage = self._usage(key, now)
-        if usage.adapters is not None:
-            self._remember(key, usage, now)
-            usage.adapters.take(count, now)
+        """Count an adapter that turned out to be new after it was let in; a count of -1 gives one back."""
+        self._usage(key).adapters.take(count)
 
     def fare(self, key: Key, place: tuple[str, str]) -> "Fare":
-        """Join the requests of a key that wait for the same adapter; it is one adapter, so they pay once."""
+        """Return what the requests of a key that wait for one adapter share: they pay for it once."""
         return self._fares.setdefault((key.name, place), Fare(self, key, place))
 
-    def _usage(self, key: Key, now: float) -> _Usage:
-        return self._usages.get(key.name) or _Usage(key, now, self._adapters_per_minute(key))
+    def _usage(self, key: Key) -> _Usage:
+        usage = self._usages.get(key.name)
+        if usage is None:
+            usage = self._usages[key.name] = _Usage(key, self._adapters_per_minute(key), self._clock)
+        return usage
 
     def _adapters_per_minute(self, key: Key) -> int | None:
-        """The rate that the key says, else the server's, else a usual one. Admins are free of those two."""
+        """Return the key's own rate, else the server's, else the usual one. The last two do not bind admins."""
         if key.new_adapters_per_minute is not None or key.is_admin:
             return key.new_adapters_per_minute
         return self._new_adapters_per_minute or (NEW_ADAPTERS_PER_MINUTE if key.name else None)
 
-    def _check_possible(self, key: Key, count: int) -> None:
-        """What time cannot mend is the request's fault."""
-        limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
-        if not 1 <= count <= limit:
-            raise InputError(f"a request may ask for 1 to {limit} answers at once, not {count}")
-
-    def _check_rates(self, key: Key, usage: _Usage, now: float) -> None:
-        """The rate that takes longest to recover is the one to wait for."""
-        rates = (
-            (usage.requests, f"{key.requests_per_minute} requests"),
-            (usage.tokens, f"{key.tokens_per_minute} tokens"),
-        )
-        waits = [(bucket.wait_s(now), limit) for bucket, limit in rates if bucket is not None]
-        wait_s, limit = max(waits, default=(0.0, ""))
-        if wait_s > 0:
-            raise OverloadedError(
-                f"this API key has used up its {limit} a minute; try again in {math.ceil(wait_s)} s", wait_s
-            )
-
-    def _remember(self, key: Key, usage: _Usage, now: float) -> None:
-        if len(self._usages) >= self._sweep_at:
-            self._usages = {name: known for name, known in self._usages.items() if not known.is_idle(now)}
-            self._sweep_at = max(1024, 2 * len(self._usages))
-        self._usages[key.name] = usage
-
-    def _leave(self, usage: _Usage, count: int, tokens: int) -> None:
-        self.num_running -= count
-        usage.num_running -= count
-        if usage.tokens is not None:
-            usage.tokens.take(max(0, tokens), self._clock())
-
 
 class Permit:
-    """A place that is taken until it is left, once."""
+    """The right of a request to be answered, until it is left."""
 
     def __init__(self, rate_limits: RateLimits, usage: _Usage, count: int) -> None:
         self._rate_limits = rate_limits
         self._usage = usage
         self._count = count
-        self._has_left = False
 
     def leave(self, tokens: int = 0) -> None:
-        """`tokens` is what the request had in all, prompts and answers; only the first call counts."""
-        if not self._has_left:
-            self._has_left = True
-            self._rate_limits._leave(self._usage, self._count, tokens)
+        """Pay for the tokens of the request, of prompts and answers. Only the first call counts."""
+        if self._count > 0:
+            self._rate_limits.num_running -= self._count
+            self._usage.num_running -= self._count
+            self._usage.tokens.take(max(0, tokens))
+            self._count = 0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
 
 class Fare:
-    """Price of an adapter, which the requests of a key that wait for it pay together.
+    """The price of a new adapter, which the requests of a key that wait for it pay together.
 
     The first answer closes it, so that a later request shares nothing with a fetch that has ended.
     """
@@ -226,7 +182,7 @@ class Fare:
             self._is_paid = True
 
     def give_back(self) -> None:
-        """Take nothing for an adapter that its source could not give."""
+        """Return the price of an adapter that its source could not give."""
         if self._is_paid:
             self._rate_limits.owe_adapter(self._key, -1)
             self._is_paid = False
@@ -235,9 +191,7 @@ class Fare:
         self._num_waiting += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._num_waiting -= 1
         is_answered = error is None or isinstance(error, Exception)  # else the client has left, and others wait on
         if (is_answered or self._num_waiting == 0) and self._rate_limits._fares.get(self._pair) is self:

@@ -11,12 +11,12 @@ from typing import Protocol
 from lorax_server.server.telemetry.metrics import Metrics
 
 FULL, FULL_ADDRESS, GAVE_WAY = "full", "address", "gave_way"
-NETWORK_BITS = 64  # of IPv6: what one customer of a provider has, who can be at any address of it
+NETWORK_BITS = 64  # of IPv6: a provider's customer has a whole network, and can be at any address of it
 
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """Close, since another one needs the place."""
+        """Close, since another connection needs the place."""
 
 
 @dataclass
@@ -28,52 +28,52 @@ class _Address:
 
 
 class Connections:
-    """It belongs to one event loop. No limit for an address is 0."""
+    """The open connections of one event loop. A limit of 0 for an address is none."""
 
     def __init__(self, most: int, most_per_address: int, metrics: Metrics) -> None:
         self._most = most
         self._most_per_address = most_per_address
         self._metrics = metrics
-        self._open: dict[Connection, str] = {}  # and which address each is of
+        self._open: dict[Connection, str] = {}  # with the address of each
         self._idle: dict[Connection, None] = {}  # those that have been idle for longest come first
         self._addresses: dict[str, _Address] = {}
         self.num_lingering = 0  # those that were refused and are about to be closed
 
     def enter(self, connection: Connection, client: str) -> str | None:
-        """Take a place, or say which limit is in the way."""
+        """Take a place, or return the limit that is in the way."""
         name = network(client)
         address = self._addresses.get(name) or _Address()
+        reason = None
         if 0 < self._most_per_address <= address.count and not self._make_room(address.idle):
-            return self._refuse(FULL_ADDRESS)
-        if len(self._open) >= self._most and not self._make_room(self._idle):
-            return self._refuse(FULL)
+            reason = FULL_ADDRESS
+        elif len(self._open) >= self._most and not self._make_room(self._idle):
+            reason = FULL
+        if reason is not None:
+            self._metrics.refuse_connection(reason)
+            return reason
         self._addresses[name] = address
         address.count += 1
         self._open[connection] = name
-        self.rest(connection)
-        self._metrics.connections(len(self._open))
+        self.mark_idle(connection)
+        self._metrics.set_connections(len(self._open))
         return None
 
     def leave(self, connection: Connection) -> None:
+        self.mark_busy(connection)
         name = self._open.pop(connection, None)
         if name is None:
             return
-        address = self._addresses[name]
-        address.count -= 1
-        address.idle.pop(connection, None)
-        self._idle.pop(connection, None)
-        if address.count == 0:
+        self._addresses[name].count -= 1
+        if self._addresses[name].count == 0:
             del self._addresses[name]
-        self._metrics.connections(len(self._open))
+        self._metrics.set_connections(len(self._open))
 
-    def rest(self, connection: Connection) -> None:
-        """It has no request now."""
+    def mark_idle(self, connection: Connection) -> None:
         name = self._open.get(connection)
         if name is not None:
             self._idle[connection] = self._addresses[name].idle[connection] = None
 
-    def wake(self, connection: Connection) -> None:
-        """It has one."""
+    def mark_busy(self, connection: Connection) -> None:
         name = self._open.get(connection)
         if name is not None:
             self._idle.pop(connection, None)
@@ -88,13 +88,9 @@ class Connections:
         connection.give_way()
         return True
 
-    def _refuse(self, reason: str) -> str:
-        self._metrics.refuse_connection(reason)
-        return reason
-
 
 def network(client: str) -> str:
-    """Name what counts as one address: an address of IPv4, or the network of one of IPv6."""
+    """Return the unit that is limited as one address: an IPv4 address, or the network of an IPv6 address."""
     try:
         address = ip_address(client.partition("%")[0])
     except ValueError:

@@ -1,7 +1,7 @@
-"""The guard before all routes: it checks hosts and keys first, then bodies of JSON, of bounded size, that arrive
-in time. Each request gets an id, and what is refused here is written down.
+"""Checks before all routes: of hosts and keys first, then of bodies: JSON of bounded size that arrives in time.
 
-Every route of a router needs a key, but for those that are named here."""
+Each request gets an id, and refusals are logged. Every route of a router needs a key, except those named here.
+"""
 
 import asyncio
 import re
@@ -17,20 +17,19 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.audit import Visit
+from lorax_server.server.telemetry.audit import AuditedRequest
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
-LARGE = 2**15  # bytes of a body that takes milliseconds to parse
+LARGE = 2**15  # bytes of a body whose parsing takes milliseconds
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-SINGLE = ("host", "authorization", "content-type")  # a proxy might look at one of two, and we at the other
-CLOSE = {"connection": "close"}
-PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # to read, without a key
+SINGLE = ("host", "authorization", "content-type")  # of two, a proxy might look at one and this server at the other
+PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # readable without a key
 
 
 class Methods:
-    """What can be done at each path."""
+    """The HTTP methods of each path."""
 
     def __init__(self) -> None:
         self._routes: list[Route] = []
@@ -38,14 +37,21 @@ class Methods:
     def add(self, routes: Iterable[BaseRoute]) -> None:
         self._routes += [route for route in routes if isinstance(route, Route)]
 
-    def of(self, path: str) -> set[str]:
-        """What can be read can be looked at: whoever answers GET answers HEAD."""
-        found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
-        return found | {"HEAD"} if "GET" in found else found
+    def allowed_at(self, path: str) -> set[str]:
+        """Return the methods of a path. A route that answers GET also answers HEAD."""
+        methods = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
+        return methods | {"HEAD"} if "GET" in methods else methods
+
+
+class _RefusedError(Exception):
+    """A request that is answered here and reaches no route."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem._replace(headers={**problem.headers, "connection": "close"})
 
 
 class RequestMiddleware:
-    """Reads the whole body before a route begins; routes take them whole, and so it is known here what is wrong."""
+    """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
     def __init__(self, app: ASGIApp, methods: Methods, service: Service, address: str = "") -> None:
         config = service.config
@@ -55,126 +61,119 @@ class RequestMiddleware:
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
-        self._turnstile = asyncio.Lock()
+        self._large_body_lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        visit = _visit(scope, headers)
+        request = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = visit.request_id
+        state["request_id"] = request.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = visit.request_id
+                request.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request.request_id
             await send(message)
 
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server knows, and sends no body
+            scope = {**scope, "method": "GET"}  # uvicorn knows of the HEAD, and sends no body
         try:
-            await self._answer(scope, headers, visit, receive, send_with_id)
+            await self._answer(scope, headers, request, receive, send_with_id)
+        except _RefusedError as refused:
+            await self._refuse(request, refused.problem, receive, send_with_id)
         finally:
-            self._service.trail.end(visit, state.get("act"))
+            self._service.audit_log.end(request, state.get("admin_action"))
 
-    async def _answer(self, scope: Scope, headers: Headers, visit: Visit, receive: Receive, send: Send) -> None:
-        """Refuse it, as early as can be, or let a route have it."""
+    async def _answer(
+        self, scope: Scope, headers: Headers, request: AuditedRequest, receive: Receive, send: Send
+    ) -> None:
+        """Refuse a request as early as possible, or hand it to a route."""
         method, path = scope["method"], scope["path"]
-        is_known = method in self._methods.of(path)
-        is_post = is_known and method == "POST"
+        has_route = method in self._methods.allowed_at(path)
         is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
-        problem = self._check_caller(headers, visit, needs_key=is_known and not is_public)
-        if problem is not None:
-            await self._refuse(visit, problem, receive, send)
-            return
-        if is_post:
-            body, problem = await self._read(headers, receive)
-            if problem is not None:
-                await self._refuse(visit, problem, receive, send)
-                return
+        self._check_headers(headers)
+        if has_route and not is_public:
+            try:
+                request.key = self._service.check_caller(headers.get("authorization")).name
+            except LoraxError as error:
+                raise _RefusedError(describe(error, path)) from None
+        if has_route and method == "POST":
+            self._check_body_headers(headers)
+            body = await self._read_body(receive)
             if body is None:
-                return  # nobody is there any more
+                return  # the client has left
             receive = _replay(body, receive)
             if len(body) > LARGE:
                 await self._wait_for_turn()
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.trail.refuse(visit, problem)
+            self._service.audit_log.refuse(request, problem)
 
     async def _wait_for_turn(self) -> None:
-        """Let one large body after the other be parsed, and streams go on in between. Parsing holds Python's lock, so
-        that another thread would help nobody."""
-        async with self._turnstile:
+        """Let large bodies be parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
+        another thread would not help."""
+        async with self._large_body_lock:
             await asyncio.sleep(0)
 
-    def _check_caller(self, headers: Headers, visit: Visit, *, needs_key: bool) -> Problem | None:
+    def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
             if len(headers.getlist(name)) > 1:
-                return http_problem(400, f"there must be one header `{name.title()}`, not several", CLOSE)
+                raise _RefusedError(http_problem(400, f"there must be one header `{name.title()}`, not several"))
         if not self._hosts.allow(headers.get("host", "localhost")):  # every browser names one
             message = f"this server is not called {headers['host'][:64]!r}; allow that name by --allowed-host"
-            return Problem(403, "permission", message, headers=CLOSE)
-        if needs_key:
-            try:
-                visit.key = self._service.check_caller(headers.get("authorization")).name
-            except LoraxError as error:
-                return describe(error, visit.path)._replace(headers=CLOSE)
-        return None
+            raise _RefusedError(Problem(403, "permission", message))
 
-    async def _refuse(self, visit: Visit, problem: Problem, receive: Receive, send: Send) -> None:
-        """Answer at once, then take what still comes for a while: a client that is cut off in the middle of sending
-        does not hear why."""
-        self._service.trail.refuse(visit, problem)
-        response = problem.response(visit.path)
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        await _discard(receive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def _check_body_headers(self, headers: Headers) -> None:
+        if not JSON.fullmatch(headers.get("content-type", "")):
+            raise _RefusedError(http_problem(415, "Expected request with `Content-Type: application/json`"))
+        if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            accepted = {"accept-encoding": "identity"}
+            raise _RefusedError(http_problem(415, "Expected request without `Content-Encoding`", accepted))
+        length = headers.get("content-length", "")
+        if length.isdigit():
+            self._check_size(int(length[:20]))
 
-    async def _read(self, headers: Headers, receive: Receive) -> tuple[bytes | None, Problem | None]:
-        """The body, or None if the client left; or what is wrong with it."""
-        problem = self._find_problem(headers)
-        if problem is not None:
-            return None, problem
-        parts, size = [], 0
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
+            raise _RefusedError(http_problem(413, message))
+
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client left."""
+        body = bytearray()
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None, None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._max_body_bytes:
-                        return None, self._too_large()
+                        return None
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
                     if not message.get("more_body", False):
-                        return b"".join(parts), None
+                        return bytes(body)
         except TimeoutError:
-            return None, http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s", CLOSE)
+            problem = http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s")
+            raise _RefusedError(problem) from None
 
-    def _find_problem(self, headers: Headers) -> Problem | None:
-        if not JSON.fullmatch(headers.get("content-type", "")):
-            return http_problem(415, "Expected request with `Content-Type: application/json`", CLOSE)
-        if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            accepted = {"accept-encoding": "identity"}
-            return http_problem(415, "Expected request without `Content-Encoding`", CLOSE | accepted)
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            return self._too_large()
-        return None
-
-    def _too_large(self) -> Problem:
-        message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
-        return http_problem(413, message, CLOSE)
+    async def _refuse(self, request: AuditedRequest, problem: Problem, receive: Receive, send: Send) -> None:
+        """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
+        self._service.audit_log.refuse(request, problem)
+        response = problem.response(request.path)
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _visit(scope: Scope, headers: Headers) -> Visit:
-    asked = headers.get("x-request-id", "")
-    request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-    return Visit(request_id, scope["path"], (scope.get("client") or ("",))[0])
+def _describe_request(scope: Scope, headers: Headers) -> AuditedRequest:
+    request_id = headers.get("x-request-id", "")
+    if not REQUEST_ID.fullmatch(request_id):
+        request_id = uuid.uuid4().hex
+    return AuditedRequest(request_id, scope["path"], (scope.get("client") or ("",))[0])
 
 
 async def _discard(receive: Receive) -> None:
@@ -189,14 +188,10 @@ async def _discard(receive: Receive) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """First the body, then what comes after it: that the client leaves."""
-    is_read = False
+    """Return the body first, then what comes after it: that the client leaves."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return replayed
+    return receive_again

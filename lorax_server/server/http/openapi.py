@@ -1,4 +1,4 @@
-"""The OpenAPI document tells the limits in force, so that who reads it can keep them."""
+"""The OpenAPI document with the limits in force, so that its readers can keep them."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SCHEME = {
     "description": "A key of the server, where it has any; else what an adapter's source wants to see of the caller.",
 }
 EVENT_SCHEMA = "x-event-schema"  # OpenAPI has a word for it from 3.2 on, which tools do not know yet
-# What each event of a stream is, or the last one if the stream fails.
+# The events of each stream, and the last event of a stream that fails.
 STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "/": (StreamResponse, ErrorResponse),
     "/invocations": (StreamResponse, ErrorResponse),
@@ -33,75 +33,60 @@ STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 
 
 def describe_limits(app: FastAPI, parts: Parts) -> None:
-    """Fill in what is known only when the model is."""
+    """Fill in what is known only once the model is loaded."""
     document = app.openapi()
-    schemas = document["components"]["schemas"]
-    config = parts.config
-    _bound(schemas["GenerateParameters"], "max_new_tokens", parts.max_total_tokens - 1)
-    _bound(schemas["GenerateParameters"], "truncate", parts.max_input_length)
-    _bound(schemas["GenerateParameters"], "best_of", config.max_best_of)
-    _bound(schemas["GenerateParameters"], "return_k_alternatives", config.max_logprobs)
-    for name, field in (("CompletionRequest", "logprobs"), ("ChatCompletionRequest", "top_logprobs")):
-        _bound(schemas[name], "max_tokens", parts.max_total_tokens - 1)
-        _bound(schemas[name], "n", config.max_choices)
-        _bound(schemas[name], field, config.max_logprobs)
-        _bound(schemas[name], "stop", config.max_stop_sequences, "maxItems", "array")
-    _bound(schemas["CompletionRequest"], "best_of", config.max_choices)
-    _bound(schemas["ChatCompletionRequest"], "max_completion_tokens", parts.max_total_tokens - 1)
-    _bound(schemas["GenerateParameters"], "stop", config.max_stop_sequences, "maxItems", "array")
-    vocabulary = max(parts.engine.info.vocab_size, parts.tokenizers.base.num_ids)
-    _bound_ids(schemas["CompletionRequest"]["properties"]["prompt"], vocabulary - 1)
-    _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], parts.tokenizers.base.num_ids - 1)
+    config, schemas = parts.config, document["components"]["schemas"]
+    max_id = parts.tokenizers.base.num_ids - 1
+    limits = dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), parts.max_total_tokens - 1)
+    limits |= dict.fromkeys(("return_k_alternatives", "logprobs", "top_logprobs"), config.max_logprobs)
+    limits |= dict.fromkeys(("n", "best_of"), config.max_choices)
+    limits["truncate"] = parts.max_input_length
+    limits["prompt"] = max(parts.engine.info.vocab_size - 1, max_id)  # of token ids
+    for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest"):
+        fields = schemas[name]["properties"]
+        for field in limits.keys() & fields.keys():
+            _limit(fields[field], "integer", "maximum", limits[field])
+        _limit(fields["stop"], "array", "maxItems", config.max_stop_sequences)
+    _limit(schemas["GenerateParameters"]["properties"]["best_of"], "integer", "maximum", config.max_best_of)
+    _limit(schemas["DetokenizeRequest"]["properties"]["ids"], "integer", "maximum", max_id)
     _describe_streams(document)
-    _describe_refusals(document)
-    _describe_keys(document, parts.keys)
+    _describe_operations(document, parts.keys)
 
 
-def _bound(schema: dict[str, Any], field: str, most: int, word: str = "maximum", kind: str = "integer") -> None:
-    described = schema["properties"][field]
-    for each in (described, *described.get("anyOf", ())):
-        if each.get("type") == kind:
-            each[word] = most
-
-
-def _bound_ids(schema: dict[str, Any], most: int) -> None:
-    """Token ids, however deep they lie."""
-    if schema.get("type") == "integer":
-        schema["maximum"] = most
-    for each in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
-        _bound_ids(each, most)
+def _limit(schema: dict[str, Any], kind: str, word: str, limit: int) -> None:
+    """Set a limit of all values of a kind, however deep they lie."""
+    if schema.get("type") == kind:
+        schema[word] = limit
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        _limit(inner, kind, word, limit)
 
 
 def _describe_streams(document: dict[str, Any]) -> None:
-    """A stream is text to a tool; what its events are is for people, and for tools that look for it."""
+    """Add the schemas of events. To most tools a stream is text; people, and tools that know the field, see more."""
     models = sorted({model for pair in STREAMS.values() for model in pair}, key=lambda model: model.__name__)
-    _, found = models_json_schema([(model, "serialization") for model in models], ref_template=REFERENCE)
-    for name, schema in found["$defs"].items():
+    _, schemas = models_json_schema([(model, "serialization") for model in models], ref_template=REFERENCE)
+    for name, schema in schemas["$defs"].items():
         document["components"]["schemas"].setdefault(name, schema)
-    for path, (event, error) in STREAMS.items():
-        described = (
-            f"Events: each is `data: ` and a `{event.__name__}`. One that fails ends with an `{error.__name__}`."
-        )
+    for path, pair in STREAMS.items():
+        event, error = (model.__name__ for model in pair)
+        description = f"Events: each is `data: ` and a `{event}`. One that fails ends with an `{error}`."
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": described},
-            EVENT_SCHEMA: {"oneOf": [{"$ref": REFERENCE.format(model=each.__name__)} for each in (event, error)]},
+            "schema": {"type": "string", "description": description},
+            EVENT_SCHEMA: {"oneOf": [{"$ref": REFERENCE.format(model=name)} for name in (event, error)]},
         }
 
 
-def _describe_refusals(document: dict[str, Any]) -> None:
-    """FastAPI would tell of its own 422 if routes did not; OpenAI's have 400 for the same."""
-    for path, methods in document["paths"].items():
-        for operation in methods.values():
-            if path.startswith(OPENAI_PREFIX):
-                del operation["responses"]["422"]
+def _describe_operations(document: dict[str, Any], keys: KeyRing) -> None:
+    """Say which operations need a key, and which take one: the page at `/docs` sends it only where this says so.
 
-
-def _describe_keys(document: dict[str, Any], keys: KeyRing) -> None:
-    """Say which callers have to show a key, and which may: the page at `/docs` sends it only where this says so."""
+    FastAPI adds a 422 to each, for which OpenAI's routes have 400.
+    """
     document["components"]["securitySchemes"] = {"bearer": SCHEME}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
+            if path.startswith(OPENAI_PREFIX):
+                del operation["responses"]["422"]
             if method != "get" or not PUBLIC.fullmatch(path):
                 needs_key = not keys.is_open or (path in ADMIN and keys.has_admin)
                 operation["security"] = [{"bearer": []}] if needs_key else [{"bearer": []}, {}]

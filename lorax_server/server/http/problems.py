@@ -1,4 +1,4 @@
-"""What went wrong, as it is told: a status, headers, and a body as LoRAX's or OpenAI's clients expect it."""
+"""Errors as HTTP responses: a status, headers, and a body as LoRAX's or OpenAI's clients expect it."""
 
 import math
 import re
@@ -29,22 +29,13 @@ from lorax_server.errors import (
 
 RETRIED = (424, 429, 500, 503)  # where trying again may help
 OPENAI_PREFIX = "/v1/"
-OVERLOADED = "Model is overloaded"  # how LoRAX begins what it says of that
+OVERLOADED = "Model is overloaded"  # LoRAX's words for it
+INVALID = "Input validation error: "
 NO_PROMPT = "Failed applying chat template to {}: "
 FAILED = "Request failed during generation: Server error: "
-HTTP_TYPES = {
-    400: "validation",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    413: "validation",
-    415: "validation",
-    422: "validation",
-    431: "validation",
-    503: "healthcheck",
-}
+HTTP_TYPES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 503: "healthcheck"}  # else "validation"
 HTTP_CODES = {404: "unknown_url"}
-# What OpenAI's routes call the fields that are named, in LoRAX's words, by what refuses a request of either.
+# Names that OpenAI's routes have for fields. Errors of both kinds of routes are written with LoRAX's names.
 CHAT_FIELDS = {
     "inputs": "messages",
     "adapters": "merged_adapters",
@@ -63,7 +54,7 @@ COMPLETION_FIELDS = CHAT_FIELDS | {
 }
 FIELDS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
 FIELD = re.compile(r"`(\w+)`")
-PARAM = re.compile(r"`([\w.\[\]]+)`")  # the first of a message is what it is about
+PARAM = re.compile(r"`([\w.\[\]]+)`")  # the first field that a message names is the one it is about
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -72,16 +63,43 @@ OPENAI_TYPES = {
 }
 
 
+class Wording(NamedTuple):
+    """What clients read about a kind of error."""
+
+    error_type: str  # LoRAX's
+    code: str | None = None  # OpenAI's
+    prefix: str = ""  # of the message to LoRAX's clients
+
+
+# Of several that an error is an instance of, the first counts.
+WORDINGS: dict[type[LoraxError], Wording] = {
+    MissingVariableError: Wording("missing_template_variable", "missing_template_variable"),
+    NoTemplateError: Wording("no_chat_template", "no_chat_template", NO_PROMPT),
+    TemplateError: Wording("template_error", "template_error", NO_PROMPT),
+    ContextLengthError: Wording("validation", "context_length_exceeded", INVALID),
+    NotSupportedError: Wording("validation", "unsupported_parameter", INVALID),
+    InputError: Wording("validation", "invalid_value", INVALID),
+    OverloadedError: Wording("overloaded", "rate_limit_exceeded", f"{OVERLOADED}: "),
+    BusyError: Wording("overloaded", None, f"{OVERLOADED}: "),
+    AdapterNotFoundError: Wording("generation", "model_not_found", FAILED),
+    AdapterAccessError: Wording("generation", "model_access_denied", FAILED),
+    AuthenticationError: Wording("authentication", "invalid_api_key"),
+    ForbiddenError: Wording("permission", "permission_denied"),
+    DeadlineError: Wording("timeout"),
+    LoraxError: Wording("generation", None, FAILED),
+}
+
+
 class Problem(NamedTuple):
-    """An error on its way out."""
+    """An error as a client is to see it."""
 
     status: int
-    error_type: str  # LoRAX's word for it, which also metrics and logs use
+    error_type: str  # LoRAX's name for the kind of error, also in metrics and logs
     message: str
     code: str | None = None  # OpenAI's
     retry_after_s: float | None = None
     headers: dict[str, str] = {}  # noqa: RUF012 - never changed
-    param: str | None = None  # the field that is wrong, for OpenAI's clients
+    param: str | None = None  # the wrong field, for OpenAI's clients
 
     def body(self, path: str) -> dict[str, Any]:
         if not path.startswith(OPENAI_PREFIX):
@@ -99,101 +117,52 @@ class Problem(NamedTuple):
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Numbers that JSON cannot write become null."""
+    """Encode content as JSON. Numbers that JSON cannot write become null."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def http_problem(status: int, message: str = "", headers: dict[str, str] | None = None) -> Problem:
-    """Something that no route was asked to do."""
-    kind, code = HTTP_TYPES.get(status, "validation"), HTTP_CODES.get(status)
-    return Problem(status, kind, message or HTTPStatus(status).phrase, code, None, headers or {})
+    """Describe an error of HTTP itself, such as a path without a route."""
+    error_type, code = HTTP_TYPES.get(status, "validation"), HTTP_CODES.get(status)
+    return Problem(status, error_type, message or HTTPStatus(status).phrase, code, None, headers or {})
 
 
 def wrong_field(path: str, param: str, message: str, code: str) -> Problem:
-    """A field whose form is wrong."""
+    """Describe a field whose form is wrong."""
     if not path.startswith(OPENAI_PREFIX):
         return Problem(422, "validation", f"Input validation error: {param or 'body'}: {message}")
     return Problem(400, "validation", f"{param or 'body'}: {message}", code, param=param or None)
 
 
 def describe(error: BaseException, path: str) -> Problem:
-    """An error of a route."""
+    """Describe an error of a route, in the words of the route's clients.
+
+    LoRAX's have one status for everything that is wrong with an adapter. OpenAI's have 400 for everything that is wrong
+    with a request, and are told the field.
+    """
     if not isinstance(error, LoraxError):
         return Problem(500, "internal", "Internal server error")
-    is_native = not path.startswith(OPENAI_PREFIX)
-    problem = _describe(error, is_native)
-    # What a template says is its own, and what is not supported is named as the route's callers know it.
-    is_ours = isinstance(error, InputError) and not isinstance(error, TemplateError | NotSupportedError)
-    message = _in_words_of(path, problem.message) if is_ours else problem.message
-    problem = problem._replace(message=message, retry_after_s=error.retry_after_s)
-    return problem if is_native else _for_openai(error, problem)
-
-
-def _for_openai(error: LoraxError, problem: Problem) -> Problem:
-    """The same with what OpenAI's clients look at: 400 for whatever a caller got wrong, the field, and a code."""
+    is_openai = path.startswith(OPENAI_PREFIX)
+    wording = next(wording for kind, wording in WORDINGS.items() if isinstance(error, kind))
+    status, message, param = error.status, str(error), None
+    # A template's message is its own, and what is not supported has the name that the route's clients use.
+    if isinstance(error, InputError) and not isinstance(error, TemplateError | NotSupportedError):
+        names = FIELDS.get(path, {})
+        message = FIELD.sub(lambda field: f"`{names.get(field[1], field[1])}`", message)
+    if wording.prefix == NO_PROMPT:
+        message = NO_PROMPT.format("messages" if is_openai else "inputs") + message
+    elif not is_openai and message != OVERLOADED:
+        message = wording.prefix + message
     match error:
-        case TemplateError():
-            return problem._replace(status=400, param="messages")
+        case EngineError() if error.retry_after_s is not None:
+            status = 503
+        case AdapterError() if not is_openai:
+            status = 424
         case AdapterError():
-            return problem._replace(param="model")
-        case InputError():
-            found = PARAM.search(problem.message)
-            return problem._replace(status=400, param=found and found[1], code=_input_code(error))
-    return problem
-
-
-def _input_code(error: InputError) -> str:
-    match error:
-        case ContextLengthError():
-            return "context_length_exceeded"
-        case NotSupportedError():
-            return "unsupported_parameter"
-    return "invalid_value"
-
-
-def _in_words_of(path: str, message: str) -> str:
-    """The same message with the fields that the route's callers know."""
-    names = FIELDS.get(path)
-    return message if names is None else FIELD.sub(lambda found: f"`{names.get(found[1], found[1])}`", message)
-
-
-def _describe(error: LoraxError, is_native: bool) -> Problem:
-    """LoRAX puts words before the reason, and has one status for all that is wrong with an adapter."""
-    reason = str(error)
-    failed = FAILED + reason if is_native else reason
-    no_prompt = NO_PROMPT.format("inputs" if is_native else "messages")
-    problem = Problem(error.status, "generation", failed)
-    match error:
-        case MissingVariableError():
-            problem = Problem(422, "missing_template_variable", reason, "missing_template_variable")
-        case NoTemplateError():
-            problem = Problem(422, "no_chat_template", no_prompt + reason, "no_chat_template")
-        case TemplateError():
-            problem = Problem(422, "template_error", no_prompt + reason, "template_error")
-        case InputError():
-            problem = Problem(422, "validation", f"Input validation error: {reason}" if is_native else reason)
-        case OverloadedError():
-            message = f"{OVERLOADED}: {reason}" if is_native and reason != OVERLOADED else reason
-            problem = Problem(429, "overloaded", message, "rate_limit_exceeded")
-        case BusyError():
-            problem = Problem(503, "overloaded", f"{OVERLOADED}: {reason}" if is_native else reason)
-        case AdapterError():
-            problem = Problem(424 if is_native else error.status, "generation", failed, _code(error))
-        case EngineError():
-            problem = Problem(500 if error.retry_after_s is None else 503, "generation", failed)
-        case AuthenticationError():
-            problem = Problem(401, "authentication", reason, "invalid_api_key")
-        case ForbiddenError():
-            problem = Problem(403, "permission", reason, "permission_denied")
-        case DeadlineError():
-            problem = Problem(504, "timeout", reason)
-    return problem
-
-
-def _code(error: AdapterError) -> str | None:
-    match error:
-        case AdapterNotFoundError():
-            return "model_not_found"
-        case AdapterAccessError():
-            return "model_access_denied"
-    return None
+            param = "model"
+        case TemplateError() if is_openai:
+            status, param = 400, "messages"
+        case InputError() if is_openai:
+            field = PARAM.search(message)
+            status, param = 400, field and field[1]
+    return Problem(status, wording.error_type, message, wording.code, error.retry_after_s, param=param)

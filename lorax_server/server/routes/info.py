@@ -159,7 +159,7 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
         with suppress(LoraxError, TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 status = await engine.status()
-        parts.metrics.engine(status, engine.is_healthy, engine.num_restarts)
+        parts.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
         if JSON in http.headers.get("accept", ""):
             return json_response(parts.metrics.json())
         return Response(parts.metrics.prometheus(), headers={"content-type": parts.metrics.content_type})

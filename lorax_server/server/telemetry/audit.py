@@ -1,7 +1,7 @@
-"""Lines about requests that no route answers, about keys that are refused, and about changes by admins.
+"""Log lines about requests that are refused before a route, about keys that are refused, and about changes by admins.
 
-All of it is counted. What callers without a valid key can cause is written so many times a minute only; the next line
-then says how many were left out.
+All of these are counted. Lines that a caller without a valid key can cause are limited to so many a minute; the next
+line then says how many were left out.
 """
 
 import logging
@@ -23,17 +23,17 @@ MINUTE_S = 60.0
 
 
 @dataclass
-class Act:
-    """Something that an admin asks for."""
+class AdminAction:
+    """A change that a request asks for and that only an admin may make."""
 
     action: str
-    adapter: str
-    key: str = ""  # the name of the admin's; "" if the caller is none
+    adapter_id: str
+    key: str = ""  # the name of the admin's key; "" if the caller is no admin
 
 
 @dataclass
-class Visit:
-    """A request at the door."""
+class AuditedRequest:
+    """An HTTP request as the audit log sees it."""
 
     request_id: str
     path: str
@@ -42,8 +42,8 @@ class Visit:
     status: int | None = None  # of the answer; None: the client left before there was one
 
 
-class Ration:
-    """So many a minute."""
+class LineBudget:
+    """Log lines that may still be written in this minute."""
 
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
@@ -52,8 +52,8 @@ class Ration:
         self._count = 0
         self._left_out = 0
 
-    def take(self) -> int | None:
-        """Take one. Return the number of those left out before it, or None if this one is to be left out as well."""
+    def spend(self) -> int | None:
+        """Spend one line. Return how many were left out before it, or None if this one is to be left out as well."""
         now = self._clock()
         if now - self._began >= MINUTE_S:
             self._began, self._count = now, 0
@@ -65,51 +65,51 @@ class Ration:
         return left_out
 
 
-class Trail:
+class AuditLog:
     """It belongs to one event loop."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._refusals = Ration(LINES_PER_MINUTE, clock)
-        self._connections = Ration(LINES_PER_MINUTE, clock)
-        self._keys = Ration(LINES_PER_MINUTE, clock)
+        self._requests = LineBudget(LINES_PER_MINUTE, clock)
+        self._connections = LineBudget(LINES_PER_MINUTE, clock)
+        self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
-    def refuse(self, visit: Visit, problem: Problem) -> None:
+    def refuse(self, request: AuditedRequest, problem: Problem) -> None:
         """Count and log a request that is refused outside of `Service.answer`."""
-        record = RequestRecord(visit.request_id, visit.path, visit.key, started_at=time.time())
+        record = RequestRecord(request.request_id, request.path, request.key, started_at=time.time())
         record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
         self._metrics.refuse(record)
-        left_out = 0 if visit.key else self._refusals.take()
+        left_out = 0 if request.key else self._requests.spend()
         if left_out is not None:
-            log_request(record, {"address": visit.address} | _left_out(left_out))
+            log_request(record, {"address": request.address} | _count_field(left_out))
 
     def refuse_connection(self, address: str, problem: Problem) -> None:
-        left_out = self._connections.take()
+        left_out = self._connections.spend()
         if left_out is not None:
             fields = {"address": address, "status": problem.status, "error": problem.message}
-            logger.warning("connection refused", extra={FIELDS: fields | _left_out(left_out)})
+            logger.warning("connection refused", extra={FIELDS: fields | _count_field(left_out)})
 
-    def end(self, visit: Visit, act: Act | None) -> None:
-        """Leave a line of what an admin did, and of every key that was refused."""
-        is_refused = visit.status == HTTPStatus.UNAUTHORIZED
-        if act is None and not is_refused:
+    def end(self, request: AuditedRequest, action: AdminAction | None) -> None:
+        """Log a request that has ended, if it was an admin's or if its key was refused."""
+        if action is None and request.status != HTTPStatus.UNAUTHORIZED:
             return
-        left_out = 0 if act is not None and act.key else self._keys.take()
+        left_out = 0 if action is not None and action.key else self._keys.spend()
         if left_out is None:
             return
         fields: dict[str, Any] = {
-            "action": "use a key" if act is None else act.action,
-            "status": visit.status,
-            "key": visit.key if act is None else act.key,
-            "address": visit.address,
-            "request_id": shorten(visit.request_id),
-            "route": shorten(visit.path),
+            "action": "use a key" if action is None else action.action,
+            "status": request.status,
+            "key": request.key if action is None else action.key,
+            "address": request.address,
+            "request_id": shorten(request.request_id),
+            "route": shorten(request.path),
         }
-        if act is not None:
-            fields["adapter"] = shorten(act.adapter)
-        is_done = visit.status is not None and visit.status < HTTPStatus.BAD_REQUEST
-        logger.log(logging.INFO if is_done else logging.WARNING, "audit", extra={FIELDS: fields | _left_out(left_out)})
+        if action is not None:
+            fields["adapter"] = shorten(action.adapter_id)
+        is_done = request.status is not None and request.status < HTTPStatus.BAD_REQUEST
+        level = logging.INFO if is_done else logging.WARNING
+        logger.log(level, "audit", extra={FIELDS: fields | _count_field(left_out)})
 
 
-def _left_out(count: int) -> dict[str, int]:
-    return {"left_out": count} if count else {}
+def _count_field(left_out: int) -> dict[str, int]:
+    return {"left_out": left_out} if left_out else {}

@@ -8,7 +8,7 @@ import pytest
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.errors import AdapterError
 from lorax_server.server.access import folder as folder_module
-from lorax_server.server.access.folder import Findings, FolderWatch, find_adapters
+from lorax_server.server.access.folder import FolderWatch, Scan, find_adapters
 
 PATIENCE_S = 60
 
@@ -48,8 +48,8 @@ def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, capl
     (tmp_path / "here" / "beside").symlink_to("near")
     told: list[list[str]] = []
     watch = FolderWatch(tmp_path / "here", lambda names: told.append(list(names)))
-    watch.look()
-    watch.look()
+    watch.scan()
+    watch.scan()
     assert told == [["beside", "near"]]
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert line.startswith("'linked' in the adapters' folder is not served: it is a link out of the folder")
@@ -66,13 +66,13 @@ def test_there_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_changes_are_told(tmp_path: Path) -> None:
     told: list[list[str]] = []
     watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
-    watch.look()
-    watch.look()
+    watch.scan()
+    watch.scan()
     put(tmp_path, "one")
-    watch.look()
-    watch.look()
+    watch.scan()
+    watch.scan()
     (tmp_path / "one" / "adapter_config.json").unlink()
-    watch.look()
+    watch.scan()
     assert told == [[], ["one"], []]
 
 
@@ -82,17 +82,17 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
     told: list[list[str]] = []
     put(tmp_path, "one")
     watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
-    watch.look()
+    watch.scan()
 
-    def fail(folder: Path) -> Findings:
+    def fail(folder: Path) -> Scan:
         raise OSError(5, "no answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_module, "find_adapters", fail)
-        watch.look()
-        watch.look()
+        watch.scan()
+        watch.scan()
     put(tmp_path, "two")
-    watch.look()
+    watch.scan()
     assert told == [["one"], ["one", "two"]]
     assert sum("cannot be read" in each.getMessage() for each in caplog.records) == 1
 
@@ -101,13 +101,13 @@ def test_a_folder_that_is_not_there_has_no_adapters_for_now(tmp_path: Path, capl
     told: list[list[str]] = []
     watch = FolderWatch(tmp_path / "later", lambda names: told.append(list(names)))
     with caplog.at_level(logging.WARNING):
-        watch.look()
-        watch.look()
+        watch.scan()
+        watch.scan()
     assert len(caplog.records) == 1  # not every two seconds
     put(tmp_path / "later", "one")
-    watch.look()
+    watch.scan()
     (tmp_path / "later").rename(tmp_path / "gone")
-    watch.look()
+    watch.scan()
     assert told == [[], ["one"], []]
     assert "cannot be read" in caplog.text
 
@@ -122,7 +122,7 @@ def test_it_is_looked_at_again_and_again_until_it_is_closed(tmp_path: Path) -> N
         if told[-1] == ["one", "two"]:
             has_two.set()
 
-    watch = FolderWatch(tmp_path, tell, every_s=0.001)
+    watch = FolderWatch(tmp_path, tell, interval_s=0.001)
     watch.start()
     assert told == [["one"]]  # the first look comes before `start` returns
     put(tmp_path, "two")

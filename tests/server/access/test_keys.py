@@ -57,7 +57,7 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
     ],
 )
 def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_allowed: bool) -> None:
-    key = Key("k", patterns)
+    key = Key("k", adapters=patterns)
     if is_allowed:
         key.check_may_use(source, name, "hub")
     else:
@@ -66,19 +66,19 @@ def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_a
 
 
 def test_a_pattern_without_a_source_follows_the_default_one() -> None:
-    Key("k", ("poet",)).check_may_use("local", "poet", "local")
+    Key("k", adapters=("poet",)).check_may_use("local", "poet", "local")
 
 
 @pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
 def test_a_revision_of_a_name_that_the_operator_gave_is_one_only_on_the_hub(place: str, is_allowed: bool) -> None:
     """Allow a key the name `poet`, with either source as the default."""
     for default in ("hub", "local"):
-        assert Key("k", ("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
+        assert Key("k", adapters=("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
 
 
 def test_a_huge_name_is_not_repeated() -> None:
     with pytest.raises(ForbiddenError) as caught:
-        Key("k", ("*a*b*c*d*e*",)).check_may_use("hub", "abcd" * 100_000, "hub")
+        Key("k", adapters=("*a*b*c*d*e*",)).check_may_use("hub", "abcd" * 100_000, "hub")
     assert len(str(caught.value)) < 300
 
 
@@ -250,7 +250,15 @@ weight = 2
 sha256 = "{hashlib.sha256(b"bobs").hexdigest().upper()}"
 admin = true
 """
-ALICE = Key("alice", ("poet", "s3:team-*"), False, 8, 60, 10_000, 2.0)
+ALICE = Key(
+    "alice",
+    adapters=("poet", "s3:team-*"),
+    base_model=False,
+    max_concurrent=8,
+    requests_per_minute=60,
+    tokens_per_minute=10_000,
+    weight=2.0,
+)
 
 
 def test_a_file_names_keys(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_only_what_the_caller_may_use() -> None:
 
 def test_names_of_a_source_that_is_named() -> None:
     assert find_nearest("team/bard", "s3", make(), Key()) == ["team/bard-7"]
-    assert find_nearest("brad", "s3", make(), Key("k", ("hub:*",))) == []
+    assert find_nearest("brad", "s3", make(), Key("k", adapters=("hub:*",))) == []
     assert find_nearest("peot", "local", make(), Key())[0] == "poet"
 
 
@@ -76,10 +76,10 @@ def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -
     looks = []
     monkeypatch.setattr(Key, "may_use", lambda *named: bool(looks.append(named)))
     names = make([f"adapter-{number}" for number in range(3000)])
-    assert find_nearest("adapter-x", None, names, Key("k", ("a",) * 500)) == []
+    assert find_nearest("adapter-x", None, names, Key("k", adapters=("a",) * 500)) == []
     assert len(looks) <= 2 * nearest.MAX_CHECKS / 500
     looks.clear()
-    find_nearest("adapter-x", None, names, Key("k", ("a",)))
+    find_nearest("adapter-x", None, names, Key("k", adapters=("a",)))
     assert len(looks) <= nearest.MAX_CHECKS
 
 

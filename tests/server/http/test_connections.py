@@ -15,7 +15,7 @@ from lorax_server.server.http import protocol
 from lorax_server.server.http.connections import Connections, network
 from lorax_server.server.http.protocol import make_protocol
 from lorax_server.server.run import _fit_connections
-from lorax_server.server.telemetry.audit import Trail
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.server.edge import HEALTH, Edge, Wire, head, listening
 
@@ -35,7 +35,7 @@ def make(most: int = 3, most_per_address: int = 2) -> Connections:
 def busy(connections: Connections, address: str) -> Fake:
     connection = Fake()
     assert connections.enter(connection, address) is None
-    connections.wake(connection)
+    connections.mark_busy(connection)
     return connection
 
 
@@ -52,8 +52,8 @@ def test_one_address_cannot_take_all_places() -> None:
 def test_what_has_been_idle_for_longest_gives_way() -> None:
     connections = make(3, 0)
     first, second, third = (busy(connections, "a") for _ in range(3))
-    connections.rest(second)
-    connections.rest(first)
+    connections.mark_idle(second)
+    connections.mark_idle(first)
     assert connections.enter(Fake(), "b") is None
     assert connections.enter(Fake(), "b") is None
     assert [each.has_given_way for each in (first, second, third)] == [True, True, False]
@@ -74,11 +74,11 @@ def test_one_that_has_gone_leaves_nothing_behind() -> None:
     connections = make()
     for _ in range(3):
         connection = busy(connections, "a")
-        connections.rest(connection)
+        connections.mark_idle(connection)
         connections.leave(connection)
         connections.leave(connection)
-        connections.rest(connection)
-        connections.wake(connection)
+        connections.mark_idle(connection)
+        connections.mark_busy(connection)
     assert (connections._open, connections._idle, connections._addresses) == ({}, {}, {})
 
 
@@ -125,7 +125,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def limited(most: int, most_per_address: int = 0, keep_alive_s: float = 75.0) -> AsyncIterator[Edge]:
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
-    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), Trail(metrics))
+    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), AuditLog(metrics))
     settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, timeout_keep_alive=keep_alive_s)
     async with listening(settings, metrics) as edge:
         yield edge
@@ -311,9 +311,9 @@ def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatc
             assert got, "it was cut off"
             taken += got
             now = connection.transport.get_write_buffer_size()
-            if now < left and connection._write_timer is not None:
+            if now < left and connection._write_timer.is_set:
                 looks, left = looks + 1, now
-                connection._stop_write_timer()
+                connection._write_timer.stop()
                 connection._check_writing()  # as the timer does
         assert looks > 3
         assert (await edge.ask(HEALTH)).status == 200
@@ -351,6 +351,6 @@ def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
         await asyncio.sleep(0.05)
         (connection,) = edge.state.connections
         assert connection.timeout_keep_alive_task is None
-        assert connection._header_timer is None
+        assert not connection._header_timer.is_set
 
     run(check, 2)

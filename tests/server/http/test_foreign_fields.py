@@ -45,7 +45,7 @@ def ask(routes: Routes, route: str, **fields: Any) -> Reply:
 @pytest.mark.parametrize("route", PATHS)
 def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Templated) -> None:
     for name, field in BY_ROUTE[route].items():
-        refused = ask(routes, route, **{name: False if field.is_on else "x"})
+        refused = ask(routes, route, **{name: False if field.defaults_to_true else "x"})
         assert refused.status == (422 if route == GENERATE else 400), name
         assert f"`{name}`" in refused.message
         if route != GENERATE:
@@ -57,7 +57,7 @@ def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Tem
 @pytest.mark.parametrize("route", PATHS)
 def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     for nothing in (None, False, 0, "", [], {}):
-        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.is_on}
+        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.defaults_to_true}
         if nothing == 0 and nothing is not False:
             fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_asks}
         assert ask(routes, route, **fields).status == 200

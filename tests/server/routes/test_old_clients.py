@@ -10,7 +10,7 @@ import uvloop
 
 from lorax_server.server.http.connections import Connections
 from lorax_server.server.http.protocol import CONTINUE, make_protocol
-from lorax_server.server.telemetry.audit import Trail
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.server.edge import TIMEOUT_S, Edge, listening
 
@@ -71,7 +71,7 @@ def run(check: Callable[[Client, App], Awaitable[None]]) -> None:
 
     async def inside() -> None:
         app, metrics = App(), Metrics(max_input_length=1, max_total_tokens=2)
-        kind = make_protocol(30.0, Connections(9, 0, metrics), Trail(metrics))
+        kind = make_protocol(30.0, Connections(9, 0, metrics), AuditLog(metrics))
         settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None)
         async with listening(settings, metrics) as edge:
             client = Client(*await asyncio.open_connection("127.0.0.1", port_of(edge)))

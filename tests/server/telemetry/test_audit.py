@@ -4,39 +4,41 @@ from typing import Any
 import pytest
 
 from lorax_server.server.http.problems import http_problem
-from lorax_server.server.telemetry.audit import Act, Ration, Trail, Visit
+from lorax_server.server.telemetry.audit import AdminAction, AuditedRequest, AuditLog, LineBudget
 from lorax_server.server.telemetry.logs import FIELDS
 from lorax_server.server.telemetry.metrics import Metrics
 
 CLIENT = "192.0.2.1"
 
 
-def make(clock: Any) -> Trail:
-    return Trail(Metrics(max_input_length=1, max_total_tokens=2), clock)
+def make(clock: Any) -> AuditLog:
+    return AuditLog(Metrics(max_input_length=1, max_total_tokens=2), clock)
 
 
-def test_a_ration_says_how_many_were_left_out() -> None:
+def test_a_budget_says_how_many_were_left_out() -> None:
     now = 0.0
-    ration = Ration(2, lambda: now)
-    assert [ration.take() for _ in range(5)] == [0, 0, None, None, None]
+    budget = LineBudget(2, lambda: now)
+    assert [budget.spend() for _ in range(5)] == [0, 0, None, None, None]
     now = 59.9
-    assert ration.take() is None
+    assert budget.spend() is None
     now = 60.0
-    assert [ration.take() for _ in range(3)] == [4, 0, None]
+    assert [budget.spend() for _ in range(3)] == [4, 0, None]
 
 
 def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    trail = make(lambda: now)
+    audit_log = make(lambda: now)
     with caplog.at_level(logging.INFO):
         for _ in range(100):
-            trail.refuse(Visit("it", "/generate", CLIENT), http_problem(403))
-            trail.refuse(Visit("it", "/generate", CLIENT, "alice"), http_problem(422))
-            trail.refuse_connection(CLIENT, http_problem(503))
-            trail.end(Visit("it", "/generate", CLIENT, status=401), None)
-            trail.end(Visit("it", "/v1/adapters/load", CLIENT, status=401), Act("load", "poet"))
-            trail.end(Visit("it", "/v1/adapters/load", CLIENT, status=200), Act("load", "poet", "boss"))
-            trail.end(Visit("it", "/generate", CLIENT, status=200), None)
+            audit_log.refuse(AuditedRequest("it", "/generate", CLIENT), http_problem(403))
+            audit_log.refuse(AuditedRequest("it", "/generate", CLIENT, "alice"), http_problem(422))
+            audit_log.refuse_connection(CLIENT, http_problem(503))
+            audit_log.end(AuditedRequest("it", "/generate", CLIENT, status=401), None)
+            audit_log.end(AuditedRequest("it", "/v1/adapters/load", CLIENT, status=401), AdminAction("load", "poet"))
+            audit_log.end(
+                AuditedRequest("it", "/v1/adapters/load", CLIENT, status=200), AdminAction("load", "poet", "boss")
+            )
+            audit_log.end(AuditedRequest("it", "/generate", CLIENT, status=200), None)
         fields = [getattr(each, FIELDS) for each in caplog.records]
         assert sum(each["status"] == 403 for each in fields) == 60
         assert sum(each["status"] == 422 for each in fields) == 100
@@ -44,14 +46,16 @@ def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplo
         assert sum(each["status"] == 401 for each in fields) == 60
         assert sum(each["status"] == 200 for each in fields) == 100
         now = 60.0
-        trail.end(Visit("it", "/generate", CLIENT, status=401), None)
+        audit_log.end(AuditedRequest("it", "/generate", CLIENT, status=401), None)
     assert getattr(caplog.records[-1], FIELDS)["left_out"] == 140
 
 
 @pytest.mark.parametrize(("status", "level"), [(200, "INFO"), (403, "WARNING"), (500, "WARNING"), (None, "WARNING")])
 def test_what_failed_is_a_warning(status: int | None, level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        make(lambda: 0.0).end(Visit("it", "/x", CLIENT, status=status), Act("unload", "a" * 10_000, "boss"))
+        make(lambda: 0.0).end(
+            AuditedRequest("it", "/x", CLIENT, status=status), AdminAction("unload", "a" * 10_000, "boss")
+        )
     (record,) = caplog.records
     assert record.levelname == level
     fields = getattr(record, FIELDS)

@@ -162,7 +162,7 @@ def test_json_says_the_same_as_text() -> None:
     for each in mixture():
         metrics.begin()
         metrics.end(each)
-    metrics.engine(status(steps=3, adapters_on_host=2), True, 1)
+    metrics.engine.update(status(steps=3, adapters_on_host=2), True, 1)
     text = metrics.prometheus().decode()
     shown = json.loads(json.dumps(metrics.json(), allow_nan=False))
     assert list(shown) == re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
@@ -331,7 +331,7 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
     metrics.end(record(adapter="x" * 10_000_000))
     text = metrics.prometheus()
     assert len(text) < 200_000
-    assert len(metrics._adapters._names._known) == len(metrics._adapters._keys._known) == 20
+    assert len(metrics._adapters._names) == len(metrics._adapters._keys) == 20
     adapters = labels_of(metrics, "lorax_adapter_requests_total", "adapter")
     assert len(adapters) == 21
     assert "other" in adapters
@@ -367,7 +367,9 @@ def test_names_that_are_changed_stay_apart() -> None:
 
 def test_every_field_of_a_status_is_shown() -> None:
     metrics = make()
-    metrics.engine(status(**{each.name: 1001 + number for number, each in enumerate(fields(EngineStatus))}), False, 0)
+    metrics.engine.update(
+        status(**{each.name: 1001 + number for number, each in enumerate(fields(EngineStatus))}), False, 0
+    )
     shown = set(samples(metrics).values())
     for number, each in enumerate(fields(EngineStatus)):
         assert 1001 + number in shown, each.name
@@ -376,11 +378,11 @@ def test_every_field_of_a_status_is_shown() -> None:
 def test_where_adapters_are() -> None:
     metrics = make()
     now = status(adapters_on_device=1, adapters_on_host=2, adapters_preparing=3, adapters_fetching=4, running=5)
-    metrics.engine(now, True, 0)
+    metrics.engine.update(now, True, 0)
     for tier, number in (("device", 1), ("host", 2), ("preparing", 3), ("fetching", 4)):
         assert value(metrics, "lorax_adapters_resident", tier=tier) == number
     assert value(metrics, "lorax_engine_healthy") == 1
-    metrics.engine(None, False, 0)
+    metrics.engine.update(None, False, 0)
     assert value(metrics, "lorax_adapters_resident", tier="host") == 0
     assert value(metrics, "lorax_batch_current_size") == 0
     assert value(metrics, "lorax_engine_healthy") == 0
@@ -390,12 +392,12 @@ def test_counters_go_on_when_the_engine_is_started_again() -> None:
     metrics = make()
     seen = []
     for steps, restarts in ((10, 0), (15, 0), (None, 1), (4, 1), (9, 1), (100, 2), (100, 2), (3, 2)):
-        metrics.engine(None if steps is None else status(steps=steps), True, restarts)
+        metrics.engine.update(None if steps is None else status(steps=steps), True, restarts)
         seen.append(value(metrics, "lorax_engine_steps_total"))
         assert value(metrics, "lorax_batch_inference_count", method="step") == seen[-1]
     assert seen == [10, 15, 15, 19, 24, 124, 124, 127]
     assert value(metrics, "lorax_engine_restarts_total") == 2
-    metrics.engine(None, False, 1)
+    metrics.engine.update(None, False, 1)
     assert value(metrics, "lorax_engine_restarts_total") == 2
 
 
