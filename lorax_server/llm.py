@@ -1,4 +1,4 @@
-"""The engine in a script: prompts in, completions out. What the server runs, without a server.
+"""The server's engine in a script: prompts in, completions out.
 
 llm = LLM("path/to/model", adapters={"french": "path/to/adapter"})
 for completion in llm.generate(["Once upon a time", "Hello"], adapter=["french", None]):
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import index
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -30,20 +29,12 @@ from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.generation.answer import Answer
 from lorax_server.generation.completion import Chunk, Completion, Run
-from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
-from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
-from lorax_server.types import (
-    AdapterRef,
-    EngineStatus,
-    Request,
-    Resolved,
-    SamplingParams,
-    StopParams,
-)
+from lorax_server.text.generation_defaults import load_generation_defaults
+from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts
+from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
 
-Prompt = str | Sequence[int]
-MAX_ID = 2**31 - 1
 _T = TypeVar("_T")
 
 
@@ -62,26 +53,28 @@ class LLM:
         """`adapters` are folders by name, or one folder whose subfolders are adapters. `settings` are those of
         `EngineConfig`."""
         path = Path(model)
-        self._folders = {name: Path(folder).resolve() for name, folder in _named(adapters).items()}
+        named = adapters if isinstance(adapters, Mapping) else {}
+        self._folders = {adapter_id: Path(folder).resolve() for adapter_id, folder in named.items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []
-        # Only these folders are asked for, and their files may be links to anywhere, as in the cache of the hub.
+        # The engine is asked for these folders only. Their files may be links to anywhere, as in the hub's cache.
         roots += [Path(folder.anchor) for folder in self._folders.values()]
         settings.setdefault("sources", SourceConfig(tuple(dict.fromkeys(roots))))
         # A script gives all of its prompts at once, and waits until they are done.
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
-        model_config = ModelConfig(path, dtype=dtype, device=device or _find_device())
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizer = load_tokenizer(path)
-        self._eos_token_ids = _load_eos(path)
+        self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._tokenizers = AdapterTokenizers(self._tokenizer, path)
         self._lock = threading.Lock()  # of all below
-        self._built: Engine | None = build_engine(EngineConfig(model_config, **settings))
-        self._end = EngineError("this LLM is closed")  # why there is no engine, if there is none
+        config = EngineConfig(ModelConfig(path, dtype=dtype, device=device), **settings)
+        self._built: Engine | None = build_engine(config)
+        self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
         self._runs: dict[int, Run] = {}
-        self._left: deque[Run] = deque()  # that nobody wants any more
+        self._left: deque[Run] = deque()  # to be aborted
         self._ids = itertools.count()
         self._num_ended = 0
-        self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
+        self._loaded: dict[str, set[str]] = {}  # identities by the adapter_id that was loaded
 
     def generate(
         self,
@@ -102,16 +95,18 @@ class LLM:
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error is 'raise' or 'return', not {on_error!r}")
-        listed: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[list-item, arg-type]
-        names = _spread(adapter, str, "adapters", len(listed))
-        choices = _spread(params, SamplingParams, "params", len(listed))
+        listed = list_prompts(prompts)
+        adapter_ids = _spread(adapter, str, "adapters", len(listed))
+        samplings = _spread(params, SamplingParams, "params", len(listed))
         stops = _spread(stop, StopParams, "stops", len(listed))
+        if progress is None:
+            progress = sys.stderr.isatty() and len(listed) > 1
         runs: list[Run] = []
-        bar = tqdm(total=len(listed), unit="prompt", disable=not _shows(progress, len(listed)), dynamic_ncols=True)
+        bar = tqdm(total=len(listed), unit="prompt", disable=not progress, dynamic_ncols=True)
         try:
-            found = self._resolve_all(names, on_error)
-            for prompt, who, how, until in zip(listed, found, choices, stops, strict=True):
-                runs.append(self._make_run(prompt, who, how, until, prompt_logprobs))
+            resolved = self._resolve_all(adapter_ids, on_error)
+            for arguments in zip(listed, resolved, samplings, stops, strict=True):
+                runs.append(self._make_run(*arguments, prompt_logprobs))
             for run in runs:
                 self._start(run, on_error)
             self._finish(runs, bar, on_error)
@@ -146,17 +141,17 @@ class LLM:
 
     def load_adapter(self, name: str, *, pin: bool = False) -> None:
         """Bring an adapter to the device before it is needed; one that is pinned stays there."""
-        identity = self._await(self._ask(name)).identity
+        identity = self._await(self._resolve(name)).identity
         with self._held():
             loading = self._engine.load(identity, pin or None)
             self._loaded.setdefault(name, set()).add(identity)
         self._await(loading)
 
     def unload_adapter(self, name: str) -> None:
-        """Let an adapter go as soon as no request needs it, also what it was before its files were replaced."""
+        """Unload an adapter as soon as no request needs it, with the versions that its files had before."""
         identities = self._loaded.pop(name, set())
         try:
-            identities.add(self._await(self._ask(name)).identity)
+            identities.add(self._await(self._resolve(name)).identity)
         except AdapterError:
             if not identities:
                 raise
@@ -170,7 +165,7 @@ class LLM:
             return self._engine.status()
 
     def close(self) -> None:
-        """Give back the memory. Requests that are under way end with an error."""
+        """Free the memory. Requests that are under way end with an error."""
         self._tokenizers.close()
         with self._held():
             engine, self._built = self._built, None
@@ -191,32 +186,27 @@ class LLM:
     def _make_run(
         self,
         prompt: Prompt,
-        who: Resolved | LoraxError,
+        resolved: Resolved | LoraxError,
         params: SamplingParams | None,
         stop: StopParams | None,
         prompt_logprobs: bool,
     ) -> Run:
-        tokenizer, problem = self._tokenizer, who if isinstance(who, LoraxError) else None
-        ids: list[int] = []
+        tokenizer, ids, identity, failure = self._tokenizer, [], "", None
         try:
-            tokenizer = tokenizer if isinstance(who, LoraxError) else self._tokenizers.find(who)
-            ids = _to_ids(tokenizer, prompt)
+            if isinstance(resolved, LoraxError):
+                failure = resolved
+            else:
+                tokenizer, identity = self._tokenizers.find(resolved), resolved.identity
+            ids = encode_prompt(tokenizer, prompt)
         except LoraxError as error:
-            problem = problem or error
+            failure = failure or error
         stop = stop or StopParams()
         if not stop.eos_token_ids:
             stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
-        identity = "" if isinstance(who, LoraxError) else who.identity
-        request = Request(
-            next(self._ids),
-            ids,
-            params or SamplingParams(),
-            stop,
-            identity,
-            prompt_logprobs=prompt_logprobs,
-        )
+        sampling = params or SamplingParams()
+        request = Request(next(self._ids), ids, sampling, stop, identity, prompt_logprobs=prompt_logprobs)
         run = Run(request, Answer(tokenizer.detokenizer, ids, stop))
-        run.completion.error = problem
+        run.completion.error = failure
         return run
 
     def _start(self, run: Run, on_error: str) -> None:
@@ -232,42 +222,42 @@ class LLM:
             run.completion.error = error
 
     def _finish(self, runs: Sequence[Run], bar: Any, on_error: str) -> None:
-        left = list(runs)
-        while left:
+        unfinished = list(runs)
+        while unfinished:
             num_ended = self._num_ended
-            still = [run for run in left if not run.is_done]
-            failed = next((run.completion.error for run in left if run.completion.error is not None), None)
-            if failed is not None and on_error == "raise":
-                raise failed
-            bar.update(len(left) - len(still))
-            left = still
-            while left and num_ended == self._num_ended:  # looking through all after each step takes long
+            running = [run for run in unfinished if not run.is_done]
+            failure = next((run.completion.error for run in unfinished if run.completion.error is not None), None)
+            if failure is not None and on_error == "raise":
+                raise failure
+            bar.update(len(unfinished) - len(running))
+            unfinished = running
+            while unfinished and num_ended == self._num_ended:  # a look at all of them after each step takes long
                 self._step()
 
     def _stop(self, runs: Sequence[Run]) -> None:
-        """Waits for nobody: an iterator that is forgotten is closed wherever Python happens to be, be it in a step."""
+        """Abort requests without waiting: Python may close a forgotten iterator anywhere, even within a step."""
         self._left.extend(run for run in runs if run.request.request_id in self._runs)
         if self._left and self._lock.acquire(blocking=False):
             try:
-                self._let_go()
+                self._abort_left()
             finally:
                 self._lock.release()
 
-    def _let_go(self) -> None:
+    def _abort_left(self) -> None:
         while self._left:
             request_id = self._left.popleft().request.request_id
             if self._runs.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
 
     def _step(self) -> None:
-        """One turn of the engine, for whoever waits for it."""
+        """Run one step of the engine, for all threads that wait."""
         self._engine.wait()
         with self._held():
             engine = self._engine
             engine.wake.clear()
             try:
                 outputs = engine.step()
-            except BaseException as error:  # nobody knows what is under way now
+            except BaseException as error:  # the state of the engine is unknown now
                 self._built = None
                 self._end = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
                 self._runs.clear()
@@ -292,83 +282,55 @@ class LLM:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """The engine, to one thread, which Ctrl-C does not stop before it is done."""
+        """Hold the engine for one thread, which Ctrl-C does not interrupt."""
         with _uninterrupted(), self._lock:
-            self._let_go()
+            self._abort_left()
             yield
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 
-    def _resolve_all(self, names: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
-        """Each name once, all at the same time."""
-        asked = {name: self._ask(name) for name in dict.fromkeys(names) if name is not None}
-        found: dict[str | None, Resolved | LoraxError] = {None: Resolved("")}
-        for name, answer in asked.items():
+    def _resolve_all(self, adapter_ids: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
+        """Resolve each adapter once, all at the same time."""
+        futures = {
+            adapter_id: self._resolve(adapter_id) for adapter_id in dict.fromkeys(adapter_ids) if adapter_id is not None
+        }
+        resolved: dict[str | None, Resolved | LoraxError] = {None: Resolved("")}
+        for adapter_id, future in futures.items():
             try:
-                found[name] = self._await(answer)
+                resolved[adapter_id] = self._await(future)
             except LoraxError as error:
                 if on_error == "raise":
                     raise
-                found[name] = error
-        return [found[name] for name in names]
+                resolved[adapter_id] = error
+        return [resolved[adapter_id] for adapter_id in adapter_ids]
 
-    def _ask(self, name: str) -> "Future[Resolved]":
-        """Who a name means now. Whatever is wrong with it is in the Future."""
-        if self._folders and name not in self._folders:
+    def _resolve(self, adapter_id: str) -> "Future[Resolved]":
+        """Ask the engine which adapter an adapter_id means now. All failures are in the Future."""
+        if self._folders and adapter_id not in self._folders:
             unknown: Future[Resolved] = Future()
-            known = ", ".join(sorted(self._folders))
-            unknown.set_exception(AdapterNotFoundError(f"adapter {name!r}: there are {known}"))
+            names = ", ".join(sorted(self._folders))
+            unknown.set_exception(AdapterNotFoundError(f"adapter {adapter_id!r}: there are {names}"))
             return unknown
         with self._held():
-            return self._engine.resolve([AdapterRef("local", str(self._folders.get(name, name)))])
+            return self._engine.resolve([AdapterRef("local", str(self._folders.get(adapter_id, adapter_id)))])
 
-    def _await(self, answer: "Future[_T]") -> _T:
-        while not answer.done():
+    def _await(self, future: "Future[_T]") -> _T:
+        while not future.done():
             self._step()
-        return answer.result()
+        return future.result()
 
 
-def _named(adapters: Any) -> Mapping[str, str | os.PathLike[str]]:
-    return adapters if isinstance(adapters, Mapping) else {}
-
-
-def _spread(given: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
-    """One for all prompts, or a list with one for each."""
-    listed = [given] * count if given is None or isinstance(given, kind) else list(given)
+def _spread(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
+    """Return one value for each prompt, given one for all of them or a list."""
+    listed = [values] * count if values is None or isinstance(values, kind) else list(values)
     if len(listed) != count:
         raise InputError(f"{count} prompts, but {len(listed)} {what}")
     return listed
 
 
-def _is_list(prompts: Any) -> bool:
-    """Of prompts; a list of token ids is one prompt."""
-    return not isinstance(prompts, str) and not (len(prompts) > 0 and _is_id(prompts[0]))
-
-
-def _is_id(value: Any) -> bool:
-    """Also one of numpy's, or a tensor of nothing but it."""
-    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
-
-
-def _to_ids(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    try:
-        ids = [index(token_id) for token_id in prompt]
-    except TypeError as error:
-        raise InputError(f"a prompt is a text or a list of token ids: {error}") from error
-    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # which no tokenizer can be asked for
-        raise InputError("a prompt has tokens beyond the vocabulary")
-    return ids
-
-
-def _shows(progress: bool | None, count: int) -> bool:
-    return sys.stderr.isatty() and count > 1 if progress is None else progress
-
-
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hear Ctrl-C afterwards: an engine that is left in the middle of a step does not know what it has submitted."""
+    """Delay Ctrl-C: an engine that is interrupted in a step does not know what it has submitted."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -381,13 +343,3 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if heard:
             handler(*heard[0])
-
-
-def _find_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _load_eos(model: Path) -> frozenset[int]:
-    """The tokens that end an answer, as the model's configs say; its tokenizer may name another."""
-    config = load_config(str(model), None, trust_remote_code=False)
-    return load_generation_eos(str(model), None) | eos_token_ids(config)

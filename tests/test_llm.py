@@ -27,6 +27,7 @@ from lorax_server.llm import LLM, Completion
 from lorax_server.models.registry import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
+from tests.adapters.sources.test_source import Clock
 from tests.models.tiny import EOS_ID, SERVED, VOCAB, make_model, make_tokenizer, save
 
 NEW_TOKENS = 12
@@ -700,7 +701,7 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keep few of them, and never read them by transformers in this process, which has no limits."""
-    monkeypatch.setattr(adapter_tokenizers, "MAX_TOKENIZERS", 2)
+    monkeypatch.setattr(adapter_tokenizers, "MAX_HEAVY", 2)
     folders = {str(number): tmp_path / str(number) for number in range(4)}
     for number, folder in folders.items():
         shutil.copytree(world.adapters["first"], folder)
@@ -711,7 +712,7 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
     with LLM(world.model, folders, **SMALL) as llm:
         names = [*folders, "0", "3", "3"]
         completions = llm.generate(["hello"] * len(names), stop=STOP, adapter=names)
-        assert len(llm._tokenizers) == 2
+        assert len(llm._tokenizers._heavy) == 2
     assert texts(completions) == [world.answer("hello", "first")[1]] * len(names)
 
 
@@ -724,13 +725,15 @@ def test_a_tokenizer_that_fails_is_tried_again_after_a_while(
     tokenizer.add_tokens(["<own>"])
     tokenizer.save_pretrained(tmp_path / "own")
     with LLM(world.model, {"own": tmp_path / "own"}, **SMALL) as llm:
+        clock = Clock()
+        llm._tokenizers = adapter_tokenizers.AdapterTokenizers(llm._tokenizer, world.model, clock=clock)
         with monkeypatch.context() as patch:
             patch.setattr(adapter_tokenizers, "load_own_tokenizer", tried := Mock(side_effect=problem))
             failed = llm.generate(["hello"] * 3, stop=STOP, adapter="own", on_error="return")
             assert tried.call_count == 1
         assert [type(each.error) for each in failed] == [AdapterError] * 3
         assert len({str(each.error) for each in failed}) == 1
-        llm._tokenizers._clock = lambda: time.monotonic() + adapter_tokenizers.FAILURE_S
+        clock.now += adapter_tokenizers.FAILURE_S
         (completion,) = llm.generate("hello", stop=STOP, adapter="own")
     assert completion.text == world.answer("hello", "first")[1]
 

@@ -19,6 +19,7 @@ from lorax_server.files.plain_file import ChangedError, Stamp, open_plain, size_
 from lorax_server.files.strict_json import parse_json
 
 MAX_COPIED_BYTES = 2**27  # of one adapter
+FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # a folder, and the files in it that a source has seen
 
 
 def check_size(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> None:
@@ -73,6 +74,10 @@ class TokenizerFolder:
     def __init__(self, path: Path, vouched: Mapping[str, Stamp] | None = None) -> None:
         self.path = path
         self._vouched = vouched
+
+    @property
+    def key(self) -> FolderKey:
+        return self.path, tuple((self._vouched or {}).items())
 
     @property
     def is_vouched_for(self) -> bool:

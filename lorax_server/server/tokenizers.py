@@ -1,8 +1,6 @@
 """The base model's tokenizer and those that adapters bring, and the threads on which texts become tokens."""
 
 import asyncio
-import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,29 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorax_server.adapters.sources.finder import Recent
-from lorax_server.errors import AdapterError, ConfigError, NoTemplateError
-from lorax_server.files.plain_file import Stamp
-from lorax_server.files.tokenizer_folder import TokenizerFolder
+from lorax_server.errors import AdapterError, NoTemplateError
+from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
 from lorax_server.machine import give_back_memory
+from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
 from lorax_server.text.chat_template import ChatTemplate, TemplateRenderer
-from lorax_server.text.conversion import Converter
-from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
+from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Resolved
 
-MAX_LIGHT = 1024  # tokenizers of adapters that share the base model's vocabulary and have no more than
-LIGHT_TEMPLATES = 2**16  # characters of templates
-MAX_HEAVY = 32  # others, each of which may take tens of megabytes
-MAX_FAILURES = 1024
-FAILURE_S = 10.0  # how long it is not tried again
-MAX_REASON = 500  # characters: files may make an error quote anything
 SHORT = 1000  # characters that are tokens sooner than another thread has begun
 LONG = 2**16  # more than so many take long, and hundreds of bytes of memory each
 NUM_THREADS = 2
-FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # those of an absolute path
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Key = tuple[str, tuple[tuple[str, Stamp], ...]]  # an adapter's folder, and the files in it
 
 
 class Tokenizers:
@@ -49,13 +36,8 @@ class Tokenizers:
 
     def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.base = base
-        self._folder = folder
-        self._clock = clock
-        self._light: Recent[_Key, TextTokenizer] = Recent(MAX_LIGHT)
-        self._heavy: Recent[_Key, TextTokenizer] = Recent(MAX_HEAVY)
-        self._failures: Recent[_Key, tuple[float, str]] = Recent(MAX_FAILURES)  # until when, and why
-        self._loading: dict[_Key, asyncio.Task[TextTokenizer]] = {}
-        self._converter = Converter()
+        self._adapters = AdapterTokenizers(base, folder, clock=clock)
+        self._loading: dict[FolderKey, asyncio.Task[TextTokenizer]] = {}
         self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         self._reading, self._of_others = _Lane("tokenizer-files"), _Lane("tokenizer-of-adapters")
         self._long, self._long_of_others = _Lane("long-texts", 1), _Lane("long-texts-of-adapters", 1)
@@ -68,7 +50,7 @@ class Tokenizers:
 
     async def close(self) -> None:
         """It waits for no tokenizer, neither being made nor at work."""
-        self._converter.close()
+        self._adapters.close()
         for task in self._loading.values():
             task.cancel()
         self._of_base.shutdown(wait=False, cancel_futures=True)
@@ -77,13 +59,8 @@ class Tokenizers:
 
     async def find(self, adapter: Resolved) -> TextTokenizer:
         """What an adapter's text is made with: the base model's tokenizer if it brings none."""
-        if adapter.folder is None or not adapter.tokenizer_files:
-            return self.base
-        # Not by the identity, which is that of the weights.
-        vouched = tuple(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
-        key = adapter.folder, vouched
-        known = self._light.recall(key) or self._heavy.recall(key)
-        return known or await self._load_once(key, TokenizerFolder(Path(adapter.folder), dict(vouched)))
+        files = find_tokenizer_files(adapter)
+        return self.base if files is None else self._adapters.recall(files) or await self._load_once(files)
 
     async def encode(
         self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
@@ -128,13 +105,12 @@ class Tokenizers:
 
     # --- Those of adapters --------------------------------------------------------------------------------------------
 
-    async def _load_once(self, key: _Key, files: TokenizerFolder) -> TextTokenizer:
-        """For all who ask meanwhile; who goes away does not end it."""
-        self._check_failures(key)
-        task = self._loading.get(key)
+    async def _load_once(self, files: TokenizerFolder) -> TextTokenizer:
+        """Load a tokenizer for all requests that ask meanwhile; one that is cancelled does not end it."""
+        task = self._loading.get(files.key)
         if task is None:
-            task = self._loading[key] = asyncio.create_task(self._load(key, files))
-            task.add_done_callback(partial(self._forget, key))
+            task = self._loading[files.key] = asyncio.create_task(self._load(files))
+            task.add_done_callback(partial(self._forget, files.key))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -142,46 +118,17 @@ class Tokenizers:
                 raise AdapterError("the server is stopping, no tokenizer is loaded any more") from None
             raise
 
-    def _forget(self, key: _Key, task: asyncio.Task[TextTokenizer]) -> None:
+    def _forget(self, key: FolderKey, task: asyncio.Task[TextTokenizer]) -> None:
         del self._loading[key]
         if not task.cancelled():
             task.exception()  # nobody may be left to ask for it
 
-    async def _load(self, key: _Key, files: TokenizerFolder) -> TextTokenizer:
-        try:
-            found = await self._share_or_build(files)
-        except (ConfigError, OSError) as error:
-            failure = self._failure(files.path, error)
-            self._failures[key] = self._clock() + FAILURE_S, str(failure)
-            raise failure from error
-        (self._light if self._is_light(found) else self._heavy)[key] = found
-        return found
-
-    async def _share_or_build(self, files: TokenizerFolder) -> TextTokenizer:
-        """Whether an adapter shares the base model's vocabulary is found out where no adapter's own is in the way."""
-        shared = await self._reading.run(partial(share_base_tokenizer, files, self.base, self._folder))
+    async def _load(self, files: TokenizerFolder) -> TextTokenizer:
+        """Compare files with the base model's on threads that no adapter's own vocabulary can hold up."""
+        shared = await self._reading.run(partial(self._adapters.share, files))
         if shared is not None:
             return shared
-        return await self._of_others.run(partial(load_own_tokenizer, files, self._folder, self._converter))
-
-    def _is_light(self, found: TextTokenizer) -> bool:
-        size = sum(len(template) for template in found.chat_templates.values())
-        return found is self.base or (found.shares_vocabulary(self.base) and size <= LIGHT_TEMPLATES)
-
-    def _check_failures(self, key: _Key) -> None:
-        until, why = self._failures.recall(key) or (0.0, "")
-        if why and self._clock() < until:
-            raise AdapterError(why)
-
-    def _failure(self, folder: Path, error: ConfigError | OSError) -> AdapterError:
-        """Where the server keeps its files is for its log only."""
-        logger.warning("the tokenizer in %s cannot be used: %s", folder, error)
-        reason = str(error) if isinstance(error, ConfigError) else f"a file cannot be read: {error.strerror}"
-        for known in (folder, folder.absolute(), self._folder, self._folder.absolute()):
-            reason = reason.replace(f"{known}/", "").replace(f"{known}: ", "")
-            reason = reason.replace(str(known), known.name) if known.is_absolute() else reason
-        reason = FOLDERS.sub("", reason)[:MAX_REASON]
-        return AdapterError(f"adapter {folder.name!r}: its tokenizer cannot be used: {reason}")
+        return await self._of_others.run(partial(self._adapters.build, files))
 
 
 class _Lane:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -15,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 from lorax_server.errors import AdapterError, ConfigError, SourceError
 from lorax_server.files.plain_file import stamp_of
 from lorax_server.files.tokenizer_folder import TokenizerFolder
-from lorax_server.server import tokenizers as module
 from lorax_server.server.tokenizers import SHORT, Tokenizers
+from lorax_server.text import adapter_tokenizers
+from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Resolved
 from tests.server.access.test_rate_limits import Clock
@@ -127,8 +129,10 @@ def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         size = {"small": 10, "large": 2**16 + 1}.get(files.path.name.split("-")[0])
         return None if size is None else base.with_parts({}, {"default": "x" * size})
 
-    monkeypatch.setattr(module, "share_base_tokenizer", share)
-    monkeypatch.setattr(module, "load_own_tokenizer", lambda *_: TextTokenizer(byte_level().tokenizer, {}, {}))
+    monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", share)
+    monkeypatch.setattr(
+        adapter_tokenizers, "load_own_tokenizer", lambda *_: TextTokenizer(byte_level().tokenizer, {}, {})
+    )
     return asked
 
 
@@ -140,9 +144,18 @@ def empty(tmp_path: Path, name: str) -> Resolved:
 
 @pytest.mark.parametrize(("kind", "num_kept"), [("small", 4), ("large", 2), ("own", 2)])
 def test_how_many_are_kept(
-    kind: str, num_kept: int, tokenizers: Tokenizers, run: Any, loads: list[str], tmp_path: Path
+    kind: str,
+    num_kept: int,
+    base: TextTokenizer,
+    tokenizers: Tokenizers,
+    run: Any,
+    loads: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizers._light._limit, tokenizers._heavy._limit = 4, 2
+    monkeypatch.setattr(adapter_tokenizers, "MAX_LIGHT", 4)
+    monkeypatch.setattr(adapter_tokenizers, "MAX_HEAVY", 2)
+    tokenizers._adapters = AdapterTokenizers(base, tokenizers._adapters._base_folder)
     adapters = [empty(tmp_path, f"{kind}-{i}") for i in range(num_kept + 1)]
 
     async def work() -> None:
@@ -209,7 +222,7 @@ def test_who_asks_for_the_same_waits_for_the_same(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
-    monkeypatch.setattr(module, "share_base_tokenizer", stuck)
+    monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", stuck)
 
     async def work() -> None:
         adapter = empty(tmp_path, "slow")
@@ -258,7 +271,7 @@ def test_loading_a_vocabulary_holds_up_only_others(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
-    monkeypatch.setattr(module, "load_own_tokenizer", stuck)
+    monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> None:
         slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
@@ -322,7 +335,7 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
-    monkeypatch.setattr(module, "load_own_tokenizer", stuck)
+    monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> list[threading.Thread]:
         slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
@@ -371,9 +384,8 @@ def test_where_the_files_are_is_told_to_the_log_only(
     own(folder.parent, "adapter")
     (folder / file).write_bytes(content)
     program = tmp_path / "program"
-    words = (
-        f"OSError: no '{tmp_path}/x/config.json' of {tokenizers._folder} </s> in {folder}/tokenizer.model of {folder}"
-    )
+    model = tokenizers._adapters._base_folder
+    words = f"OSError: no '{tmp_path}/x/config.json' of {model} </s> in {folder}/tokenizer.model of {folder}"
     program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     program.chmod(0o755)
     monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(program))
@@ -407,5 +419,8 @@ def test_a_file_that_changes_after_it_was_chosen_is_no_fault_of_the_adapter(
     run(work())
 
 
-def test_a_reason_is_short(tokenizers: Tokenizers, tmp_path: Path) -> None:
-    assert len(str(tokenizers._failure(tmp_path / "adapter", ConfigError("x" * 10**6)))) < 600
+def test_a_reason_is_short(tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", Mock(side_effect=ConfigError("x" * 10**6)))
+    with pytest.raises(AdapterError) as raised:
+        run(tokenizers.find(empty(tmp_path, "adapter")))
+    assert len(str(raised.value)) < 600

@@ -1,9 +1,9 @@
-"""Bring one file here: resumed where it was cut, checked, and put in place in one step."""
+"""Download one file: resumed after an interruption, checked, and put in place in one step."""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,15 @@ from lorax_server.errors import SourceError
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-ATTEMPTS_AT_ALL = 3  # at fetching what makes room for others meanwhile
 LOCK, PART = ".lock", ".part"
 LOG_EVERY_S = 5.0
-# Slower than this is taken for a server that keeps us waiting on purpose.
+# A slower server is taken for one that delays on purpose.
 MIN_BYTES_PER_S = 50_000
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file that is to be brought here. `open_at` gives its bytes from an offset, or from an earlier one it names."""
+    """A file to download. `open_at` yields its bytes from an offset, or from an earlier one that it returns."""
 
     what: str  # for messages
     path: Path
@@ -37,13 +36,13 @@ class Download:
 
 
 def is_complete(path: Path, size: int) -> bool:
-    """Whether a file is in place. It was checked before it got there, so its size is enough."""
+    """Tell whether a file is in place. It was checked before it got there, so its size is enough."""
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Says what went wrong when this machine's disk is the reason."""
+    """Turn errors of this machine's disk into a SourceError."""
     try:
         yield
     except OSError as error:
@@ -51,25 +50,8 @@ def storing(what: str) -> Iterator[None]:
         raise SourceError(f"{what}: the server cannot store it ({reason}); its cache needs room") from error
 
 
-def complete(
-    what: str,
-    folder: Path,
-    sizes: Mapping[str, int],
-    mark: Callable[[], None],
-    bring: Callable[[Sequence[str]], None],
-) -> Path:
-    """Bring those files of a folder that are not here; it is marked as used before each look at them."""
-    for _ in range(ATTEMPTS_AT_ALL):
-        mark()
-        missing = [file for file, size in sizes.items() if not is_complete(folder / file, size)]
-        if not missing:
-            return folder
-        bring(missing)
-    raise SourceError(f"{what}: its files leave the disk as soon as they come; try again later")
-
-
 def download(file: Download) -> None:
-    """Bring a file here, unless it is here. Threads and processes that want the same file wait for the first."""
+    """Download a file unless it is in place. Other threads and processes that want it wait meanwhile."""
     deadline = time.monotonic() + file.timeout_s + file.size / MIN_BYTES_PER_S
     with storing(file.what):
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +71,7 @@ def _bring(file: Download, deadline: float) -> None:
             out.flush()
             os.fsync(out.fileno())
     except OSError:
-        # A full disk is everybody's trouble: half a file must not stay on it.
+        # A full disk harms all adapters: half a file must not stay on it.
         part.unlink(missing_ok=True)
         raise
     if part.stat().st_size != file.size or not file.is_right(part):
@@ -99,8 +81,8 @@ def _bring(file: Download, deadline: float) -> None:
 
 
 def _fill(out: BinaryIO, file: Download, deadline: float) -> None:
-    """Go on after an interruption, as long as each attempt brings something."""
-    for left in reversed(range(ATTEMPTS)):
+    """Continue after interruptions, as long as each attempt brings some bytes."""
+    for attempts_left in reversed(range(ATTEMPTS)):
         before = out.tell()
         if before >= file.size:
             return
@@ -108,10 +90,10 @@ def _fill(out: BinaryIO, file: Download, deadline: float) -> None:
             return _append(out, file, deadline)
         except SourceError:
             if out.tell() >= file.size:
-                # All is here and still the source complains: then it is about the content.
+                # All bytes are here, so the source complains about the content.
                 out.truncate(0)
                 raise
-            if not left or out.tell() <= before:
+            if not attempts_left or out.tell() <= before:
                 raise
 
 

@@ -1,16 +1,17 @@
-"""An adapter from its source, read and identified. Nothing of it is read again as long as its file stays the same."""
+"""Adapters fetched from their source and identified. A file is not read again as long as it stays the same."""
 
 import hashlib
 import json
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from cachetools import LRUCache, TTLCache
 
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
@@ -31,32 +32,11 @@ from lorax_server.types import AdapterRef, Resolved
 
 MAX_IDENTITIES = 100_000
 MAX_BASE_TYPES = 10_000
-ATTEMPTS = 3  # at reading an adapter that somebody replaces meanwhile
-# How long a base model that no source knows stays unknown: asking takes a while where the hub does not answer.
+ATTEMPTS = 3  # at reading an adapter that is replaced meanwhile
+# For so long no source is asked again for a base model that none knows: a hub that does not answer takes a while.
 UNKNOWN_BASE_S = 600.0
 
-K = TypeVar("K")
-V = TypeVar("V")
-Key = tuple[str, str, str | None]  # source, name, and a hash of the token: what a caller may read depends on it
-
-
-class Recent(OrderedDict[K, V]):
-    """Forgets what was not asked for longest."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def recall(self, key: K) -> V | None:
-        if key in self:
-            self.move_to_end(key)
-        return self.get(key)
-
-    def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._limit:
-            self.popitem(last=False)
+Key = tuple[str, str, str | None]  # source, name, and a hash of the token, on which the answer depends
 
 
 @dataclass(frozen=True)
@@ -66,30 +46,30 @@ class Found:
     spec: AdapterSpec
     resolved: Resolved
     files: Mapping[Path, Stamp | None]  # and the folders that are watched for it
-    roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # which folder each was
-    is_settled: bool = False  # a change from then on shows in the stamps
-    is_new: bool = False  # some of its files had to be brought here
+    roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # device and inode of each
+    is_settled: bool = False  # every later change shows in the stamps
+    is_new: bool = False  # some of its files had to be fetched
 
     def is_unchanged(self) -> bool:
-        """One look at each file. May take as long as the file system does."""
-        is_same = all(_which_folder(root) == folder for root, folder in self.roots.items())
+        """Look at each file once. May take as long as the file system does."""
+        is_same = all(_find_inode(root) == inode for root, inode in self.roots.items())
         return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
 
     def is_overwritten(self) -> bool:
-        """Tell whether other config or weights lie where these were. Not so if one of them is gone."""
+        """Tell whether the config or the weights were replaced. Not so if one of them is gone."""
         paths = [self.spec.parts[0].folder / file for file in REQUIRED_FILES]
         now = _stamps(paths)
         return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
 
     def is_cut(self) -> bool:
-        """Tell whether shorter weights lie where these were: somebody may have begun to write them anew."""
+        """Tell whether the weights have become shorter: a process may have begun to write them anew."""
         path = self.spec.parts[0].folder / WEIGHTS_FILE
         before, now = self.files.get(path), _stamp(path)
         return before is not None and now is not None and size_in(now) < size_in(before)
 
 
 class AdapterFinder:
-    """Adapters for one base model. May be called by any thread."""
+    """Finds adapters for one base model. Any thread may use it."""
 
     def __init__(
         self,
@@ -98,65 +78,72 @@ class AdapterFinder:
         model_type: str,
         model_class: str,
         clock: Callable[[], float] = time.monotonic,
-        time_ns: Callable[[], int] = time.time_ns,  # what the times of files are held against
+        time_ns: Callable[[], int] = time.time_ns,  # compared with the times of files
     ) -> None:
         self._sources = sources
         self._model_type = model_type
         self._model_class = model_class
-        self._clock = clock
         self._time_ns = time_ns
         self._lock = threading.Lock()  # of all below
-        self._identities: Recent[tuple[object, ...], tuple[str, int]] = Recent(MAX_IDENTITIES)
-        self._base_types: Recent[Key, tuple[str | None, float]] = Recent(MAX_BASE_TYPES)
+        self._identities: LRUCache[tuple[object, ...], tuple[str, int]] = LRUCache(MAX_IDENTITIES)
+        self._base_types: LRUCache[Key, str] = LRUCache(MAX_BASE_TYPES)
+        self._unknown_bases: TTLCache[Key, bool] = TTLCache(MAX_BASE_TYPES, UNKNOWN_BASE_S, timer=clock)
 
     def find(self, ref: AdapterRef) -> Found:
-        """Brings it here and reads it. Takes as long as its source does."""
+        """Fetch an adapter and identify it. Takes as long as its source does."""
         check = partial(self._check_config, key_of(ref))
         failure = SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
         for _ in range(ATTEMPTS):
             began_ns = self._time_ns()
-            places = self._sources.places(ref.source, ref.name)
-            roots = {root: _which_folder(root) for root in places.roots}
-            folders = _stamps(places.folders)  # before anything in them is looked at
+            paths = self._sources.find_watched_paths(ref.source, ref.name)
+            roots = {root: _find_inode(root) for root in paths.roots}
+            folders = _stamps(paths.folders)  # before the files in them are read
             try:
                 fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
             except SourceError as error:
-                if not places.roots:
+                if not paths.roots:
                     raise
                 failure = error  # a folder of this machine, which may have changed meanwhile
                 continue
             found = self._identify(ref.name, fetched)
             # It may have moved meanwhile, to a root that is not watched.
-            if found is not None and self._sources.places(ref.source, ref.name) == places:
-                return replace(_watch(found, folders, began_ns), roots=roots)
+            if found is not None and self._sources.find_watched_paths(ref.source, ref.name) == paths:
+                files = {**folders, **found.files}
+                settled = all(is_settled(stamp, began_ns) for stamp in files.values() if stamp is not None)
+                return replace(found, files=files, roots=roots, is_settled=settled)
         raise failure
 
     def _check_config(self, key: Key, raw: Mapping[str, Any], base_model_type: BaseModelType) -> None:
         source, name, token_hash = key
         config = parse_config(raw, name)
-        found = None
+        base_type = None
         if config.base_model_name is not None and len(config.base_model_name) <= MAX_NAME_LENGTH:
-            found = self._base_type((source, config.base_model_name, token_hash), base_model_type)
-        check_base_model(config, self._model_type, self._model_class, found)
+            base_type = self._find_base_type((source, config.base_model_name, token_hash), base_model_type)
+        check_base_model(config, self._model_type, self._model_class, base_type)
 
-    def _base_type(self, key: Key, base_model_type: BaseModelType) -> str | None:
+    def _find_base_type(self, key: Key, base_model_type: BaseModelType) -> str | None:
         with self._lock:
-            found, unknown_until = self._base_types.recall(key) or (None, float("-inf"))
-        if found is None and self._clock() >= unknown_until:
-            found = base_model_type(key[1])
+            base_type, is_unknown = self._base_types.get(key), key in self._unknown_bases
+        if base_type is None and not is_unknown:
+            base_type = base_model_type(key[1])
             with self._lock:
-                self._base_types[key] = (found, self._clock() + UNKNOWN_BASE_S)
-        return found
+                if base_type is None:
+                    self._unknown_bases[key] = True
+                else:
+                    self._base_types[key] = base_type
+        return base_type
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> Found | None:
-        """None if a file is not what it was when it was fetched: config and weights must be of one moment, and of the
-        files that their source vouches for. What lies under their names by now may be anything."""
+        """Identify a fetched adapter; None if a file has changed since.
+
+        Config and weights must be of one moment, and those that their source has checked.
+        """
         folder, config = fetched.folder, parse_config(fetched.config, name)
         weights = folder / WEIGHTS_FILE
         files = _stamps(folder / file for file in (*REQUIRED_FILES, *fetched.tokenizer_files))
         stamp = files[weights]
-        is_vouched_for = all(files[folder / file] == stamp for file, stamp in fetched.stamps.items())
-        if stamp is None or None in files.values() or not is_vouched_for:
+        is_checked = all(files[folder / file] == stamp for file, stamp in fetched.stamps.items())
+        if stamp is None or None in files.values() or not is_checked:
             return None
         settled = is_settled(stamp, self._time_ns())
         try:
@@ -170,49 +157,41 @@ class AdapterFinder:
             return None
         if again != fetched.config or _stamps(files) != files:
             return None
-        part = StoredPart(folder, config, stamp, identity, settled)
-        spec = AdapterSpec(identity, name, (part,), num_elements)
-        vouched = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
-        resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=vouched)
+        spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp, identity, settled),), num_elements)
+        stamps = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
+        resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=stamps)
         return Found(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
-        """Who it is, and how many elements it has. The weights are read only if they are not known by their stamp."""
+        """Return the identity and the number of elements. Weights with a known stamp are not read."""
         settings = hashlib.sha256(json.dumps(config.identity(), sort_keys=True).encode()).digest()
         key = (path, stamp, settings)
         with self._lock:
-            known = self._identities.recall(key)
-        if known is not None:
-            return known
+            remembered = self._identities.get(key)
+        if remembered is not None:
+            return remembered
         keeps = is_settled(stamp, self._time_ns())
         tensors = read_header(path, config.name, stamp)
-        found = identify(config, path, tensors, stamp), count_elements(tensors)
-        if keeps and _stamps([path]) == {path: stamp}:
+        identity = identify(config, path, tensors, stamp), count_elements(tensors)
+        if keeps and _stamp(path) == stamp:
             with self._lock:
-                self._identities[key] = found
-        return found
+                self._identities[key] = identity
+        return identity
 
 
 def key_of(ref: AdapterRef) -> Key:
-    # A token may be anything that was sent.
+    # A token may hold any characters.
     token_hash = hashlib.sha256(ref.token.encode(errors="surrogatepass")).hexdigest() if ref.token else None
     return ref.source, ref.name, token_hash
 
 
-def _watch(found: Found, places: Mapping[Path, Stamp | None], now_ns: int) -> Found:
-    """The same, with the folders to be watched, which were looked at not before `now_ns`."""
-    watched = {**places, **found.files}
-    settled = all(is_settled(stamp, now_ns) for stamp in watched.values() if stamp is not None)
-    return replace(found, files=watched, is_settled=settled)
-
-
-def _which_folder(path: Path) -> Stamp | None:
-    """Another one when a link is switched, and the same whatever comes and goes in the folder."""
+def _find_inode(path: Path) -> Stamp | None:
+    """Return the device and inode of a folder. They change when a link is switched, not when its files change."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp | None]:

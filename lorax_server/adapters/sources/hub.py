@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but imported lazily
 
-from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
-from lorax_server.adapters.sources.download import Download, complete, download, is_complete, storing
-from lorax_server.adapters.sources.shelves import COMMIT, HubShelf
-from lorax_server.adapters.sources.source import AdapterFiles, read_model_type
+from lorax_server.adapters.sources.caches import COMMIT, HubCache
+from lorax_server.adapters.sources.disk_budget import DiskBudget
+from lorax_server.adapters.sources.download import storing
+from lorax_server.adapters.sources.remote import RemoteSource
+from lorax_server.adapters.sources.source import AdapterFiles
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
 from lorax_server.files.names import CONFIG_FILE
@@ -37,11 +38,11 @@ MAX_INFO_BYTES = 1 << 22
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-class HubSource:
+class HubSource(RemoteSource):
     """Repositories of a hub. A name is `owner/name` or `owner/name@revision`.
 
-    The request's token is used, else the configured one, else none; never one that lies around on the machine.
-    Offline, no request is made and whatever is in the cache may be used by everyone.
+    The request's token is used, else the configured one, else none; never one that lies around on the machine. Offline,
+    no request is sent, and all clients may use what is in the cache.
     """
 
     kind = "hub"
@@ -55,24 +56,22 @@ class HubSource:
         timeout_s: float = 10.0,
         budget: DiskBudget | None = None,
     ) -> None:
+        super().__init__(HubCache(cache_dir), budget or DiskBudget(cache_dir), timeout_s)
+        self._budget.add(self._cache, is_fixed=offline)
         self._cache_dir = cache_dir
-        self._shelf = HubShelf(cache_dir)
-        self._budget = budget or DiskBudget(cache_dir)
-        self._budget.add(self._shelf, is_fixed=offline)
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._token = token
         self._offline = offline
-        self._timeout_s = timeout_s
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Opens a file, for anybody may see the list of files of a gated repository."""
+        """Open a file: the list of files of a gated repository is public."""
         repo, revision = _parse(name)
         if self._offline:
             return
         url = self._file_url(repo, revision, CONFIG_FILE)
         with self._client(token) as client, _asking(name), client.stream("GET", url) as response:
-            # Without this file it is no adapter, which is for `find` to tell.
+            # Without this file it is no adapter, which `find` tells.
             if (response.status_code, response.headers.get("x-error-code")) != (404, "EntryNotFound"):
                 _check_status(response, name)
 
@@ -85,49 +84,38 @@ class HubSource:
             self._remember(repo, revision, files.version)
         return files
 
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
-        folder = self._repo_folder(files.name) / "snapshots" / files.version
-        bring = partial(self._bring, files, folder, token)
-        sizes = {file: files.sizes[file] for file in wanted}
-        return complete(f"adapter {files.name!r}", folder, sizes, partial(self._mark, folder), bring)
+    def _folder_of(self, files: AdapterFiles) -> Path:
+        return self._repo_folder(files.name) / "snapshots" / files.version
 
-    def mark_used(self, folder: Path) -> None:
-        mark_used_again(self._shelf.mark_of(folder))
-
-    def _mark(self, folder: Path) -> None:
-        mark = self._shelf.mark_of(folder)
-        is_new = not mark.exists() and self._shelf.was_fetched(folder)  # by a server that set no marks
-        with suppress(OSError):
-            mark_used(mark, is_fetched=is_new)
-
-    def _bring(self, files: AdapterFiles, folder: Path, token: str | None, missing: Sequence[str]) -> None:
+    def _path_of(self, files: AdapterFiles, file: str) -> Path:
         if self._offline:
             raise _not_cached(files.name)
-        what, blobs = f"adapter {files.name!r}", {file: self._blob(files, file) for file in missing}
-        new = {blob: files.sizes[file] for file, blob in blobs.items() if not is_complete(blob, files.sizes[file])}
-        with self._budget.room_for(what, sum(new.values()), new), self._client(token) as client:
-            with storing(what):
-                mark_used(self._shelf.mark_of(folder), is_fetched=True)
-            for file, blob in blobs.items():
-                self._download(files, file, blob, folder, client)
-                _link(folder / file, blob, files.name)
+        return self._repo_folder(files.name) / "blobs" / files.tags[file]
+
+    def _download_all(self, files: AdapterFiles, paths: Mapping[str, Path], token: str | None) -> None:
+        with self._client(token) as client:
+            for file, blob in paths.items():
+                open_at = partial(_open, client, self._file_url(files.name, files.version, file), files.name)
+                is_right = partial(_is_right, size=files.sizes[file], digest=blob.name)
+                self._download(files, file, blob, open_at, is_right)
+                _link(self._folder_of(files) / file, blob, files.name)
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
-        """Asks for the description first: of a gated model everybody may read that, but not its files."""
+        """Ask for the description first, which is public even where a model's files are not."""
         try:
             config = None if self._offline else self._info(name, token).get("config")
         except AdapterError:
             return None
         described = config.get("model_type") if isinstance(config, dict) else None
-        return described if isinstance(described, str) else read_model_type(self, name, token)
+        return described if isinstance(described, str) else super().base_model_type(name, token)
 
     def _info(self, name: str, token: str | None) -> Mapping[str, Any]:
         repo, revision = _parse(name)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
         content, deadline = bytearray(), time.monotonic() + self._timeout_s
-        with self._client(token) as client, _asking(name), client.stream("GET", url, params={"blobs": "true"}) as said:
-            _check_status(said, name)
-            for chunk in said.iter_raw():  # as it was sent: what is packed may be any size
+        with self._client(token) as client, _asking(name), client.stream("GET", url, params={"blobs": "true"}) as reply:
+            _check_status(reply, name)
+            for chunk in reply.iter_raw():  # not decompressed: that could be of any size
                 content += chunk
                 if len(content) > MAX_INFO_BYTES:
                     raise _not_a_hub(name)
@@ -140,8 +128,8 @@ class HubSource:
 
     def _find_cached(self, name: str) -> AdapterFiles:
         repo, revision = _parse(name)
-        found = {file: try_to_load_from_cache(repo, file, self._cache_dir, revision) for file in KNOWN_FILES}
-        paths = {file: Path(path) for file, path in found.items() if isinstance(path, str)}
+        cached = {file: try_to_load_from_cache(repo, file, self._cache_dir, revision) for file in KNOWN_FILES}
+        paths = {file: Path(path) for file, path in cached.items() if isinstance(path, str)}
         if not paths:
             raise _not_cached(name)
         folder = next(iter(paths.values())).parent
@@ -151,25 +139,14 @@ class HubSource:
         return AdapterFiles(self.kind, repo, folder.name, sizes)
 
     def _remember(self, repo: str, revision: str, commit: str) -> None:
-        """Note what a branch points at, for when we are offline. Serving does not depend on it."""
+        """Note the commit of a branch for use offline. Serving does not depend on it."""
         path = self._repo_folder(repo) / "refs" / revision
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit)
 
-    def _blob(self, files: AdapterFiles, file: str) -> Path:
-        return self._repo_folder(files.name) / "blobs" / files.tags[file]
-
-    def _download(self, files: AdapterFiles, file: str, blob: Path, folder: Path, client: httpx2.Client) -> None:
-        size = files.sizes[file]
-        url = self._file_url(files.name, files.version, file)
-        open_at = partial(_open, client, url, files.name)
-        is_right = partial(_is_right, size=size, digest=blob.name)
-        keep = partial(mark_used, self._shelf.mark_of(folder))
-        download(Download(f"adapter {files.name!r}: {file}", blob, size, is_right, open_at, self._timeout_s, keep))
-
     def _client(self, token: str | None) -> httpx2.Client:
-        # No client is shared: cookies of one caller must not speak for another.
+        # No client is shared: cookies of one request must not serve another.
         headers = {"user-agent": "lorax_server", "accept-encoding": "identity"}
         if bearer := token or self._token:
             headers["authorization"] = f"Bearer {bearer}"
@@ -226,7 +203,7 @@ def _not_a_hub(name: str) -> SourceError:
 
 
 def _read_info(repo: str, info: Mapping[str, Any]) -> AdapterFiles:
-    """What a hub says of a repository, checked: commit and digests become parts of paths."""
+    """Read a hub's description of a repository, and check it: commit and digests become parts of paths."""
     sizes: dict[str, int] = {}
     digests: dict[str, str] = {}
     try:
@@ -248,12 +225,12 @@ def _open(client: httpx2.Client, url: str, name: str, offset: int) -> Iterator[t
     headers = {"range": f"bytes={offset}-"} if offset else {}
     with _asking(name), client.stream("GET", url, headers=headers) as response:
         _check_status(response, name)
-        # A server need not know ranges; then all of the file comes again.
+        # A server may ignore the range, and send the whole file.
         yield offset if response.status_code == 206 else 0, response.iter_raw()
 
 
 def _is_right(path: Path, size: int, digest: str) -> bool:
-    """Large files are named by their sha256, the others by what git calls them."""
+    """Check a file by its digest: sha256 for large files, git's blob hash for others."""
     start = partial(hashlib.sha1, b"blob %d\0" % size, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.sha256 if len(digest) == 64 else start).hexdigest() == digest

@@ -1,31 +1,31 @@
 """Adapters from an S3 bucket.
 
-Who may read the bucket is the business of the server's own credentials: a request's token plays no part.
+The server's own credentials decide what can be read; a request's token plays no part.
 """
 
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.sources.disk_budget import DiskBudget, mark_used, mark_used_again
-from lorax_server.adapters.sources.download import Download, complete, download, storing
-from lorax_server.adapters.sources.shelves import FolderShelf
-from lorax_server.adapters.sources.source import AdapterFiles, read_model_type
+from lorax_server.adapters.sources.caches import FolderCache
+from lorax_server.adapters.sources.disk_budget import DiskBudget
+from lorax_server.adapters.sources.remote import RemoteSource
+from lorax_server.adapters.sources.source import AdapterFiles
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
 from lorax_server.files.adapter_files import TEMPLATES_FOLDER, known_files
 
 CHUNK_BYTES = 2**16
 MAX_KEYS = 10_000
-MAX_PAGES = 100  # of a list: a store may say for ever that there are more
+MAX_PAGES = 100  # of a list: a store may announce more pages for ever
 
 
-class S3Source:
+class S3Source(RemoteSource):
     """Key prefixes of one bucket, below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
 
     kind = "s3"
@@ -41,20 +41,18 @@ class S3Source:
         timeout_s: float = 10.0,
         budget: DiskBudget | None = None,
     ) -> None:
-        self._shelf = FolderShelf(cache_dir)
-        self._budget = budget or DiskBudget(cache_dir)
-        self._budget.add(self._shelf)
+        super().__init__(FolderCache(cache_dir), budget or DiskBudget(cache_dir), timeout_s)
+        self._budget.add(self._cache)
         self._bucket = bucket
         self._cache_dir = cache_dir
         self._prefix = prefix.strip("/")
-        self._timeout_s = timeout_s
         self._client = client or _connect(endpoint_url, timeout_s)
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
-        """All names that exist are allowed."""
+        """Allow all names that exist."""
         with _asking(name):
-            found = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
-        if not found.get("Contents"):
+            listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
+        if not listed.get("Contents"):
             raise _not_found(name)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
@@ -65,34 +63,30 @@ class S3Source:
         if f"{TEMPLATES_FOLDER}/" in subfolders:
             templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
             listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
-        known = known_files(listed)
-        version = hashlib.sha256(repr([(file, *listed[file]) for file in known]).encode()).hexdigest()
-        sizes, etags = {file: listed[file][0] for file in known}, {file: listed[file][1] for file in known}
+        files = known_files(listed)
+        version = hashlib.sha256(repr([(file, *listed[file]) for file in files]).encode()).hexdigest()
+        sizes, etags = {file: listed[file][0] for file in files}, {file: listed[file][1] for file in files}
         return AdapterFiles(self.kind, name, version, sizes, etags)
 
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
-        prefix = self._folder(files.name)
-        place = hashlib.sha256(repr((self._bucket, prefix, files.version)).encode()).hexdigest()
-        folder = self._cache_dir / place
-        mark = partial(mark_used, self._shelf.mark_of(folder))
-        bring = partial(self._bring, files, prefix, folder)
-        return complete(f"adapter {files.name!r}", folder, {file: files.sizes[file] for file in wanted}, mark, bring)
+    def _folder_of(self, files: AdapterFiles) -> Path:
+        version = repr((self._bucket, self._folder(files.name), files.version))
+        return self._cache_dir / hashlib.sha256(version.encode()).hexdigest()
 
-    def mark_used(self, folder: Path) -> None:
-        mark_used_again(self._shelf.mark_of(folder))
+    def _path_of(self, files: AdapterFiles, file: str) -> Path:
+        return self._folder_of(files) / file
 
-    def _bring(self, files: AdapterFiles, prefix: str, folder: Path, missing: Sequence[str]) -> None:
-        what = f"adapter {files.name!r}"
-        sizes = {folder / file: files.sizes[file] for file in missing}
-        with self._budget.room_for(what, sum(sizes.values()), sizes):
-            with storing(what):
-                mark_used(self._shelf.mark_of(folder), is_fetched=True)
-            for file in missing:
-                self._download(files, file, prefix + file, folder)
+    def _download_all(self, files: AdapterFiles, paths: Mapping[str, Path], token: str | None) -> None:  # noqa: ARG002
+        for file, path in paths.items():
+            # The tag makes sure that we read the bytes that were found, not a later version.
+            request = {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
+            with _asking(files.name):
+                head = self._client.head_object(**request, ChecksumMode="ENABLED")
+            open_at = partial(self._open, files.name, request)
+            self._download(files, file, path, open_at, partial(_is_right, head=head))
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
-        """Size and tag of what lies in a folder, and the names of the folders in it."""
-        # The delimiter leaves out whatever lies in subfolders.
+        """List a folder: size and tag of each file, and the names of its subfolders."""
+        # The delimiter leaves out the content of subfolders.
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
         )
@@ -105,40 +99,26 @@ class S3Source:
                 subfolders |= {item["Prefix"].removeprefix(folder) for item in page.get("CommonPrefixes", ())}
         return listed, subfolders
 
-    def base_model_type(self, name: str, token: str | None) -> str | None:
-        return read_model_type(self, name, token)
-
     def _folder(self, name: str) -> str:
-        """The keys of a name all start with this."""
+        """Return the prefix of all keys of a name."""
         path = name
         if name.startswith("s3://"):
             start = f"s3://{self._bucket}/{self._prefix}".rstrip("/") + "/"
             path = name.removeprefix(start) if name.startswith(start) else ""
-        parts = path.rstrip("/").split("/")
+        names = path.rstrip("/").split("/")
         # Keys are flat, but a store that keeps them as files may see a path in them.
-        if "\\" in path or any(part in ("", ".", "..") for part in parts):
+        if "\\" in path or set(names) & {"", ".", ".."}:
             raise _not_found(name)
-        return "/".join([self._prefix, *parts]).lstrip("/") + "/"
-
-    def _download(self, files: AdapterFiles, file: str, key: str, folder: Path) -> None:
-        # The tag makes sure that we read the bytes that were found, not what has replaced them since.
-        same = {"Bucket": self._bucket, "Key": key, "IfMatch": files.tags[file]}
-        with _asking(files.name):
-            head = self._client.head_object(**same, ChecksumMode="ENABLED")
-        open_at = partial(self._open, files.name, same)
-        is_right = partial(_is_right, head=head)
-        what, path = f"adapter {files.name!r}: {file}", folder / file
-        keep = partial(mark_used, self._shelf.mark_of(folder))
-        download(Download(what, path, files.sizes[file], is_right, open_at, self._timeout_s, keep))
+        return "/".join([self._prefix, *names]).lstrip("/") + "/"
 
     @contextmanager
-    def _open(self, name: str, same: Mapping[str, str], offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        wanted = {"Range": f"bytes={offset}-"} if offset else {}
+    def _open(self, name: str, request: Mapping[str, str], offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        range_header = {"Range": f"bytes={offset}-"} if offset else {}
         with _asking(name):
-            found = self._client.get_object(**same, **wanted)
-            with closing(found["Body"]) as body:
-                # A store need not know ranges; then all of the file comes again.
-                yield offset if "ContentRange" in found else 0, body.iter_chunks(CHUNK_BYTES)
+            reply = self._client.get_object(**request, **range_header)
+            with closing(reply["Body"]) as body:
+                # A store may ignore the range, and send the whole file.
+                yield offset if "ContentRange" in reply else 0, body.iter_chunks(CHUNK_BYTES)
 
 
 def _connect(endpoint_url: str | None, timeout_s: float) -> Any:
@@ -185,10 +165,10 @@ def _not_found(name: str) -> AdapterNotFoundError:
 
 
 def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
-    """By sha256 where the store knows it, by md5 where the tag is one; otherwise the size must do."""
+    """Check a file by sha256 where the store knows it, by md5 where the tag is one; otherwise accept its size."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
     with path.open("rb") as file:
-        # A dash says uploaded in parts: both are then made of the parts' checksums.
+        # A dash means uploaded in parts: both are then made of the checksums of the parts.
         if expected and "-" not in expected + etag:
             return base64.b64encode(hashlib.file_digest(file, "sha256").digest()).decode() == expected
         if _is_md5(etag, head):
@@ -197,6 +177,6 @@ def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
 
 
 def _is_md5(etag: str, head: Mapping[str, Any]) -> bool:
-    # With keys of its owner, an object's tag looks like an md5 and is not.
+    # The tag of an object that is encrypted with its owner's keys looks like an md5 and is none.
     is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
     return not is_encrypted and re.fullmatch(r"[0-9a-f]{32}", etag) is not None

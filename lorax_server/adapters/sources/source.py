@@ -1,16 +1,18 @@
-"""Where adapters come from: what a source is, and the front that asks the sources in one safe order."""
+"""Sources of adapters: what a source is, and the front that asks the sources in one safe order."""
 
 import hashlib
 import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
+
+from cachetools import TTLCache
 
 from lorax_server.errors import AdapterAccessError, AdapterError, SourceError
 from lorax_server.files.adapter_files import (
@@ -35,58 +37,65 @@ MAX_AUTHORIZATIONS = 10_000
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a name points at right now."""
+    """The version of an adapter that a name points at now."""
 
     source: str
     name: str  # without a revision
     version: str  # changes whenever a file does
     sizes: Mapping[str, int]  # bytes of each known file that is there
-    tags: Mapping[str, str] = field(default_factory=dict)  # what the source needs to fetch and check each file
-    # Of the very files that the source has checked, where others may write to their folder.
+    tags: Mapping[str, str] = field(default_factory=dict)  # by which the source fetches and checks each file
+    # Stamps of the files that the source has checked, where other processes may write to their folder.
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-class Source(Protocol):
-    """A place that adapters come from. Each method raises an AdapterError that names the adapter."""
-
-    kind: str
-
-    def authorize(self, name: str, token: str | None) -> None:
-        """Return only if the bearer of this token may read the adapter now."""
-
-    def find(self, name: str, token: str | None) -> AdapterFiles:
-        """What the name, with its revision if it has one, points at."""
-
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
-        """A folder that holds the wanted files, complete and checked. It may hold others."""
-
-    def base_model_type(self, name: str, token: str | None) -> str | None:
-        """The `model_type` of a base model that is kept here; None, and never an error, when it cannot be known."""
-
-
-class Places(NamedTuple):
+class WatchedPaths(NamedTuple):
     """Paths that show whether an adapter has changed."""
 
-    # One at least gets another stamp when the name means another folder of the same roots, or when a known file comes,
+    # At least one gets another stamp when the name means another folder of the same roots, or when a known file comes,
     # goes or is replaced. Most of them need not exist.
     folders: Sequence[Path] = ()
     roots: Sequence[Path] = ()  # have to stay the folders that they are, whatever comes and goes in them
 
 
-@runtime_checkable
-class Watchable(Protocol):
-    """A source whose adapters lie on this machine, so that a look at some paths tells whether one has changed."""
+class Source(ABC):
+    """An origin of adapters. Each method raises an AdapterError that names the adapter."""
 
-    def places(self, name: str) -> Places:
-        """Name the paths that show whether a name means something else by now."""
+    kind: str
+    # True: adapters lie in folders of this machine. They never fail, they only change, and a look at their files shows
+    # it. False: only the source can tell, and it may be unreachable.
+    is_local = False
 
+    @abstractmethod
+    def authorize(self, name: str, token: str | None) -> None:
+        """Return only if the bearer of this token may read the adapter now."""
 
-@runtime_checkable
-class Keeping(Protocol):
-    """A source that keeps what it fetched in folders, of which the longest unused leave."""
+    @abstractmethod
+    def find(self, name: str, token: str | None) -> AdapterFiles:
+        """Return the files that a name, with its revision if it has one, points at."""
 
-    def mark_used(self, folder: Path) -> None:
-        """Note that a version is still used. Takes as long as the file system does."""
+    @abstractmethod
+    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+        """Return a folder that holds the wanted files, complete and checked. It may hold others."""
+
+    def find_watched_paths(self, name: str) -> WatchedPaths:  # noqa: ARG002
+        """Return the paths that show whether a name means another adapter; none where the source has to be asked."""
+        return WatchedPaths()
+
+    def mark_used(self, folder: Path) -> None:  # noqa: B027 - most sources keep nothing
+        """Note that a fetched version is still used, where unused ones leave. Takes as long as the file system does."""
+
+    def base_model_type(self, name: str, token: str | None) -> str | None:
+        """Return the `model_type` of a base model that is kept here; None, and no error, where it is unknown."""
+        try:
+            files = self.find(name, token)
+            if files.sizes.get(MODEL_CONFIG_FILE, MAX_CONFIG_BYTES + 1) > MAX_CONFIG_BYTES:
+                return None
+            path = self.fetch(files, [MODEL_CONFIG_FILE], token) / MODEL_CONFIG_FILE
+            config = read_json(path, f"base model {name!r}", files.stamps.get(MODEL_CONFIG_FILE))
+        except AdapterError:
+            return None
+        model_type = config.get("model_type")
+        return model_type if isinstance(model_type, str) else None
 
 
 BaseModelType = Callable[[str], str | None]
@@ -101,8 +110,8 @@ class FetchedAdapter:
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # of those files that its source vouches for
-    is_new: bool = field(default=False, compare=False)  # some of its files had to be brought here just now
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # of the files that its source has checked
+    is_new: bool = field(default=False, compare=False)  # some of its files had to be fetched just now
 
 
 class AdapterSources:
@@ -119,25 +128,31 @@ class AdapterSources:
         self._sources = sources
         self._max_bytes = max_bytes
         self._clock = clock
-        self._authorizations = Authorizations(authorization_ttl_s, clock)
+        self._lock = threading.Lock()  # of what was allowed a short while ago
+        self._authorizations: TTLCache[tuple[str | None, ...], bool] = TTLCache(
+            MAX_AUTHORIZATIONS, authorization_ttl_s, timer=clock
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
-    def places(self, source: str, name: str) -> Places:
-        """Name the paths to watch for changes of an adapter; none where its source has to be asked."""
-        origin: object = self._sources.get(source)
-        return origin.places(name) if isinstance(origin, Watchable) and _is_sane(name) else Places()
+    def is_local(self, kind: str) -> bool:
+        """Tell whether a look at files, not the source, shows changes of its adapters."""
+        return kind in self._sources and self._sources[kind].is_local
+
+    def find_watched_paths(self, source: str, name: str) -> WatchedPaths:
+        """Return the paths to watch for changes of an adapter; none where its source has to be asked."""
+        is_known = source in self._sources and _is_sane(name)
+        return self._sources[source].find_watched_paths(name) if is_known else WatchedPaths()
 
     def mark_used(self, source: str, folder: Path) -> None:
         """Note that a version, which was fetched before, is still used."""
-        origin: object = self._sources.get(source)
-        if isinstance(origin, Keeping):
-            origin.mark_used(folder)
+        if source in self._sources:
+            self._sources[source].mark_used(folder)
 
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
-        """Bring an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
+        """Fetch an adapter to this machine. `check_config` raises to refuse it before its weights are fetched."""
         started = self._clock()
         origin = self._sources.get(source)
         if origin is None:
@@ -160,39 +175,21 @@ class AdapterSources:
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:
         key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())
-        if not self._authorizations.holds(key):
+        with self._lock:
+            is_allowed = self._authorizations.get(key, False)
+        if not is_allowed:
             self._sources[source].authorize(name, token)
-            self._authorizations.add(key)
+            with self._lock:
+                self._authorizations[key] = True
 
     def _base_model_type(self, source: str, token: str | None, name: str) -> str | None:
-        """Asks the adapter's own source first. The token was given for that one; no other sees it."""
+        """Ask the adapter's own source first. The token was given for that one; no other source sees it."""
         if not _is_sane(name):
             return None
-        found = self._sources[source].base_model_type(name, token)
         others = (other for kind, other in self._sources.items() if kind != source)
-        return found or next(filter(None, (other.base_model_type(name, None) for other in others)), None)
-
-
-class Authorizations:
-    """What was allowed a short while ago. It forgets the oldest first: callers may ask for any number of names."""
-
-    def __init__(self, ttl_s: float, clock: Callable[[], float], limit: int = MAX_AUTHORIZATIONS) -> None:
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._limit = limit
-        self._ends: OrderedDict[tuple[str | None, ...], float] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def holds(self, key: tuple[str | None, ...]) -> bool:
-        with self._lock:
-            return self._clock() < self._ends.get(key, float("-inf"))
-
-    def add(self, key: tuple[str | None, ...]) -> None:
-        with self._lock:
-            self._ends[key] = self._clock() + self._ttl_s
-            self._ends.move_to_end(key)
-            if len(self._ends) > self._limit:
-                self._ends.popitem(last=False)
+        return self._sources[source].base_model_type(name, token) or next(
+            filter(None, (other.base_model_type(name, None) for other in others)), None
+        )
 
 
 def _is_sane(name: str) -> bool:
@@ -209,7 +206,7 @@ def _check_request(name: str, token: str | None) -> None:
 
 
 def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
-    """The files to fetch, if all that is needed is there and nothing is too large."""
+    """Return the files to fetch. Refuse an adapter that lacks one or is too large."""
     what, missing = f"adapter {files.name!r}", [file for file in REQUIRED_FILES if file not in files.sizes]
     pickles = [file for file in PICKLE_FILES if file in files.sizes]
     if WEIGHTS_FILE in missing and pickles:
@@ -232,23 +229,8 @@ def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
     return wanted
 
 
-def read_model_type(source: Source, name: str, token: str | None) -> str | None:
-    """`model_type` in the config.json that a source keeps under a name, or None."""
-    try:
-        files = source.find(name, token)
-        if files.sizes.get(MODEL_CONFIG_FILE, MAX_CONFIG_BYTES + 1) > MAX_CONFIG_BYTES:
-            return None
-        folder = source.fetch(files, [MODEL_CONFIG_FILE], token)
-        stamp = files.stamps.get(MODEL_CONFIG_FILE)
-        found = read_json(folder / MODEL_CONFIG_FILE, f"base model {name!r}", stamp).get("model_type")
-    except AdapterError:
-        return None
-    return found if isinstance(found, str) else None
-
-
 def read_json(path: Path, what: str, stamp: Stamp | None = None) -> dict[str, Any]:
-    """A JSON object from a file whose content nobody vouches for. `stamp` is that of the file that is meant, if only
-    that one will do."""
+    """Read a JSON object from an untrusted file. With a `stamp`, only the file that has it is read."""
     try:
         with open_plain(path, stamp) as file:
             content = file.read(MAX_CONFIG_BYTES + 1)

@@ -14,14 +14,16 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from lorax_server.adapters.sources.finder import AdapterFinder, Found, Key, Recent, key_of
+from cachetools import LRUCache
+
+from lorax_server.adapters.sources.finder import AdapterFinder, Found, Key, key_of
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterSources
 from lorax_server.adapters.spec import AdapterSpec
@@ -106,8 +108,8 @@ class AdapterResolver:
         self._lookers = {kind: _Threads(f"looks at adapters of {kind}", NUM_LOOKERS) for kind in sources.kinds}
         self._lock = threading.Lock()  # of all below; never held while somebody is asked or told
         self._is_closed = False
-        self._pointers: Recent[Key, _Pointer] = Recent(MAX_POINTERS)
-        self._failures: Recent[Key, _Failure] = Recent(MAX_FAILURES)
+        self._pointers: LRUCache[Key, _Pointer] = LRUCache(MAX_POINTERS)
+        self._failures: LRUCache[Key, _Failure] = LRUCache(MAX_FAILURES)
         self._flights: dict[Key, _Flight] = {}  # those that may be joined, and whose answer will be remembered
         self._unfinished: set[_Flight] = set()
         self._looks: set[Future[Found]] = set()  # that have not been answered
@@ -128,7 +130,7 @@ class AdapterResolver:
 
     def forget(self, source: str, name: str) -> None:
         """Whatever is known of a name, with any token. What is on its way reaches only those who wait for it now."""
-        remembered: dict[Key, Any]
+        remembered: MutableMapping[Key, Any]
         with self._lock:
             for remembered in (self._pointers, self._failures, self._flights):
                 for key in [key for key in remembered if key[:2] == (source, name)]:
@@ -136,7 +138,7 @@ class AdapterResolver:
 
     def close(self) -> None:
         """Ends all that waits. Threads in the middle of a fetch are left behind, and do not keep the process alive."""
-        remembered: dict[Key, Any]
+        remembered: MutableMapping[Key, Any]
         with self._lock:
             self._is_closed = True
             unfinished, self._unfinished = self._unfinished, set()
@@ -154,7 +156,7 @@ class AdapterResolver:
     def _find(self, ref: AdapterRef) -> "Future[Found]":
         key = key_of(ref)
         with self._lock:
-            pointer = self._pointers.recall(key)
+            pointer = self._pointers.get(key)
             if pointer is not None:
                 return self._look_later(key, ref, pointer)
         return self._find_anew(key, ref, None)
@@ -162,7 +164,7 @@ class AdapterResolver:
     def _find_anew(self, key: Key, ref: AdapterRef, pointer: _Pointer | None) -> "Future[Found]":
         """Give the failure of a moment ago, or what its source says now."""
         with self._lock:
-            failure, now = self._failures.recall(key), self._clock()
+            failure, now = self._failures.get(key), self._clock()
             if failure is None or now >= failure.retry_at:
                 return self._join(key, ref).answer
             pointer = self._pointers.get(key, pointer)
@@ -196,7 +198,7 @@ class AdapterResolver:
     def _ask_beside(self, key: Key, ref: AdapterRef) -> None:
         """Ask the source though nobody waits for it, unless that is under way or has just failed."""
         with self._lock:
-            failure = self._failures.recall(key)
+            failure = self._failures.get(key)
             is_due = failure is None or self._clock() >= failure.retry_at
             if is_due and key not in self._flights and len(self._unfinished) < MAX_FLIGHTS:
                 self._join(key, ref)
@@ -296,7 +298,7 @@ class AdapterResolver:
             self._remember(flight, replace(found, is_new=False))
             return found
         with self._lock:
-            pointer = self._pointers.recall(flight.key)
+            pointer = self._pointers.get(flight.key)
         stand_in = self._stand_in(flight.key, pointer, failure.error)
         if stand_in is None:
             raise _again(failure.error, failure.delay_s)
@@ -327,7 +329,7 @@ class AdapterResolver:
     def _remember_failure(self, flight: _Flight, error: LoraxError, is_writing: bool) -> _Failure:
         is_source = isinstance(error, SourceError)
         with self._lock:
-            before = self._failures.recall(flight.key)
+            before = self._failures.get(flight.key)
             is_repeated = is_source and before is not None and isinstance(before.error, SourceError)
             delay_s = min(2 * before.delay_s, MAX_RETRY_S) if before is not None and is_repeated else RETRY_S
             if is_source and flight.ref.source == LocalSource.kind:

@@ -20,16 +20,9 @@ from torch import zeros
 
 from lorax_server import build
 from lorax_server.adapters.sources import disk_budget as module
-from lorax_server.adapters.sources.disk_budget import (
-    IN_USE_S,
-    DiskBudget,
-    Version,
-    find_in_use_s,
-    mark_used,
-    mark_used_again,
-)
+from lorax_server.adapters.sources.caches import ASIDE, AdapterCache, CachedVersion, FolderCache, HubCache
+from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, find_in_use_s
 from lorax_server.adapters.sources.hub import HubSource
-from lorax_server.adapters.sources.shelves import ASIDE, FolderShelf, HubShelf
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.config import SourceConfig
@@ -82,7 +75,7 @@ def root(tmp_path: Path) -> Path:
 
 def make_budget(tmp_path: Path, clock: Clock, max_bytes: int | None = 5 * MB) -> DiskBudget:
     budget = DiskBudget(tmp_path, max_bytes, now=clock)
-    budget.add(FolderShelf(tmp_path / "s3"))
+    budget.add(FolderCache(tmp_path / "s3"))
     return budget
 
 
@@ -112,7 +105,7 @@ def test_nothing_leaves_while_there_is_room(tmp_path: Path, root: Path, clock: C
 def test_a_version_that_was_used_a_moment_ago_stays(tmp_path: Path, root: Path, clock: Clock) -> None:
     for index, name in enumerate("abcd"):
         put(root, name, 1000.0 + index)
-    mark_used(root / place("a") / ".used")
+    FolderCache(root).mark_used(root / place("a"))
     os.utime(root / place("a") / ".used", (clock.now - 1, clock.now - 1))
     with make_budget(tmp_path, clock).room_for("adapter", 3 * MB):
         assert names_left(root, *"abcd") == ["a"]
@@ -175,7 +168,7 @@ def test_a_version_stays_as_long_as_a_request_may_wait_for_it(
     tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
 ) -> None:
     budget = DiskBudget(tmp_path, 5 * MB, in_use_s=find_in_use_s(timeout_s), now=clock)
-    budget.add(FolderShelf(root))
+    budget.add(FolderCache(root))
     put(root, "a", clock.now - in_use_s + 1, 4 * MB)
     with pytest.raises(SourceError), budget.room_for("adapter", 2 * MB):
         pass
@@ -197,9 +190,9 @@ def test_what_is_used_all_the_time_is_marked_once_a_minute(tmp_path: Path) -> No
     for age_s, is_marked in ((3600, True), (50, False)):
         before = time.time() - age_s
         os.utime(mark, (before, before))
-        mark_used_again(mark)
+        FolderCache(tmp_path).mark_used_again(tmp_path)
         assert (mark.stat().st_mtime > before + 1) == is_marked
-    mark_used_again(tmp_path / "gone" / ".used")
+    FolderCache(tmp_path).mark_used_again(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
 
 
@@ -295,14 +288,14 @@ def test_a_version_that_cannot_be_removed_holds_nobody_up(
 ) -> None:
     for index, name in enumerate("ab"):
         put(root, name, 1000.0 + index, 2 * MB)
-    remove = FolderShelf.remove
+    remove = FolderCache.remove
 
-    def fail(shelf: FolderShelf, version: Version) -> None:
+    def fail(cache: FolderCache, version: CachedVersion) -> None:
         if version.folder.name == place("a"):
             raise PermissionError(13, "not yours")
-        remove(shelf, version)
+        remove(cache, version)
 
-    monkeypatch.setattr(FolderShelf, "remove", fail)
+    monkeypatch.setattr(FolderCache, "remove", fail)
     with caplog.at_level(logging.WARNING), make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
         assert names_left(root, "a", "b") == ["a"]
     assert "cannot be removed" in caplog.text
@@ -456,7 +449,7 @@ def test_a_repository_in_which_a_fetch_begins_is_not_removed(
     def begin(folder: Path) -> None:
         rmdir(folder)
         if folder.name == "blobs":
-            mark_used(repo / ".lorax" / "new", is_fetched=True)
+            HubCache(tmp_path).mark_fetched(repo / "snapshots" / "new")
             folder.mkdir()
             (folder / "weights.part").write_bytes(b"half of it")
 
@@ -552,7 +545,7 @@ def test_offline_nothing_is_removed(hub: HubServer, tmp_path: Path, clock: Clock
     age(tmp_path, 1000.0)
     budget = DiskBudget(tmp_path, 450_000, now=clock)
     source = HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget)
-    budget.add(FolderShelf(tmp_path / "s3"))
+    budget.add(FolderCache(tmp_path / "s3"))
     put(tmp_path / "s3", "old", 1000.0, 1000)
     with pytest.raises(AdapterError, match="cannot leave, since the hub is offline") as refused:  # noqa: SIM117
         with budget.room_for("adapter 'x' of another source", 450_000):
@@ -568,11 +561,11 @@ def test_a_long_download_is_in_use(
     """The mark is set anew while bytes come, however long that takes."""
     from lorax_server.adapters.sources import download
 
-    marks: list[Any] = []
+    marks: list[Path] = []
     monkeypatch.setattr(download, "LOG_EVERY_S", -1.0)
-    monkeypatch.setattr("lorax_server.adapters.sources.hub.mark_used", lambda mark, **how: marks.append((mark, how)))
+    monkeypatch.setattr(AdapterCache, "mark_used", lambda cache, folder: marks.append(cache.mark_of(folder)))
     fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
     commit = commit_of(hub.repos[NAME].files)
     assert len(marks) > 6
-    assert {mark.name for mark, _ in marks} == {commit}
-    assert HubShelf(tmp_path / "hub").mark_of(tmp_path / "hub" / "models--x--y" / "snapshots" / commit).name == commit
+    assert {mark.name for mark in marks} == {commit}
+    assert HubCache(tmp_path / "hub").mark_of(tmp_path / "hub" / "models--x--y" / "snapshots" / commit).name == commit

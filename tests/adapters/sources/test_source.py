@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Authorizations, Source, read_json
+from lorax_server.adapters.sources import source as source_module
+from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Source, read_json
 from lorax_server.errors import AdapterAccessError, AdapterError, SourceError
 from tests.adapters.sources.adapters import ADAPTER, CONFIG, WEIGHTS, accept, check_contents
 from tests.adapters.sources.child import run_child
 
 
-class FakeSource:
+class FakeSource(Source):
     """Files in a folder, and a note of every call."""
 
     kind = "fake"
@@ -171,11 +172,12 @@ def test_a_failure_is_never_remembered(source: FakeSource, refusal: AdapterError
     check_contents(sources.fetch("fake", "name", None, accept))
 
 
-def test_any_number_of_names_takes_bounded_memory() -> None:
-    held = Authorizations(60, Clock(), limit=3)
+def test_any_number_of_names_takes_bounded_memory(source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "MAX_AUTHORIZATIONS", 3)
+    sources = front(source)
     for name in ("a", "b", "c", "a", "d"):
-        held.add(("hub", name))
-    assert [name for name in "abcd" if held.holds(("hub", name))] == ["a", "c", "d"]
+        sources.fetch("fake", name, None, accept)
+    assert [name for _, name, _ in sources._authorizations] == ["a", "c", "d"]
 
 
 def test_tokens_are_not_kept(source: FakeSource) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from cachetools import Cache
 
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import parse_config
@@ -98,7 +99,7 @@ def ignore(*arguments: object) -> None:
     pass
 
 
-class FakeSource:
+class FakeSource(Source):
     """A source of folders, like LocalSource, with any kind; `before` may wait or fail."""
 
     def __init__(self, kind: str, root: Path) -> None:
@@ -890,21 +891,24 @@ def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> Non
     assert bench.resolver.num_fetching == 0
 
 
-def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     for module, limit in (
         *((resolver_module, name) for name in ("MAX_POINTERS", "MAX_FAILURES")),
         *((finder, name) for name in ("MAX_IDENTITIES", "MAX_BASE_TYPES")),
     ):
         monkeypatch.setattr(module, limit, 3)
     bench.resolver = bench.make(time_ns=lambda: 2**63)
+    bench.fake.base_types = {f"base{number}": "llama" for number in range(6) if is_known}
     for number in range(6):
         bench.put(f"good{number}", number, base_model_name_or_path=f"base{number}")
         bench.ask("good0")
         bench.ask(f"good{number}")
         bench.error(f"bad{number}")
     remembered = {**vars(bench.resolver), **vars(bench.resolver._finder)}
-    sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, finder.Recent)}
-    assert sizes == {"_pointers": 3, "_failures": 3, "_identities": 3, "_base_types": 3}
+    sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, Cache)}
+    bases = {"_base_types": 3 if is_known else 0, "_unknown_bases": 0 if is_known else 3}
+    assert sizes == {"_pointers": 3, "_failures": 3, "_identities": 3, **bases}
     assert bench.fake.asked.count("good0") == 1
     bench.fake.asked.clear()
     for name in ("good0", "good5", "good1"):

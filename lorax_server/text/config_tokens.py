@@ -1,0 +1,77 @@
+"""The tokens that a `tokenizer_config.json` names, read as transformers reads them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+USUAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
+    """Add the config's tokens to a tokenizer, and return the named ones.
+
+    Tokens that the tokenizer lacks get the next ids; the others get the flags of the config.
+    """
+    added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
+    named, tokens = _read_named(config), list(added.values())
+    names = {_content(token) for token in named.values()}
+    present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
+    for token in (*named.values(), *_read_extra(config)):
+        if _content(token) not in present:
+            present.add(_content(token))
+            tokens.append(AddedToken(token, special=True) if isinstance(token, str) else token)
+    for token in tokens:
+        token.special = token.special or token.content in names
+    backend.add_tokens(tokens)
+    return {name: _content(token) for name, token in named.items()}
+
+
+def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return `bos_token` and so on, first the usual ones; also a model's own, such as `image_token`."""
+    return {name: _content(token) for name, token in _read_named(config).items()}
+
+
+def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Return the added tokens in the order of their ids."""
+    decoder = config.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise TypeError("added_tokens_decoder is not an object")
+    return {int(key): _to_added("added_tokens_decoder", decoder[key]) for key in sorted(decoder, key=int)}
+
+
+def _read_named(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
+    named = {name: config[name] for name in USUAL_NAMES if config.get(name) is not None}
+    own = {key: value for key, value in config.items() if key.endswith("_token") and key not in USUAL_NAMES}
+    for kind in (dict, str):  # in this order new ones get their ids
+        named |= {key: value for key, value in own.items() if isinstance(value, kind)}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    return {name: _to_token(name, value) for name, value in named.items()}
+
+
+def _read_extra(config: Mapping[str, Any]) -> list[str | AddedToken]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        return []
+    if not isinstance(extra, list):
+        raise TypeError("extra_special_tokens is neither a list nor an object")
+    return [_to_token("extra_special_tokens", token) for token in extra]
+
+
+def _to_token(name: str, value: object) -> str | AddedToken:
+    return value if isinstance(value, str) else _to_added(name, value)
+
+
+def _to_added(name: str, value: object) -> AddedToken:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise TypeError(f"{name} holds {str(value)[:64]!r}, not a token")
+    flags = {flag: value[flag] for flag in FLAGS if flag in value}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise TypeError(f"{name} holds a token whose flags are not true or false")
+    return AddedToken(value["content"], **flags)
+
+
+def _content(token: str | AddedToken) -> str:
+    return token if isinstance(token, str) else str(token.content)

@@ -1,0 +1,34 @@
+"""Prompts of a script: text, or token ids of any integer type."""
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from lorax_server.errors import InputError
+from lorax_server.text.tokenizer import TextTokenizer
+
+Prompt = str | Sequence[int]
+MAX_ID = 2**31 - 1
+
+
+def list_prompts(prompts: Any) -> list[Prompt]:
+    """Return several prompts as a list. A list of token ids is one prompt."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
+    return [prompts] if is_one else list(prompts)
+
+
+def encode_prompt(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    try:
+        ids = [index(token_id) for token_id in prompt]
+    except TypeError as error:
+        raise InputError(f"a prompt is a text or a list of token ids: {error}") from error
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # no tokenizer can look up others
+        raise InputError("a prompt has tokens beyond the vocabulary")
+    return ids
+
+
+def _is_id(value: Any) -> bool:
+    """Accept integers of Python and numpy, and tensors of one integer."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
