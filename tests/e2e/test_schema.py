@@ -104,7 +104,7 @@ def hooked(hook: Callable[..., None]) -> Iterator[None]:
 # --- What no schema can say -------------------------------------------------------------------------------------------
 
 
-def make_valid(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -> None:
     """Requests that keep the schema keep the rest of the rules too: names that exist, fields that go together, answers
     that are short. What schemathesis got wrong on purpose is left alone."""
     body = _plain(case.body)

@@ -41,7 +41,7 @@ class Multiplied(TorchDispatchMode):
     """Notes how many rows oneDNN is given, for each number of which it builds and keeps a kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

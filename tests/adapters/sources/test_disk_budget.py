@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import zeros
 
 from lorax_server import build
-from lorax_server.adapters.sources import disk_budget as module
 from lorax_server.adapters.sources.disk_budget import (
     IN_USE_S,
     DiskBudget,
@@ -48,7 +47,7 @@ class Clock:
     """Hours after what was just written, so that what is in use is only what a test says."""
 
     def __init__(self) -> None:
-        self.now = 10**9 + 10**6
+        self.now: float = 10**9 + 10**6
 
     def __call__(self) -> float:
         return self.now
@@ -186,7 +185,12 @@ def test_a_version_stays_as_long_as_a_request_may_wait_for_it(
 
 def test_the_time_that_a_request_waits_reaches_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(build, "DiskBudget", lambda *_, **options: made.append(options) or DiskBudget(tmp_path))
+
+    def make(*_: Any, **options: Any) -> DiskBudget:
+        made.append(options)
+        return DiskBudget(tmp_path)
+
+    monkeypatch.setattr(build, "DiskBudget", make)
     build.build_sources(SourceConfig(cache=tmp_path), 900.0)
     assert made == [{"in_use_s": 960.0}]
 
@@ -238,7 +242,7 @@ def test_what_has_come_so_far_does_not_count_twice(
     """Of 10 MB that are free, 5 are for adapters, however much of the 3 that are being fetched has come."""
     budget = make_budget(tmp_path, clock, max_bytes)
     free = 10 * MB
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     first, second = root / place("a") / "config", root / place("a") / WEIGHTS
     with budget.room_for("one", 3 * MB, [first, second]):
         put(root, "a", clock.now, MB, "config")
@@ -285,7 +289,7 @@ def test_the_disk_itself_is_a_limit(
     """With 2 MB free and 4 MB of ours, none is half of 6 MB, and 8 MB are 6 MB."""
     put(root, "a", 1000.0, 4 * MB)
     free = 2 * MB
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with make_budget(tmp_path, clock, max_bytes).room_for("adapter", MB if is_kept else 3 * MB):
         assert names_left(root, "a") == (["a"] if is_kept else [])
 
