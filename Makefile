@@ -75,7 +75,7 @@ format: venv ## Format the code and sort imports with ruff
 format-check: venv ## Fail if `make format` would change a file
 	$(BIN)/ruff format --check .
 
-types: venv ## Type-check the package with mypy --strict
+types: venv ## Type-check the package and its tests with mypy --strict
 	$(BIN)/mypy
 
 imports: venv ## Check the import contracts (imports point down)

@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class ByWhatIsShared(LoadFileScheduling):
+    class ByWhatIsShared(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             shared = (name for start, name in TOGETHER.items() if nodeid.startswith(start))
             return next(shared, super()._split_scope(nodeid))
@@ -97,7 +97,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand this process's tables to the process that prints them, if tests run in several."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["tables"] = [session.config.stash.get(key, {}) for key in (AGREEMENT, ADAPTER_SCORES)]
+        keys: list[pytest.StashKey[Any]] = [AGREEMENT, ADAPTER_SCORES]
+        output["tables"] = [session.config.stash.get(key, {}) for key in keys]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -43,7 +43,8 @@ class PagedDriver:
 
     def inputs(self, feeds: Sequence[Feed], arena: AdapterArena | None = None) -> dict[str, Any]:
         device = self.model.device
-        ids, positions, slots, adapters = [], [], [], []
+        positions: list[int] = []
+        ids, slots, adapters = [], [], []
         new, cached = [], []
         for seq, tokens in feeds:
             start, stop = self.lengths[seq], self.lengths[seq] + len(tokens)

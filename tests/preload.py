@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from multiprocessing import context, forkserver, resource_tracker
+from typing import Any
 
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # it would take longer than any test
 
@@ -18,9 +19,10 @@ import lorax_server.build  # noqa: F401
 # this, but does not tell the forked process where this one listens.
 context._concrete_contexts["spawn"] = context._concrete_contexts["forkserver"]  # type: ignore[attr-defined]
 if found := re.search(r"forkserver import main; main\((\d+),", sys.orig_argv[-1]):
+    server: Any = forkserver._forkserver
     with socket.socket(fileno=os.dup(int(found[1]))) as listener:
-        forkserver._forkserver._forkserver_address = listener.getsockname()  # type: ignore[attr-defined]
-    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+        server._forkserver_address = listener.getsockname()
+    server.ensure_running = resource_tracker.ensure_running
 
 gc.collect()
 gc.freeze()  # a child neither collects nor copies imported objects

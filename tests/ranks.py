@@ -5,7 +5,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 120
 class RankPool:
     """A pool of processes that runs a function on its first ranks, each in a group of the requested size."""
 
-    def __init__(self, context: BaseContext) -> None:
+    def __init__(self, context: ForkServerContext) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meeting = f"file://{Path(self._folder.name) / 'meeting'}"
         pipes = [context.Pipe() for _ in range(POOL_SIZE)]

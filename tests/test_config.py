@@ -71,28 +71,32 @@ def test_a_model_is_enough_for_an_engine() -> None:
     assert not settings.tenant_weights
 
 
+def engine_config(**settings: Any) -> EngineConfig:
+    return EngineConfig(MODEL, **settings)
+
+
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
 @pytest.mark.parametrize("value", [0, -1])
 def test_what_must_be_at_least_one(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"^{name} = {value} must be at least 1$"):
-        EngineConfig(MODEL, **{name: value})
+        engine_config(**{name: value})
 
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
 def test_one_is_enough(name: str) -> None:
-    assert getattr(EngineConfig(MODEL, **{"max_rows": 1, name: 1}), name) == 1
+    assert getattr(engine_config(**{"max_rows": 1, name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
 def test_what_may_be_zero_but_not_less(name: str) -> None:
-    assert getattr(EngineConfig(MODEL, **{name: 0}), name) == 0
+    assert getattr(engine_config(**{name: 0}), name) == 0
     with pytest.raises(ConfigError, match=f"^{name} = -0.5 must not be negative$"):
-        EngineConfig(MODEL, **{name: -0.5})
+        engine_config(**{name: -0.5})
 
 
 @pytest.mark.parametrize("name", ["adapter_timeout_s", "max_wait_s"])
 def test_to_wait_for_ever_is_allowed(name: str) -> None:
-    assert getattr(EngineConfig(MODEL, **{name: math.inf}), name) == math.inf
+    assert getattr(engine_config(**{name: math.inf}), name) == math.inf
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.1, math.nan, math.inf])
@@ -123,8 +127,9 @@ def test_what_is_fetched_needs_a_place(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["max_bytes", "num_threads"])
 def test_sources_need_some_of_everything(name: str) -> None:
+    settings: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"^{name} = 0 must be at least 1$"):
-        SourceConfig(**{name: 0})
+        SourceConfig(**settings)
 
 
 def test_a_token_is_not_shown() -> None:

@@ -64,7 +64,7 @@ def test_the_example_of_the_engine_runs(tmp_path: Path, forks: ForkServerContext
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     save(tmp_path / "my-model", model, make_tokenizer())
     adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
-    adapter.save_pretrained(tmp_path / "my-adapters" / "poet")
+    adapter.save_pretrained(str(tmp_path / "my-adapters" / "poet"))
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "engine.md").read_text(), flags=re.DOTALL)
     exit_code, printed = run_apart(forks, tmp_path, run_block, block, tmp_path)
     assert exit_code == 0, printed

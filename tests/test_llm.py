@@ -23,7 +23,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
-from lorax_server.llm import LLM, Completion
+from lorax_server.generation.completion import Completion
+from lorax_server.llm import LLM
 from lorax_server.models.registry import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
@@ -50,8 +51,9 @@ SMALL: dict[str, Any] = {
 
 
 def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **settings: Any) -> Path:
-    """Write an adapter as PEFT saves it."""
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings)
+    """As PEFT saves it."""
+    small: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+    config = LoraConfig(**small | settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT explains what it is doing
         model = get_peft_model(base, config)
@@ -59,7 +61,7 @@ def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **setti
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data.normal_(0, size)
-        model.save_pretrained(folder, save_embedding_layers=base.config.vocab_size != VOCAB)
+        model.save_pretrained(str(folder), save_embedding_layers=base.config.vocab_size != VOCAB)
     return folder
 
 
@@ -390,10 +392,12 @@ def test_several_threads_at_once(world: World, llm: LLM) -> None:
 
 
 def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
+    wrong: list[Any] = [TEXTS[0], []]
+
     def work(number: int) -> list[str]:
         if number % 2:
             with pytest.raises(InputError):
-                llm.generate([TEXTS[0], []], stop=STOP)
+                llm.generate(wrong, stop=STOP)
             return []
         return texts(llm.generate(TEXTS, stop=STOP))
 
@@ -600,6 +604,7 @@ def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: p
         (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
     shutil.copytree(world.adapters["first"], tmp_path / "near" / "one")
     monkeypatch.chdir(tmp_path / "near")
+    adapters: dict[str, str | Path]
     adapters = {"a b": "one", "twin": Path("one"), "ü/…": world.adapters["the third"], "linked": "../snapshots/abc"}
     with LLM(world.model, adapters, **SMALL) as llm:
         monkeypatch.chdir("/")
@@ -613,7 +618,8 @@ def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: p
 
 
 def test_without_adapters(world: World) -> None:
-    for adapters in (None, {}):
+    nothings: list[Any] = [None, {}]
+    for adapters in nothings:
         with LLM(world.model, adapters, **SMALL) as llm:
             assert texts(llm.generate("hello", stop=STOP)) == [world.answer("hello")[1]]
             with pytest.raises(AdapterError):
@@ -801,7 +807,8 @@ def test_progress_is_shown_on_a_terminal(
 
 
 def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    llm.generate([*TEXTS, []], stop=STOP, progress=True, on_error="return")
+    prompts: list[Any] = [*TEXTS, []]
+    llm.generate(prompts, stop=STOP, progress=True, on_error="return")
     assert "5/5" in capfd.readouterr().err
 
 

@@ -58,7 +58,8 @@ def test_counts_of_sampling(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["do_sample", "watermark", "raw_logprobs"])
 def test_flags_of_sampling(field: str) -> None:
-    assert getattr(SamplingParams(**{field: True}), field) is True
+    settings: dict[str, Any] = {field: True}
+    assert getattr(SamplingParams(**settings), field) is True
     for value in NO_FLAG:
         refused(SamplingParams, field, value, field)
 
@@ -70,8 +71,9 @@ def test_a_bias_is_a_number_for_a_token() -> None:
 
 
 def test_a_message_says_what_was_wrong_with_a_bias() -> None:
+    wrong: Any = {"5": 1.0}
     with pytest.raises(InputError, match="keyed by token ids, not '5'"):
-        SamplingParams(logit_bias={"5": 1.0})
+        SamplingParams(logit_bias=wrong)
     with pytest.raises(InputError, match="of token 5 must be a number >= -1e"):
         SamplingParams(logit_bias={5: math.inf})
 
@@ -99,14 +101,15 @@ def test_how_many_tokens() -> None:
 
 
 def test_a_minimum_above_the_maximum_is_refused_with_both() -> None:
-    assert StopParams(max_new_tokens=5, min_new_tokens=5)
+    assert StopParams(max_new_tokens=5, min_new_tokens=5).min_new_tokens == 5
     with pytest.raises(InputError, match=r"`min_new_tokens` \(6\) must be <= `max_new_tokens` \(5\)"):
         StopParams(max_new_tokens=5, min_new_tokens=6)
 
 
 @pytest.mark.parametrize("field", ["eos_token_ids", "stop_token_ids"])
 def test_tokens_that_stop(field: str) -> None:
-    assert getattr(StopParams(**{field: frozenset({0, 5})}), field) == {0, 5}
+    settings: dict[str, Any] = {field: frozenset({0, 5})}
+    assert getattr(StopParams(**settings), field) == {0, 5}
     for token in NO_COUNT:
         if token.__hash__:
             refused(StopParams, field, frozenset({token}), field)
@@ -126,13 +129,14 @@ def test_one_string_is_not_a_list_of_its_characters() -> None:
 
 @pytest.mark.parametrize("field", ["ignore_eos", "include_stop"])
 def test_flags_of_stopping(field: str) -> None:
-    assert getattr(StopParams(**{field: True}), field) is True
+    settings: dict[str, Any] = {field: True}
+    assert getattr(StopParams(**settings), field) is True
     for value in NO_FLAG:
         refused(StopParams, field, value, field)
 
 
 def test_the_tokens_that_end_a_request_by_themselves() -> None:
-    both = {"eos_token_ids": frozenset({1, 2}), "stop_token_ids": frozenset({2, 3})}
+    both: dict[str, Any] = {"eos_token_ids": frozenset({1, 2}), "stop_token_ids": frozenset({2, 3})}
     assert StopParams(**both).ending_token_ids == {1, 2, 3}
     assert StopParams(**both, ignore_eos=True).ending_token_ids == {2, 3}
     assert StopParams().ending_token_ids == frozenset()

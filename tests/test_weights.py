@@ -269,10 +269,11 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, write: Writer, 
 def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, write: Writer) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
-    for ask in (
+    asks: list[Callable[[], Any]] = [
         lambda: weights.get_tensor("matrix", (8, 7)),
         lambda: weights.get_sharded("matrix", 1, Shard(7, ((0, 3),)), (8, 7)),
-    ):
+    ]
+    for ask in asks:
         with pytest.raises(WeightsError, match=r"'matrix' has shape \(8, 6\), the config asks for \(8, 7\)") as caught:
             ask()
         assert str(tmp_path) in str(caught.value)

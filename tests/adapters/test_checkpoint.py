@@ -113,6 +113,7 @@ class Bomb:
 
 
 A = entry([2], 0, 8)
+NOT_HEADERS: list[Any] = [[], [[]], "text", 12, 1.5, None, True]
 NOT_SAFETENSORS = {
     "torch.save": pickled(TENSORS),
     "torch.save of old": pickled(TENSORS, _use_new_zipfile_serialization=False),
@@ -130,7 +131,7 @@ NOT_SAFETENSORS = {
     "deep": file_bytes(b"[" * 100_000 + b"]" * 100_000),
     "deep objects": file_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
     "many digits": file_bytes(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', b"0000"),
-    **{f"is {value}": file_bytes(value) for value in ([], [[]], "text", 12, 1.5, None, True)},
+    **{f"is {value}": file_bytes(value) for value in NOT_HEADERS},
     "same key twice": file_bytes(b'{"a":%b,"a":%b}' % (header_bytes(A), header_bytes(A)), b"0" * 8),
     "same key twice in an entry": file_bytes(b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'),
 }
@@ -160,8 +161,10 @@ def test_a_fifo_or_a_device_in_the_place_of_a_file_blocks_nobody(tmp_path: Path)
             open_plain(path)
 
 
+NOT_ENTRIES: list[Any] = [None, "F32", [1, 2], {}, 5]
+NOT_DTYPES: list[Any] = ["I32", "f32", "", None, 5, ["F32"], {}, "F32 ", "U16"]
 BROKEN_ENTRIES = {
-    **{f"is {value}": value for value in (None, "F32", [1, 2], {}, 5)},
+    **{f"is {value}": value for value in NOT_ENTRIES},
     "no shape": {"dtype": "F32", "data_offsets": [0, 8]},
     "no dtype": {"shape": [2], "data_offsets": [0, 8]},
     "no offsets": {"dtype": "F32", "shape": [2]},
@@ -174,7 +177,7 @@ BROKEN_ENTRIES = {
     "overflow to 0 bytes": entry([2**62, 4], 0, 0),
     **{f"offsets {stop}": entry([2], 0, stop) for stop in (8.0, True, "8", None, -8, 7, 9, 2**63, 10**30, [8])},
     **{f"start {start}": entry([2], start, 8) for start in (0.0, False, "0", None, -1, 1, 9)},
-    **{f"dtype {x}": entry([2], 0, 8, x) for x in ("I32", "f32", "", None, 5, ["F32"], {}, "F32 ", "U16")},
+    **{f"dtype {x}": entry([2], 0, 8, x) for x in NOT_DTYPES},
     **{f"dtype {x}": entry([8], 0, 8, x) for x in ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0")},
     "quantized": entry([1], 0, 8, "I64"),
 }

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_patterns_are_chosen_as_peft_chooses_them() -> None:
         pattern = {key: number for number, key in enumerate(keys, start=20)}
         config = parse(rank_pattern=pattern, alpha_pattern=pattern, lora_alpha=8)
         for name in module_names()[::3]:
-            expected = pattern.get(get_pattern_key(pattern.keys(), name), 8)
+            expected = pattern.get(get_pattern_key(list(pattern), name), 8)
             assert config.rank(name) == expected, (keys, name)
             assert config.scale(name) == 1.0
             seen.add(expected)
@@ -149,7 +150,7 @@ def test_patterns_mean_what_they_mean_to_peft(changes: dict[str, Any]) -> None:
 # --- hostile patterns
 
 RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
-PATTERN_FIELDS = {
+PATTERN_FIELDS: dict[str, Callable[[str], Any]] = {
     "target_modules": lambda pattern: pattern,
     "exclude_modules": lambda pattern: pattern,
     "modules_to_save": lambda pattern: [pattern],
@@ -216,8 +217,13 @@ def test_what_is_served_is_read(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(TRAINING_FIELDS - {"peft_type", "task_type", "init_lora_weights"}))
 def test_what_was_for_training_changes_nothing(field: str) -> None:
-    for value in ({"some": ["thing"]}, "x", 0.3, True, [[[]]], "x" * 10_000_000):
+    values: list[Any] = [{"some": ["thing"]}, "x", 0.3, True, [[[]]], "x" * 10_000_000]
+    for value in values:
         assert parse(**{field: value}) == parse()
+
+
+NOT_LORA: list[Any] = ["IA3", "LOHA", "ADALORA", "lora", "", None, 5, ["LORA"], {}]
+NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +237,8 @@ def test_what_was_for_training_changes_nothing(field: str) -> None:
         ("megatron_config", {"hidden_size": 3}, "Megatron"),
         ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
         ("use_qalora", True, "QALoRA"),
-        *(("peft_type", kind, "only LORA") for kind in ("IA3", "LOHA", "ADALORA", "lora", "", None, 5, ["LORA"], {})),
-        *(("task_type", task, "only CAUSAL_LM") for task in ("SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, [])),
+        *(("peft_type", kind, "only LORA") for kind in NOT_LORA),
+        *(("task_type", task, "only CAUSAL_LM") for task in NOT_CAUSAL),
         *(
             ("init_lora_weights", init, "path_initial_model_for_weight_conversion")
             for init in ("pissa", "pissa_niter_16", "PiSSA", "olora", "OLoRA", "loftq", "corda", "lora_ga")
@@ -262,11 +268,13 @@ def test_known_inits_and_biases_are_accepted(init: bool | str, bias: str) -> Non
 NOT_NAMES = [5, True, NAN, {"a": 1}, [1], [["a"]], [None], ["a", 1], [{}]]
 NOT_FLAGS = ["true", 0, 1, [True], {"a": 1}, NAN, [], {}]
 NOT_TOKENS = ["x", 5, True, NAN, [-1], [True], [1.0], [1, 1], ["1"], [[1]], [None], {"wte": 5}, {"wte": [-1]}]
+NOT_RANKS: list[Any] = ["1", 0, -1, True, 1.0, NAN, None, [1], {}, 10**9]
+NOT_ALPHAS: list[Any] = ["1", True, NAN, INF, None, [1], {}, -(10**400), 1e31]
 WRONG = {
     "r": ["8", True, 0, -1, 65537, 10**400, 8.0, NAN, None, [8], {}, "x" * 10_000_000],
     "lora_alpha": ["8", True, NAN, INF, -INF, None, [1], {}, 10**400, 1e300, -1e31],
-    "rank_pattern": ["x", 5, True, [1], *({"a": x} for x in ("1", 0, -1, True, 1.0, NAN, None, [1], {}, 10**9))],
-    "alpha_pattern": ["x", 5, True, [1], *({"a": x} for x in ("1", True, NAN, INF, None, [1], {}, -(10**400), 1e31))],
+    "rank_pattern": ["x", 5, True, [1], *({"a": x} for x in NOT_RANKS)],
+    "alpha_pattern": ["x", 5, True, [1], *({"a": x} for x in NOT_ALPHAS)],
     "target_modules": NOT_NAMES,
     "exclude_modules": NOT_NAMES,
     "modules_to_save": NOT_NAMES,
@@ -296,7 +304,10 @@ def test_too_many_patterns_are_refused(field: str) -> None:
 @pytest.mark.parametrize("field", sorted({*SERVED_FIELDS, *TRAINING_FIELDS, *REFUSED_FIELDS}))
 def test_no_field_makes_anything_but_an_adapter_error(field: str) -> None:
     deep = json.loads("[" * 500 + "]" * 500)
-    for value in (deep, {"x": deep}, "\ud800\x00\n", "x" * 100_000, list(range(9000)), [{}] * 1000, {"": ""}, -0.0):
+    values: list[Any] = [
+        *(deep, {"x": deep}, "\ud800\x00\n", "x" * 100_000, list(range(9000)), [{}] * 1000, {"": ""}, -0.0)
+    ]
+    for value in values:
         with contextlib.suppress(AdapterError):
             parse(**{field: value})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lorax_server.layers.linear import TensorParallelAdapterRowLinear
 from lorax_server.weights import TensorWeights
 from tests.builders import CPU, adapter_batch, how
 from tests.lora import GivenAdapter, fill_arena
+from tests.optional import present
 from tests.ranks import RankPool
 
 VOCAB, SIZE, RANK, SCALE = 11, 6, 2, 0.75
@@ -90,12 +92,13 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
         for token, row in zip(weights.token_ids, weights.token_rows, strict=True):
             rows[token] = row
     if weights.lora_a is not None:
-        delta = weights.scale * (weights.lora_b @ weights.lora_a)
+        delta = weights.scale * (present(weights.lora_b) @ weights.lora_a)
         rows = rows + (delta.t() if kind is Kind.EMBEDDING else delta)
     if weights.magnitude is None:
         return rows
     norms = rows.norm(dim=0, keepdim=True) if kind is Kind.EMBEDDING else rows.norm(dim=1, keepdim=True)
-    return rows / norms * weights.magnitude.view(norms.shape)
+    result: torch.Tensor = rows / norms * weights.magnitude.view(norms.shape)
+    return result
 
 
 # --- layout
@@ -103,7 +106,7 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
 
 def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
     grown = torch.cat([BASE + 1, normal(3, SIZE, seed=6)])
-    tokens = {"token_ids": (VOCAB + 1, 4), "token_rows": normal(2, SIZE, seed=7)}
+    tokens: dict[str, Any] = {"token_ids": (VOCAB + 1, 4), "token_rows": normal(2, SIZE, seed=7)}
     targets = {kind.value: replace(make_target(kind), name=kind.value) for kind in Kind}
     return targets | {"other": replace(targets["linear"], name="other")}, {
         "head": replace(factors(Kind.HEAD, VOCAB + 3, dora=True), weight=grown, **tokens),
@@ -157,7 +160,7 @@ def test_a_module_that_an_adapter_lacks_has_nothing() -> None:
     assert torch.equal(adapter.table[:index], empty_table(index))
     assert adapter.scales.tolist() == [SCALE if name == "linear" else 0 for name in targets]
     nothing = prepare(GivenAdapter({}, VOCAB), targets, torch.float32, ALONE)
-    assert (nothing.units, nothing.buffer.any()) == (1, False)
+    assert (nothing.units, bool(nothing.buffer.any())) == (1, False)
     assert torch.equal(nothing.table, empty_table(len(targets)))
 
 
@@ -176,7 +179,7 @@ def test_preparing_leaves_model_and_adapter_as_they_are() -> None:
 def test_factors_are_cut_and_cast(kind: Kind, group: FakeGroup, dtype: torch.dtype) -> None:
     target, weights = make_target(kind, group, dtype), factors(kind)
     found = Prepared(weights, target, dtype, group)
-    lora_a, lora_b = target.cut(weights.lora_a, weights.lora_b)
+    lora_a, lora_b = target.cut(present(weights.lora_a), present(weights.lora_b))
     assert torch.equal(found.piece(Field.A, *lora_a.shape), lora_a.to(dtype))
     assert torch.equal(found.piece(Field.B, *lora_b.shape), lora_b.to(dtype))
     assert found.fields[Field.RANK] == RANK
@@ -198,7 +201,8 @@ def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_dora_is_a_factor_and_gives_the_bias_back(group: FakeGroup, bias: torch.Tensor | None) -> None:
     target, weights = make_target(Kind.LINEAR, group), replace(factors(Kind.LINEAR, dora=True), bias=bias)
     found = Prepared(weights, target, group=group)
-    factor = weights.magnitude / (BASE + SCALE * weights.lora_b @ weights.lora_a).norm(dim=1)
+    delta = SCALE * present(weights.lora_b) @ present(weights.lora_a)
+    factor = present(weights.magnitude) / (BASE + delta).norm(dim=1)
     shift = (BIAS if bias is None else bias) - BIAS * factor
     size = target.outputs.size
     torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.take(factor, 0))
@@ -233,7 +237,7 @@ def test_the_weight_of_a_norm_is_a_factor(bias: torch.Tensor | None) -> None:
 
 GROWN = torch.cat([BASE, normal(3, SIZE, seed=6)])
 CHANGED = torch.cat([BASE[:4], BASE[4:9] + 1, GROWN[9:]])
-VOCABULARIES = {
+VOCABULARIES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "tokens replaced": {"token_ids": (9, 2), "token_rows": normal(2, SIZE, seed=7)},
     "tokens added": {"token_ids": (VOCAB, 2, VOCAB + 1), "token_rows": normal(3, SIZE, seed=7)},
@@ -306,7 +310,8 @@ def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, g
     start, stop = shard_vocab(group, VOCAB).ranges[0]
     assert found.row_ids() == [token - start for token in range(4, rows) if start <= token < stop]
     assert found.fields[Field.NUM_NEW_ROWS] == 0
-    field, of_tokens = (Field.A, weights.lora_a.t()) if kind is Kind.EMBEDDING else (Field.B, weights.lora_b)
+    lora_a, lora_b = present(weights.lora_a), present(weights.lora_b)
+    field, of_tokens = (Field.A, lora_a.t()) if kind is Kind.EMBEDDING else (Field.B, lora_b)
     full = F.pad(of_tokens, (0, 0, 0, VOCAB - rows))[start:stop]
     local = found.piece(field, *(full.shape if kind is Kind.EMBEDDING else full.t().shape))
     assert torch.equal(local if kind is Kind.EMBEDDING else local.t(), full)
@@ -350,10 +355,10 @@ def test_factors_that_overflow_are_refused() -> None:
 @pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
 def test_a_matrix_with_a_norm_of_zero_is_refused(kind: Kind) -> None:
     target = make_target(kind)
-    weight = target.weight.clone()
+    weight = present(target.weight).clone()
     weight[:, 2] = weight[2] = 0
     weights = factors(kind, dora=True)
-    zero = replace(weights, lora_b=torch.zeros_like(weights.lora_b))
+    zero = replace(weights, lora_b=torch.zeros_like(present(weights.lora_b)))
     with pytest.raises(AdapterError, match=r"'given': module 'x' .* norm of the adapted matrix has zeros"):
         Prepared(zero, replace(target, weight=weight))
     Prepared(weights, replace(target, weight=weight))  # the delta makes it something
@@ -361,7 +366,7 @@ def test_a_matrix_with_a_norm_of_zero_is_refused(kind: Kind) -> None:
 
 def test_an_added_row_of_zeros_is_refused_under_dora() -> None:
     weights = replace(factors(Kind.HEAD, VOCAB + 1, dora=True), weight=F.pad(BASE, (0, 0, 0, 1)))
-    weights.lora_b[-1] = 0
+    present(weights.lora_b)[-1] = 0
     with pytest.raises(AdapterError, match="norm of an added row has zeros"):
         Prepared(weights, make_target(Kind.HEAD))
 
@@ -381,13 +386,14 @@ def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWe
     layer = TensorParallelAdapterRowLinear(weights, "x", shard, VOCAB, bias=True)
     given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]
     arena = fill_arena({"x": layer.targets[0]}, given, CPU, group)
-    return layer(shard.take(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))
+    out: torch.Tensor = layer(shard.take(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))
+    return out
 
 
 def test_dora_on_a_row_linear_over_two_ranks(ranks: RankPool) -> None:
     """Neither rank knows the norms of the whole matrix, and only one may shift."""
     plain = factors(Kind.LINEAR, dora=True)
-    own_bias = replace(plain, lora_a=plain.lora_a + 1, bias=BIAS + 2)
+    own_bias = replace(plain, lora_a=present(plain.lora_a) + 1, bias=BIAS + 2)
     x = normal(16, SIZE, seed=6)
     base = x @ BASE.t() + BIAS
     first = x @ merged_rows(BASE, plain, Kind.LINEAR).t() + BIAS

@@ -14,7 +14,7 @@ from lorax_server.adapters.identity import CHUNK_BYTES, identify
 from lorax_server.errors import AdapterError
 from tests.adapters.test_checkpoint import entry, file_bytes, write_tensors
 
-RAW = {
+RAW: dict[str, Any] = {
     **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     **{"rank_pattern": {"q": 1, "v": 2}, "alpha_pattern": {"q": 1, "v": 2}, "modules_to_save": ["lm_head", "norm"]},
     "trainable_token_indices": {"wte": [1, 2], "lm_head": [3]},
@@ -69,13 +69,14 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
         {"b": a, "a": TENSORS["b"], "c": c},
         {"a": a, "b": TENSORS["b"], 'c","F32",[1]]["d': c},
     ]
+    bdloras: list[dict[str, Any]] = [{"nblocks": 4}, {"target_modules_bd_a": []}]
     configs: list[dict[str, Any]] = [
         *({"r": 5}, {"lora_alpha": 9}, {"use_rslora": True}, {"use_dora": True}, {"lora_bias": True}),
         *({"ensure_weight_tying": True}, {"modules_to_save": ["lm_head"]}, {"use_bdlora": None}),
         *({"rank_pattern": pattern} for pattern in ({}, {"v": 2, "q": 1}, {"q": 1, "v": 3}, {"q": 1, "w": 2})),
         *({"alpha_pattern": pattern} for pattern in ({}, {"v": 2, "q": 1}, {"q": 1.5, "v": 2})),
         *({"trainable_token_indices": ids} for ids in (None, [1, 2], [2, 1], {"wte": [2, 1], "lm_head": [3]})),
-        *({"use_bdlora": RAW["use_bdlora"] | x} for x in ({"nblocks": 4}, {"target_modules_bd_a": []})),
+        *({"use_bdlora": RAW["use_bdlora"] | x} for x in bdloras),
         {"use_bdlora": {"target_modules_bd_a": ["q"], "target_modules_bd_b": ["o"], "nblocks": 2}},
     ]
     found = [identity_of(path, given) for given in tensors] + [identity_of(path, **changes) for changes in configs]

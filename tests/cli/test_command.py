@@ -103,6 +103,10 @@ def token(text: str, special: bool = False, **more: Any) -> bytes:
     return event({"token": word, "generated_text": None, "details": None} | more)
 
 
+def say(status: int, body: Any) -> Callable[[Any], tuple[int, Any]]:
+    return lambda _: (status, body)
+
+
 def answer(*texts: str) -> Callable[[Any], Iterator[bytes]]:
     details = {"finish_reason": "eos_token", "prompt_tokens": 3, "generated_tokens": len(texts) + 1, "seed": None}
 
@@ -275,7 +279,12 @@ def test_download_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("lorax_server.cli.download.find_model", lambda *all_of_it: asked.append(all_of_it) or model)
+
+    def find_model(*arguments: Any) -> Path:
+        asked.append(arguments)
+        return model
+
+    monkeypatch.setattr("lorax_server.cli.download.find_model", find_model)
     flags = ["--source", "hub", "--huggingface-hub-cache", "/cache", "--hub-endpoint", "http://hub", "--auto-convert"]
     assert main(["download-weights", "owner/model@v1", "--api-token", "hf_x", *flags]) == 0
     assert asked == [("owner/model", "v1", "hub", Path("/cache"), "hf_x", "http://hub", False)]
@@ -349,9 +358,9 @@ def test_generate_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch, c
 
 def test_a_terminal_is_told_nothing_that_it_would_obey(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = answer(f"a{FORBIDDEN}b\n")
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     assert main(["generate", "Hi"]) == 0
-    assert sys.stdout.getvalue() == "a]0;hackedb\n\n"  # type: ignore[attr-defined]
+    assert terminal.getvalue() == "a]0;hackedb\n\n"
 
 
 def test_letters_that_an_encoding_lacks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +478,7 @@ def test_chat_from_a_pipe_ends_with_an_error(
 
 def test_chat_at_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Errors are shown and forgotten; Ctrl-C at the prompt does nothing; Ctrl-D leaves."""
-    replies = iter([(500, {"error": "it broke"}), chat_answer("Yes.")(None)])
+    replies: Iterator[Any] = iter([(500, {"error": "it broke"}), chat_answer("Yes.")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
     typed: Iterator[Any] = iter(["Hello", KeyboardInterrupt(), "Again", "/help", EOFError()])
 
@@ -540,7 +549,7 @@ def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[s
     for query, (names, following) in pages.items():
         data = [{"id": name} for name in names.split()]
         answer = {"data": data, "has_more": following is not None, "next": following}
-        server.replies[f"/v1/adapters{query}"] = lambda _, answer=answer: (200, answer)
+        server.replies[f"/v1/adapters{query}"] = say(200, answer)
     assert main(["adapters"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["id", "a", "b", "c", "d"]
     assert main(["adapters", "--json"]) == 0
@@ -551,7 +560,7 @@ def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("following", [("b", "b"), ("b", "c", "b")])
 def test_pages_that_come_again(server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
-        server.replies[f"/v1/adapters{query}"] = lambda _, mark=mark: (200, {"data": [], "next": mark})
+        server.replies[f"/v1/adapters{query}"] = say(200, {"data": [], "next": mark})
     assert main(["adapters"]) == 1
     assert "pages of adapters come again after 'b'" in capsys.readouterr().err
 
@@ -652,6 +661,6 @@ def test_time_between_tokens() -> None:
 
 def test_progress_is_for_terminals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = answer("a")
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert main(["bench", "--requests", "2"]) == 0
-    assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "2/2" in terminal.getvalue()

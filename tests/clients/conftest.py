@@ -86,7 +86,11 @@ class Question(NamedTuple):
 class Pages(SimpleHTTPRequestHandler):
     """Files of this folder, for a browser."""
 
-    extensions_map: ClassVar = {".html": "text/html", ".mjs": "text/javascript", "": "application/octet-stream"}
+    extensions_map: ClassVar = {  # type: ignore[misc]
+        ".html": "text/html",
+        ".mjs": "text/javascript",
+        "": "application/octet-stream",
+    }
 
     def log_message(self, *arguments: Any) -> None:
         """Say nothing."""

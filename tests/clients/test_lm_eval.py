@@ -62,7 +62,7 @@ def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], d
 def score_plainly(server: Server, question: Question, choice: str) -> float:
     """Return the log probability that a model gives to a text after the prompt."""
     body = {"model": question.model, "prompt": PROMPT + choice, "echo": True, "logprobs": 1, "max_tokens": 0}
-    scores = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
+    scores: list[float] = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     return sum(scores[question.completion.prompt_tokens :])
 
 

@@ -30,7 +30,7 @@ class Forks(ForkServerContext):
 
 
 def fork_engines_from(address: str) -> None:
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address = address
     server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # children of this process do not keep it alive
     server.ensure_running = resource_tracker.ensure_running

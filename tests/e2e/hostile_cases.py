@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from lorax_server.server.routes import lorax_schemas, openai_schemas
 from tests.e2e.hostile_client import chunked, post, request
 
@@ -72,6 +74,7 @@ KINDS = {
 OTHERS: dict[str, Any] = {
     "string": "x", "integer": 2**53, "number": 0.5, "boolean": True, "array": [[]], "object": {"\0": 1},
 }  # fmt: skip
+SCHEMAS: dict[str, type[BaseModel]]
 SCHEMAS = {NATIVE: lorax_schemas.GenerateParameters, COMPLETIONS: openai_schemas.CompletionRequest,
            CHAT: openai_schemas.ChatCompletionRequest}  # fmt: skip
 FIELDS = [(path, field) for path, schema in SCHEMAS.items() for field in schema.model_fields]
@@ -98,7 +101,7 @@ VALUES: list[tuple[str, str, Any, int]] = [
     *[(CHAT, "model", name, 424) for name in ("second\r\nx-evil: 1", "a\0b", "a" * 100_000)],
     *[(NATIVE, "adapter_id", name, 422) for name in ("\ud800", "second\udfff")],
     (NATIVE, "adapter_id", "", 200),
-    *[(NATIVE, "merged_adapters", merged, 422) for merged in (
+    *[(NATIVE, "merged_adapters", merged, 422) for merged in list[Any]((
         {"ids": []},
         {"ids": ["second"] * 33},
         {"ids": SECOND, "weights": [1]},
@@ -108,7 +111,7 @@ VALUES: list[tuple[str, str, Any, int]] = [
         {"ids": SECOND, "merge_strategy": "ties", "majority_sign_method": "x"},
         {"ids": SECOND, "merge_strategy": "ties", "density": -1},
         {"ids": SECOND, "density": 1e300},
-    )],
+    ))],
     (NATIVE, "merged_adapters", {"ids": ["second", "../second"]}, 424),
     (NATIVE, "merged_adapters", {"ids": ["second", "a\r\nb: c"]}, 424),
     (NATIVE, "merged_adapters", {"ids": SECOND, "weights": [1e308, -1e308]}, 422),
@@ -126,10 +129,10 @@ VALUES: list[tuple[str, str, Any, int]] = [
         {str(token): 1 for token in range(100_000)}, {"a": 1}, {"-1": 1}, {"9" * 50: 1}, {"1": 101}, {"\u0661": 1},
         {"1.0": 1}, {"": 1}, {"999999": 1}, {"\ud800": 1},
     )],
-    *[(COMPLETIONS, "prompt", prompt, 400) for prompt in (
+    *[(COMPLETIONS, "prompt", prompt, 400) for prompt in list[Any]((
         [1] * 600_000, [-1], [2**63], [2**70], [10**6], [], [[]], [""], ["a", 1], [[1], "a"],
         ["x"] * 129, ["x"] * 10_000, [None] * 300_000, [[1]] * 200_000,
-    )],
+    ))],
     *[(NATIVE, "seed", seed, 422) for seed in (2**64, -1)],
     *[(COMPLETIONS, "seed", seed, 400) for seed in (2**64, -(2**64), 10**400)],
     *[(NATIVE, "max_new_tokens", count, 422) for count in (2**63, 0, -1, 128)],

@@ -75,6 +75,7 @@ def test_a_private_adapter_serves_only_who_may_read_it(adapter: str, open_server
     assert by_bearer.status == by_token.status == 200
     assert by_bearer.body == by_token.body
     check_others()  # though it is on the device by now
+    merged: dict[str, Any]
     merged = {"adapter_id": None, "merged_adapters": {"ids": [PUBLIC, adapter], "weights": [1, 1]}}
     assert ask(open_server, "", **merged).status == 424
     assert ask(open_server, "", SECRET, **merged).status == 200

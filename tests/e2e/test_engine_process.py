@@ -110,13 +110,18 @@ async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int)
     await answer.aclose()
 
 
+async def until_healthy(client: EngineClient) -> None:
+    while not client.is_healthy:
+        await asyncio.sleep(0.05)
+
+
 def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
     """Send requests at random times, some of which leave: each of the others gets its oracle's tokens."""
     prompts, chance = make_prompts(), random.Random(0)
 
     async def crowd() -> tuple[list[list[Output]], EngineStatus]:
         async with started(config) as client:
-            tasks = []
+            tasks: list[asyncio.Task[list[Output] | None]] = []
             for i, prompt in enumerate(prompts):
                 adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
                 tasks.append(asyncio.create_task(ask(client, prompt, adapter)))
@@ -238,8 +243,7 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
             with pytest.raises(EngineError):
                 await running
             assert not client.is_healthy
-            while not client.is_healthy:
-                await asyncio.sleep(0.05)
+            await until_healthy(client)
             assert not is_alive(engine)
             assert not is_alive(rank)
             assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
@@ -282,8 +286,7 @@ def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart
             os.kill(engine_of(client), signal.SIGKILL)
             while client.is_healthy:
                 await asyncio.sleep(0.01)
-            while not client.is_healthy:
-                await asyncio.sleep(0.05)
+            await until_healthy(client)
             assert (await client.status()).adapters_on_device == 2
 
     asyncio.run(run())

@@ -222,7 +222,7 @@ def listed(server: Server, name: str) -> dict[str, Any] | None:
 
 
 def test_an_admin_loads_pins_and_unloads(server: Server) -> None:
-    wanted = {"adapter_id": "second", "adapter_source": "local", "name": "deux", "pin": True}
+    wanted: dict[str, Any] = {"adapter_id": "second", "adapter_source": "local", "name": "deux", "pin": True}
     loaded = admin(server, "/v1/adapters/load", **wanted)
     assert (loaded.json["pinned"], loaded.json["source"], loaded.json["object"]) == (True, "local", "adapter")
     answer = complete(server, "deux")

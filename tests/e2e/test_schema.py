@@ -104,9 +104,9 @@ def hooked(hook: Callable[..., None]) -> Iterator[None]:
 # --- Rules beyond the schema ------------------------------------------------------------------------------------------
 
 
-def make_valid(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -> None:
     """Make requests that fit the schema fit the other rules too: names that exist, fields that go together, short
-    answers. Leave requests alone that schemathesis got wrong on purpose."""
+    that are short. What schemathesis got wrong on purpose is left alone."""
     body = _plain(case.body)
     if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE or not isinstance(body, dict):
         return

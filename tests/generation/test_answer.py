@@ -81,7 +81,7 @@ def test_a_long_answer_takes_no_more_room(name: str) -> None:
 
 def test_tokens_without_text_in_between() -> None:
     kind = byte_level()
-    eos, detokenizer = kind.tokenizer.token_to_id(EOS), make_detokenizer(kind.tokenizer)
+    eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "naïve 日本語")
     mixed = [each for token_id in ids for each in (eos, eos, token_id)]
     answer = Answer(detokenizer, [eos], StopParams(max_new_tokens=len(mixed)))
@@ -125,7 +125,7 @@ def test_stop_strings_are_found_wherever_they_end(name: str, include_stop: bool)
 @pytest.mark.parametrize("include_stop", [True, False])
 def test_a_token_that_ends_it(include_stop: bool) -> None:
     kind = byte_level()
-    eos, detokenizer = kind.tokenizer.token_to_id(EOS), make_detokenizer(kind.tokenizer)
+    eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "The quick brown fox")
     ended = Answer(detokenizer, ids, StopParams(eos_token_ids=frozenset({eos}), include_stop=include_stop))
     assert feed(ended, [*ids[:2], eos, *ids]) == (kind.joined(ids[:2]).decode(), 3)

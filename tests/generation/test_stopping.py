@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,7 @@ EOS, OTHER = 2, 7
 ENOUGH = 10_000
 
 
-def rules(
-    eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: object
-) -> StoppingCriteria:
+def rules(eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: Any) -> StoppingCriteria:
     ids = frozenset(more.pop("stop_token_ids", ()))
     return StoppingCriteria(
         StopParams(

@@ -41,7 +41,7 @@ class Multiplied(TorchDispatchMode):
     """A record of the numbers of rows that oneDNN is given: it builds and keeps a kernel for each."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,6 @@ def test_only_what_a_batch_has_is_computed(weights: ModuleWeights | None, expect
         (adapter_batch([0, 0, 0], arena), x, []),
         (None, x, []),
     ):
-        ops = Calls()
+        ops: Any = Calls()
         adapt(out, given, [target], data, ops)
         assert ops.names == called

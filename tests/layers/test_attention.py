@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -57,8 +59,9 @@ def test_paged_attention_is_causal_within_each_sequence() -> None:
     q, k, v = (normal(7, 2, 4, seed=seed) for seed in range(3))
     out = paged([4, 3], [0, 0], prefill=True).attend(0, q, k, v, SPEC)
     for tokens in (slice(0, 4), slice(4, 7)):
-        alone = [x[tokens].transpose(0, 1) for x in (q, k, v)]
-        expected = F.scaled_dot_product_attention(*alone, is_causal=True, scale=0.5).transpose(0, 1).flatten(1)
+        query, key, value = (x[tokens].transpose(0, 1) for x in (q, k, v))
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+        expected = expected.transpose(0, 1).flatten(1)
         torch.testing.assert_close(out[tokens], expected, rtol=0, atol=1e-5)
 
 
@@ -97,7 +100,7 @@ def test_the_longest_sequence_is_the_highest_position() -> None:
 # --- PaddedContext
 
 
-def padded(mask: list[list[int]], num_new: int, **fields: object) -> PaddedContext:
+def padded(mask: list[list[int]], num_new: int, **fields: Any) -> PaddedContext:
     attention_mask = torch.tensor(mask)
     num_seqs, total = attention_mask.shape
     positions = torch.arange(total - num_new, total).expand(num_seqs, -1).reshape(-1)
@@ -122,8 +125,8 @@ def test_padding_on_the_left_changes_nothing_for_the_rest() -> None:
 def test_padded_attention_is_that_of_torch() -> None:
     q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
     out = padded([[1] * 5], 5).attend(0, q, k, v, SPEC)
-    heads = [x.transpose(0, 1) for x in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.5).transpose(0, 1).flatten(1)
+    query, key, value = (x.transpose(0, 1) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5).transpose(0, 1).flatten(1)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 

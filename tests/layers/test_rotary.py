@@ -153,7 +153,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("length", [8, 16, 17, 64, 65, 200])
 def test_a_scaling_is_that_of_transformers(scaling: str, length: int) -> None:
-    config = llama_config(SCALINGS[scaling])
+    config: Any = llama_config(SCALINGS[scaling])
     inv_freq, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, CPU, seq_len=length)
     positions = [0, 1, length // 2, length - 1]
     check_angles(load_rotary(config, HEAD_DIM, CPU)(at(positions, length)), positions, inv_freq, factor)
@@ -279,8 +279,8 @@ def test_spellings_that_contradict_each_other_are_refused() -> None:
 def test_yarn_without_truncation(truncate: bool | None) -> None:
     """Treat null as false, as transformers does."""
     parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    rotary = load_rotary(spelled(rope_parameters=parameters | {"truncate": truncate}), HEAD_DIM, CPU)
-    truncated = load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
+    rotary: Any = load_rotary(spelled(rope_parameters=parameters | {"truncate": truncate}), HEAD_DIM, CPU)
+    truncated: Any = load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama_config(parameters | {"truncate": truncate}), CPU)
     torch.testing.assert_close(rotary.inv_freq, theirs)
     assert not torch.equal(rotary.inv_freq, truncated.inv_freq)

@@ -37,7 +37,8 @@ def oracle(zoo: Zoo) -> Any:
 
 @torch.no_grad()
 def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
-    return oracle(torch.tensor([list(ids)], device=oracle.device)).logits[0].log_softmax(-1).cpu()
+    logits: torch.Tensor = oracle(torch.tensor([list(ids)], device=oracle.device)).logits[0]
+    return logits.log_softmax(-1).cpu()
 
 
 class Script:
@@ -130,6 +131,7 @@ def test_more_alternatives_than_there_are_tokens_are_all_of_them(lm: CausalLM) -
 
 
 def test_raw_logprobs_are_the_models_own(lm: CausalLM, oracle: Any) -> None:
+    settings: dict[str, Any]
     settings = {"do_sample": True, "temperature": 0.3, "top_k": 4, "repetition_penalty": 1.5, "seed": 5}
     raw, processed = run(lm, request(0, PROMPT, raw_logprobs=True, **settings), request(1, PROMPT, **settings))
     assert raw.token_ids == processed.token_ids
@@ -233,9 +235,11 @@ def test_a_prompt_that_ends_within_a_character_is_completed(lm: CausalLM, monkey
 
 @pytest.mark.parametrize("seed", range(6))
 def test_texts_that_are_not_special_add_up_to_the_whole(lm: CausalLM, seed: int) -> None:
+    stops: list[dict[str, Any]]
+    stops = [{}, ENDLESS, {"stop_sequences": ["e"], "exclude_stop": True}, {"min_new_tokens": 9}]
     requests = [
         request(i, PROMPT[: i + 1], 20, do_sample=True, temperature=2.0, seed=seed * 10 + i, stop=stop)
-        for i, stop in enumerate([{}, ENDLESS, {"stop_sequences": ["e"], "exclude_stop": True}, {"min_new_tokens": 9}])
+        for i, stop in enumerate(stops)
     ]
     for answer in run(lm, *requests):
         assert "".join(answer.texts) == end_of(answer)[0]
@@ -246,7 +250,7 @@ def test_texts_that_are_not_special_add_up_to_the_whole(lm: CausalLM, seed: int)
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_regrouping(lm: CausalLM) -> None:
-    drawn = {"do_sample": True, "temperature": 1.5, "seed": 2**64 - 1}
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "seed": 2**64 - 1}
     (alone,) = run(lm, request(0, PROMPT, 12, stop=ENDLESS, **drawn))
     together = run(lm, request(1, SHORT, 12), request(0, PROMPT, 12, stop=ENDLESS, **drawn))[1]
     driver = Driver(lm)
@@ -307,9 +311,9 @@ def test_adapters_are_refused(lm: CausalLM) -> None:
     ids = torch.tensor([[5]], device=lm.device)
     for index in (0, 1):
         meta = AdapterBatchMetadata.from_indices(torch.tensor([index]))
-        arguments = (ids, torch.ones_like(ids), torch.zeros_like(ids), None, SimpleNamespace(meta=meta))
+        data: Any = SimpleNamespace(meta=meta)
         with pytest.raises(AdapterError, match="are served with adapters") if index else nullcontext():
-            lm.forward(*arguments)
+            lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), None, data)
 
 
 def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:

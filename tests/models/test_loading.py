@@ -114,7 +114,8 @@ def test_a_model_in_which_nothing_is_quantized_is_refused(zoo: Zoo) -> None:
 def test_a_checkpoint_stored_in_eight_bits_needs_no_setting(zoo: Zoo, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     quantized = load(zoo.folder("llama"), quantize="bitsandbytes")
-    quantized.model.save_pretrained(tmp_path)
+    model: Any = quantized.model
+    model.save_pretrained(tmp_path)
     quantized.tokenizer.save_pretrained(tmp_path)
     for quantize in (None, "bitsandbytes"):
         lm = load(tmp_path, quantize=quantize)

@@ -82,7 +82,7 @@ def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def is_packed(model: torch.nn.Module) -> bool:
-    linears = [module.linear for module in model.modules() if hasattr(module, "linear")]
+    linears: list[Any] = [module.linear for module in model.modules() if hasattr(module, "linear")]
     assert all(isinstance(linear, Linear) for linear in linears)
     packed = {linear.packed is not None for linear in linears}
     assert len(packed) == 1
@@ -135,9 +135,10 @@ def test_the_dtype_is_what_is_asked_for_and_float32_on_a_cpu_otherwise(
     llama: Path, tmp_path: Path, stored: torch.dtype, asked: str | None, dtype: torch.dtype
 ) -> None:
     folder = tmp_path / "stored"
-    LlamaForCausalLM.from_pretrained(llama).to(stored).save_pretrained(folder)
+    theirs: Any = LlamaForCausalLM.from_pretrained(llama)
+    theirs.to(stored).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
-    model = get_model(ModelConfig(folder, dtype=asked))
+    model: Any = get_model(ModelConfig(folder, dtype=asked))
     assert model.model.embed_tokens.weight.dtype == dtype
     assert model.model.norm.weight.dtype == dtype
     assert model.allocate_kv_cache(1, 4)[0][0].dtype == dtype
@@ -162,9 +163,11 @@ def test_the_scales_of_a_float8_cache_are_read_from_the_checkpoint(llama: Path, 
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.5)
     tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([0.25])
     save_file(tensors, folder / "model.safetensors")
-    specs = [layer.self_attn.spec for layer in get_model(ModelConfig(folder, quantize="fp8-kv")).model.layers]
+    model: Any = get_model(ModelConfig(folder, quantize="fp8-kv"))
+    specs = [layer.self_attn.spec for layer in model.model.layers]
     assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (0.5, 0.25)]
-    specs = [layer.self_attn.spec for layer in get_model(ModelConfig(folder)).model.layers]
+    model = get_model(ModelConfig(folder))
+    specs = [layer.self_attn.spec for layer in model.model.layers]
     assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (1.0, 1.0)]
 
 
@@ -197,7 +200,8 @@ def test_both_copies_must_fit_in_half_of_the_memory(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
 ) -> None:
     folder = tmp_path / "stored"
-    LlamaForCausalLM.from_pretrained(llama).to(stored).save_pretrained(folder)
+    theirs: Any = LlamaForCausalLM.from_pretrained(llama)
+    theirs.to(stored).save_pretrained(folder)
     loaded = (folder / "model.safetensors").stat().st_size * 4 // stored.itemsize
     set_memory(monkeypatch, 4 * loaded)
     assert is_packed(get_model(ModelConfig(folder)))
@@ -294,7 +298,12 @@ def test_no_one_is_asked_whether_to_run_a_checkpoints_code(
     folder = edited(model_type="custom", auto_map={"AutoConfig": "custom.CustomConfig"})
     (folder / "custom.py").write_text("class CustomConfig: pass")
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "n")
+
+    def ask(prompt: str = "") -> str:
+        asked.append(prompt)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", ask)
     with pytest.raises(ConfigError):
         get_model(ModelConfig(folder))
     assert asked == []

@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
 }
 NO_GQA = COMMON | {"intermediate_size": 48, "max_position_embeddings": 128}
 LLAMA = NO_GQA | {"num_key_value_heads": 2}
-GPT2 = {
+GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_embd": 32,
     "n_layer": 2,
@@ -40,8 +40,8 @@ GPT2 = {
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
 }
-BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": SPREAD}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BLOOM: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": SPREAD}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK = LLAMA | {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
@@ -56,7 +56,7 @@ DEEPSEEK = LLAMA | {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
-LINEAR_HEADS = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")} | {
+LINEAR_HEADS: dict[str, Any] = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")} | {
     f"linear_{kind}_head_dim": 8 for kind in ("key", "value")
 }
 WINDOW = 4  # shorter than the prompts
@@ -69,7 +69,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "codegen": lambda: t.CodeGenConfig(**GPT2, rotary_dim=4, n_ctx=128),
     "cohere": lambda: t.CohereConfig(**LLAMA),
     "cohere2-window": lambda: t.Cohere2Config(
-        **LLAMA, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+        **LLAMA | {"head_dim": 8}, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
     "ctrl": lambda: t.CTRLConfig(**GPT2, dff=32),
     "deepseek-v3": lambda: t.DeepseekV3Config(**DEEPSEEK),
@@ -163,7 +163,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 ALL = SERVED | STATEFUL | UNFIT
 
 
-def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(**special: str | None) -> PreTrainedTokenizerFast:
     """Make a tokenizer of 256 bytes, a few merges and two special tokens: by default `bos_token` and `eos_token`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

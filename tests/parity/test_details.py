@@ -184,7 +184,8 @@ def test_a_tied_config_with_a_head_of_its_own(name: str, tmp_path: Path, device:
     head = torch.randn_like(oracle.get_input_embeddings().weight)
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     model = get_model(ModelConfig(tmp_path, dtype="float32", device=device.type))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = theirs.to(device)
     driver = PagedDriver(model)
     with torch.no_grad():
         expected = theirs(torch.tensor([IDS], device=device)).logits[0]
@@ -260,8 +261,8 @@ def test_what_cannot_be_honoured_is_refused(name: str, fields: dict[str, Any], m
 
 
 def test_llama_config_takes_the_old_spelling() -> None:
-    scaling = {"type": "linear", "factor": 2.0}
-    config = LlamaConfig(**GQA, rope_theta=500.0, rope_scaling=scaling)
+    old: dict[str, Any] = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config: Any = LlamaConfig(**GQA, **old)
     assert config.num_key_value_heads == 2
     assert config.rope_parameters["rope_theta"] == 500.0
     assert config.rope_parameters["factor"] == 2.0

@@ -71,7 +71,7 @@ def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
                 parameter.data.normal_(0, 0.2)
-        model.save_pretrained(folder)
+        model.save_pretrained(str(folder))
     return model.eval().get_base_model()
 
 
@@ -81,23 +81,18 @@ def units(models: Models) -> list[int]:
 
 
 def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
-    """Make an engine with too few blocks for all, steps smaller than the longest prompts, and room for one adapter."""
-    config = EngineConfig(
-        ModelConfig(Path("in-memory")),
-        depth=depth,
-        block_size=BLOCK_SIZE,
-        **{
-            "max_rows": 4,
-            "max_step_tokens": 12,
-            "max_length": 48,
-            "cache_bytes": NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE),
-            "adapter_bytes": max(units(models)) * UNIT_BYTES,
-            "sources": SourceConfig((models.folders[0].parent,)),
-            "adapter_patience_s": 0.0,
-        }
-        | settings,
-    )
-    return assemble(config, paged_worker(models.ours, config, FakeGroup()))
+    """Too few blocks for all, steps too small for the longest prompts, and room for one adapter at a time."""
+    small: dict[str, Any] = {
+        "max_rows": 4,
+        "max_step_tokens": 12,
+        "max_length": 48,
+        "cache_bytes": NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE),
+        "adapter_bytes": max(units(models)) * UNIT_BYTES,
+        "sources": SourceConfig((models.folders[0].parent,)),
+        "adapter_patience_s": 0.0,
+    }
+    config = EngineConfig(ModelConfig(Path("in-memory")), depth=depth, block_size=BLOCK_SIZE, **small | settings)
+    return assemble(config, LocalExecutor(paged_worker(models.ours, config, FakeGroup())))
 
 
 class Crowd:
@@ -262,6 +257,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, 
     """Run each request alone, and in crowds that come at other times."""
     models = make_models("llama-gqa", tmp_path, device)
     prompts = make_prompts()
+    wishes: dict[str, Any]
     wishes = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
     def run(wanted: Sequence[int], depth: int, seed: int) -> Crowd:

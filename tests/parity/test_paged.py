@@ -35,7 +35,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")

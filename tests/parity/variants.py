@@ -6,6 +6,7 @@ prove nothing.
 """
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,7 +30,7 @@ from lorax_server.kernels import select_ops
 from lorax_server.weights import TensorWeights
 
 VOCAB = 97  # divides by none of the world sizes
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 GATED = SIZES | {"intermediate_size": 48, "max_position_embeddings": 128}
 GQA = GATED | {"num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
@@ -39,7 +40,7 @@ OPT = SIZES | {"ffn_dim": 64, "max_position_embeddings": 128}
 
 @dataclass(frozen=True)
 class Variant:
-    config_class: type[PreTrainedConfig]
+    config_class: Callable[..., PreTrainedConfig]
     settings: dict[str, Any]
     off: dict[str, Any] = field(default_factory=dict)
     spoil: tuple[str, float] | None = None

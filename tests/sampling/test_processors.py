@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_repetition(vocab: int, penalty: float, device: torch.device) -> None:
 def test_each_row_has_its_own_parameter(device: torch.device) -> None:
     scores = hard_scores(257, device)
     rows = range(len(scores))
-    cases: list[tuple[Callable[..., torch.Tensor], Callable[[float], LogitsProcessor], list[float], tuple[int, ...]]]
+    cases: list[tuple[Callable[..., torch.Tensor], Callable[[Any], LogitsProcessor], list[float], tuple[int, ...]]]
     cases = [
         (scale, TemperatureLogitsWarper, [0.1 + 0.2 * row for row in rows], ()),
         (keep_top_k, TopKLogitsWarper, [1 + 13 * row for row in rows], (257,)),
@@ -173,8 +174,9 @@ def test_frequency_and_presence(frequency: float, presence: float, device: torch
     for row, ids in enumerate(rows):
         for token, times in Counter(ids[prompt_length:]).items():
             expected[row][token] -= times * frequency + presence
-    ids = torch.tensor(rows, device=device)
-    counts = count_tokens(ids, (torch.arange(ids.shape[1], device=device) >= prompt_length).expand_as(ids), vocab)
+    tokens = torch.tensor(rows, device=device)
+    is_new = (torch.arange(tokens.shape[1], device=device) >= prompt_length).expand_as(tokens)
+    counts = count_tokens(tokens, is_new, vocab)
     found = penalize_counts(scores, counts, of_each(scores, frequency), of_each(scores, presence))
     torch.testing.assert_close(found, torch.tensor(expected, device=device))
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +24,10 @@ from transformers.generation.logits_process import (
 
 from lorax_server.errors import InputError
 from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
-from lorax_server.sampling.sampler import Alternatives, History, RowSampling
+from lorax_server.sampling.sampler import History, RowSampling
 from lorax_server.sampling.watermark import green_mask, hash_tokens
-from lorax_server.types import MAX_SEED, SamplingParams, StopParams
+from lorax_server.types import MAX_SEED, Alternatives, SamplingParams, StopParams
+from tests.optional import present
 
 INF = math.inf
 
@@ -199,7 +200,7 @@ def test_the_order_of_alternatives_does_not_depend_on_how_many_others_ask_for(de
     logits[100:] = 1.0
     for others in (1, 3, 4, 50, 257):
         rows = [Row(SamplingParams(num_alternatives=n), (0,), 1, logits) for n in (3, others)]
-        assert choose(rows, device).alternatives.by_row()[0].token_ids == [100, 101, 102]
+        assert present(choose(rows, device).alternatives).by_row()[0].token_ids == [100, 101, 102]
 
 
 # --- Temperature 0
@@ -256,8 +257,8 @@ ENDING = [7, 9]
 
 def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[LogitsProcessor]:
     """Return transformers' processors for all but the watermark, whose green half is our own."""
-    biases = {(token,): bias for token, bias in params.logit_bias.items()}
-    listed = [
+    biases: Any = {(token,): bias for token, bias in params.logit_bias.items()}
+    listed: list[tuple[Any, Callable[[], Any]]] = [
         (params.watermark, lambda: lambda ids, scores: scores + 2.0 * green_mask(ids[:, -1], hash_tokens(vocab))),
         (params.repetition_penalty != 1, lambda: RepetitionPenaltyLogitsProcessor(params.repetition_penalty)),
         (biases, lambda: SequenceBiasLogitsProcessor(biases)),
@@ -286,7 +287,7 @@ def test_all_together_are_transformers_in_the_same_order(
         for processor in chain(params, vocab, 5):
             expected = processor(ids, expected)
         stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset(ENDING))
-        found = choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives
+        found = present(choose_alone(Row(params, tuple(ids[0].tolist()), 5, logits[0], stop), device).alternatives)
         in_order = found.logprobs.cpu().scatter(-1, found.token_ids.cpu(), found.logprobs.cpu())
         torch.testing.assert_close(in_order, expected.log_softmax(-1), rtol=1e-5, atol=1e-5)
 
@@ -300,7 +301,8 @@ DRAWS = 20_000
 
 def normalized(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
+    probabilities: np.ndarray = weights / weights.sum()
+    return probabilities
 
 
 def keep(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
@@ -332,7 +334,8 @@ def probabilities_of(params: SamplingParams) -> np.ndarray:
     if params.top_p < 1:
         scores = keep(scores, until(by_score, normalized(scores), params.top_p))
     if params.min_p:
-        scores = keep(scores, np.flatnonzero(normalized(scores) >= params.min_p * normalized(scores).max()))
+        likely = normalized(scores) >= params.min_p * normalized(scores).max()
+        scores = keep(scores, np.flatnonzero(likely).tolist())
     if params.typical_p < 1:
         probabilities = normalized(scores)
         with np.errstate(divide="ignore"):
@@ -428,6 +431,7 @@ def test_what_is_drawn_otherwise_is_found_out(device: torch.device) -> None:
 
 def test_log_probabilities_are_after_processing_or_before(device: torch.device) -> None:
     logits = torch.randn(50)
+    asked: dict[str, Any]
     asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
     biased = logits.clone()
     biased[4] += 1
@@ -437,8 +441,9 @@ def test_log_probabilities_are_after_processing_or_before(device: torch.device) 
         token = int(found.token_ids)
         torch.testing.assert_close(found.logprobs.cpu(), expected[token, None])
         best = expected.sort(descending=True, stable=True)
-        assert found.alternatives.token_ids[0].tolist() == best.indices[:6].tolist()
-        torch.testing.assert_close(found.alternatives.logprobs[0].cpu(), best.values[:6])
+        alternatives = present(found.alternatives)
+        assert alternatives.token_ids[0].tolist() == best.indices[:6].tolist()
+        torch.testing.assert_close(alternatives.logprobs[0].cpu(), best.values[:6])
 
 
 def test_greedy_log_probabilities_know_penalties_but_no_temperature(device: torch.device) -> None:
@@ -453,7 +458,7 @@ def test_greedy_log_probabilities_know_penalties_but_no_temperature(device: torc
 def test_each_row_gets_as_many_alternatives_as_it_asks_for(device: torch.device) -> None:
     counts = [0, 3, 1, 0, 100, 7]
     found = choose([Row(SamplingParams(num_alternatives=n), (0,), 1, torch.randn(7)) for n in counts], device)
-    by_row = found.alternatives.by_row()
+    by_row = present(found.alternatives).by_row()
     assert {row: len(top.token_ids) for row, top in by_row.items()} == {1: 3, 2: 1, 4: 7, 5: 7}
     for row, top in by_row.items():
         assert len(top.logprobs) == len(top.token_ids) == len(set(top.token_ids))
@@ -534,7 +539,7 @@ def test_ending_tokens_are_forbidden_until_enough_are_generated(num_generated: i
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({5, 6, 10**9}))
     params = SamplingParams(num_alternatives=8)
     row = Row(params, (0,) * (4 + num_generated), 4, torch.tensor([0.0, 1, 9, 2, 3, 8, 7, 4]), stop)
-    alternatives = choose_alone(row, device).alternatives.by_row()[0]
+    alternatives = present(choose_alone(row, device).alternatives).by_row()[0]
     impossible = {t for t, p in zip(alternatives.token_ids, alternatives.logprobs, strict=True) if p == -INF}
     assert impossible == ({2, 5, 6} if num_generated < 3 else set())
     assert alternatives.token_ids[0] == (7 if num_generated < 3 else 2)

@@ -36,7 +36,8 @@ def test_they_are_those_of_splitmix64(device: torch.device) -> None:
     some = random.Random(0)
     pairs = [(seed, position) for seed in EDGES for position in (0, 1, 2, 31, 4095, 2**20, 2**31, 2**40)]
     pairs += [(some.randrange(WORD), some.randrange(2**20)) for _ in range(2000)]
-    found = draw(*zip(*pairs, strict=True), device)
+    seeds, positions = zip(*pairs, strict=True)
+    found = draw(seeds, positions, device)
     assert found.dtype == np.float64
     assert found.tolist() == [reference(*pair) for pair in pairs]
 

@@ -93,7 +93,8 @@ class Edge:
     def count(self, name: str, label: str = "") -> float:
         """Return a metric's value; 0 if nothing was counted."""
         family = self.metrics.json().get(name, {"data": []})
-        return sum(sample["value"] for sample in family["data"] if label in sample["key"])
+        values: list[float] = [sample["value"] for sample in family["data"] if label in sample["key"]]
+        return sum(values)
 
     async def close(self) -> None:
         for wire in self._wires:
@@ -105,7 +106,8 @@ async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator
     if not settings.loaded:
         settings.load()
     state = ServerState()
-    loop, make = asyncio.get_running_loop(), settings.http_protocol_class
+    loop = asyncio.get_running_loop()
+    make: Any = settings.http_protocol_class
     server = await loop.create_server(lambda: make(config=settings, server_state=state, app_state={}), "127.0.0.1", 0)
     found = Edge(server.sockets[0].getsockname()[1], metrics, state)
     try:

@@ -40,8 +40,9 @@ class Pages(Bench):
         return asyncio.run(list_page(self.parts, key, Asked(**asked)))
 
     def walk(self, key: Key = Key(), **asked: Any) -> list[list[str]]:  # noqa: B008
-        """Return the ids of all pages."""
-        pages, after = [], "name:"
+        """All pages' ids."""
+        pages: list[list[str]] = []
+        after: str | None = "name:"
         while after is not None:
             page = self.page(key, after=after, **asked)
             assert page["has_more"] == (page["next"] is not None)
@@ -80,7 +81,12 @@ def test_the_engine_is_asked_for_a_page_at_most() -> None:
 def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that polls the first page of many thousand names causes the work of one page."""
     bench, looks = Pages(3000), []
-    monkeypatch.setattr(Key, "may_use", lambda *named: looks.append(named) or True)
+
+    def may_use(*named: Any) -> bool:
+        looks.append(named)
+        return True
+
+    monkeypatch.setattr(Key, "may_use", may_use)
     bench.page(limit=10)
     assert len(looks) == 11
 
@@ -161,8 +167,11 @@ def test_names_that_come_and_go_between_pages() -> None:
 
 def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
     bench = Pages(1, others=1)
-    bench.engine._send = lambda message: asyncio.get_running_loop().call_soon(  # type: ignore[method-assign]
-        bench.engine._settle, messages.AdaptersReply(message.call_id, [])
-    )
+
+    def send(message: messages.ToEngine) -> None:
+        assert isinstance(message, messages.ListAdapters)
+        asyncio.get_running_loop().call_soon(bench.engine._settle, messages.AdaptersReply(message.call_id, []))
+
+    bench.engine._send = send  # type: ignore[method-assign]
     page = bench.page(ADMIN)
     assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

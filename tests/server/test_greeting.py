@@ -1,11 +1,11 @@
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from lorax_server.server import greeting
 from lorax_server.server.greeting import write_greeting
 
 EXAMPLES = [
@@ -30,7 +30,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     text = write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
     assert "http://127.0.0.1:3000/ui\n" in text
     assert "a-model is ready, with 5 adapters: fifth, first, fourth, second, third." in text
@@ -68,7 +68,7 @@ def test_another_port_is_part_of_the_commands(examples: Path) -> None:
 def test_the_command_is_found_where_the_environment_is_not_active(
     examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
     assert commands(write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0] == ".venv/bin/lorax"

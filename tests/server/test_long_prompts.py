@@ -3,6 +3,7 @@ and hold up no other request."""
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def ask(routes: Routes, path: str, text: str, **more: Any) -> Any:
 
 
 def with_template(routes: Routes) -> Routes:
-    async def render(_: TextTokenizer, messages: list[dict[str, Any]], **__: Any) -> str:
+    async def render(_: TextTokenizer, messages: list[dict[str, Any]], /, **__: Any) -> str:
         return "".join(str(message["content"]) for message in messages)
 
     routes.parts.tokenizers.render = render  # type: ignore[method-assign]
@@ -204,8 +205,8 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
         async def app(*_: Any) -> None:
             parsed.append(turns.count)
 
-        methods = Methods()
-        methods.allowed_at = lambda _: {"POST"}  # type: ignore[method-assign]
+        methods: Any = Methods()
+        methods.of = lambda _: {"POST"}
         guard = RequestMiddleware(app, methods, Bench().service)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": NATIVE, "headers": headers}
@@ -268,7 +269,7 @@ def test_a_list_of_many_tokens_is_whole() -> None:
 def test_a_short_list_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    async def run(_: TextTokenizer, size: int, work: Any) -> Response:
+    async def run(_: TextTokenizer, size: int, work: Callable[[], Response]) -> Response:
         sizes.append(size)
         return work()
 

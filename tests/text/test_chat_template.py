@@ -181,9 +181,11 @@ def test_prompts_are_those_of_transformers() -> None:
     cases = [(source, *chat) for source in STYLES.values() for chat in CHATS]
 
     def prompt(source: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        return oracle.apply_chat_template(
+        found = oracle.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=True, **variables
         )
+        assert isinstance(found, str)
+        return found
 
     async def body(renderer: TemplateRenderer) -> None:
         answers = [

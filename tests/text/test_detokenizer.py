@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lorax_server.text.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizer
+from tests.optional import present
 from tests.text.tokenizers import (
     BOS,
     BYTE_KINDS,
@@ -127,7 +128,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
 def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
     """Replace invalid bytes only. `tokenizers` would replace the whole run, whose first character was shown already."""
     kind = sentencepiece(strip=False)
-    ids = [kind.tokenizer.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
+    ids = [kind.token_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
     assert decode(kind.tokenizer, ids) == "\ufffd" * 5
     assert streamed(make_detokenizer(kind.tokenizer), ids, range(6)) == "é\ufffdé"
 
@@ -144,7 +145,7 @@ def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_special_tokens_and_unknown_ones_add_nothing(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(8)
-    detokenizer, skipped = make_detokenizer(kind.tokenizer), [kind.tokenizer.token_to_id(EOS), UNKNOWN_ID]
+    detokenizer, skipped = make_detokenizer(kind.tokenizer), [kind.token_id(EOS), UNKNOWN_ID]
     for text in random_texts(NUM_TEXTS // 4, seed=9):
         ids = encode(kind.tokenizer, text)
         mixed = [t for token_id in ids for t in (*rng.choices(skipped, k=rng.randint(0, 3)), token_id)] + skipped
@@ -155,7 +156,7 @@ def test_special_tokens_and_unknown_ones_add_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_a_leading_space_is_kept_after_text_but_not_before_all_text(name: str) -> None:
     kind = BYTE_KINDS[name]()
-    detokenizer, (bos, eos) = make_detokenizer(kind.tokenizer), map(kind.tokenizer.token_to_id, (BOS, EOS))
+    detokenizer, (bos, eos) = make_detokenizer(kind.tokenizer), map(kind.token_id, (BOS, EOS))
     the = min(i for i in range(kind.tokenizer.get_vocab_size()) if kind.bytes_of(i).startswith(b" t"))
     text = kind.bytes_of(the).decode()
     for prompt in ([], [bos], [bos] * 9, [UNKNOWN_ID]):
@@ -167,7 +168,7 @@ def test_a_leading_space_is_kept_after_text_but_not_before_all_text(name: str) -
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_added_tokens_that_are_not_special_are_text(name: str) -> None:
     kind = BYTE_KINDS[name]()
-    call, detokenizer = kind.tokenizer.token_to_id("<tool_call>"), make_detokenizer(kind.tokenizer)
+    call, detokenizer = kind.token_id("<tool_call>"), make_detokenizer(kind.tokenizer)
     assert streamed(detokenizer, [call, call], [1, 2]) == detokenizer.token_text(call) == "<tool_call>"
 
 
@@ -218,9 +219,9 @@ def test_a_token_that_transformers_calls_special_is_skipped() -> None:
 def test_a_token_by_itself_keeps_its_space_and_shows_what_is_not_complete() -> None:
     kind = sentencepiece()
     detokenizer = make_detokenizer(kind.tokenizer)
-    assert detokenizer.token_text(kind.tokenizer.token_to_id("▁the")) == " the"
-    assert detokenizer.token_text(kind.tokenizer.token_to_id("<0xC3>")) == "\ufffd"
-    assert detokenizer.token_text(kind.tokenizer.token_to_id(EOS)) == EOS
+    assert detokenizer.token_text(kind.token_id("▁the")) == " the"
+    assert detokenizer.token_text(kind.token_id("<0xC3>")) == "\ufffd"
+    assert detokenizer.token_text(kind.token_id(EOS)) == EOS
     assert detokenizer.token_text(UNKNOWN_ID) == ""
     assert not detokenizer.is_special(UNKNOWN_ID)
 
@@ -317,7 +318,7 @@ def test_the_offsets_stay_close(name: str) -> None:
 def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     detokenizer, rng = make_detokenizer(tokenizer), random.Random(19)
-    special = getattr(tokenizer, "eos_token_id", None) or tokenizer.token_to_id(EOS)
+    special = getattr(tokenizer, "eos_token_id", None) or present(tokenizer.token_to_id(EOS))
     for sample in random_texts(NUM_TEXTS // 4, seed=20):
         ids = [t for token_id in encode(tokenizer, sample) for t in (token_id, *[special] * rng.choice([0, 0, 0, 2]))]
         prompt, so_far = rng.randint(0, len(ids)), ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
@@ -52,7 +53,7 @@ def of_json(path: Path) -> Kind:
 
 def of_tiktoken(path: Path, pattern: str) -> Kind:
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, path.read_text().splitlines())}
-    converter = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
+    converter: Any = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
     converter.load_tiktoken_bpe = lambda _: ranks  # the converter's own would keep a copy unasked
     tokenizer = converter.converted()
     spelled = {rank: word for word, rank in ranks.items()}

@@ -31,6 +31,7 @@ from lorax_server.text.tokenizer import (
     load_tokenizer,
     share_base_tokenizer,
 )
+from tests.optional import present
 from tests.test_imports import imported_by
 from tests.text.test_real_tokenizers import REAL
 from tests.text.tokenizers import (
@@ -97,7 +98,8 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def convert(_: Converter, command: list[str], out: Path) -> int:
         commands.append(command)
         try:
-            conversion_program.convert(*map(Path, command[3:5]), Path(command[5]) if command[5:] else None)
+            config = Path(command[5]) if command[5:] else None
+            conversion_program.convert(Path(command[3]), Path(command[4]), config)
         except Exception as error:
             (out / "said.txt").write_text(f"Traceback\n{error}\n")
             return 1
@@ -202,8 +204,8 @@ def test_pieces_say_which_characters_they_are(tmp_path: Path) -> None:
     ours = load_tokenizer(save(tmp_path, full(byte_level().tokenizer)))
     text = "Größe 日 dog"
     first, *middle, last = ours.pieces(text)
-    assert first == Piece(ours.token_to_id(BOS), BOS, 0, 0)
-    assert last == Piece(ours.token_to_id(EOS), EOS, 0, 0)
+    assert first == Piece(present(ours.token_to_id(BOS)), BOS, 0, 0)
+    assert last == Piece(present(ours.token_to_id(EOS)), EOS, 0, 0)
     assert middle == ours.pieces(text, add_special_tokens=False)
     assert middle[-1].text == "Ġdog"
     assert text[middle[-1].start : middle[-1].stop].strip() == "dog"
@@ -216,7 +218,7 @@ def test_pieces_say_which_characters_they_are(tmp_path: Path) -> None:
 def rebuilt(folder: Path, kind: str) -> Path:
     """Save a folder for which transformers has a class that does not take the file as it is."""
     byte, spm = byte_level().tokenizer, sentencepiece().tokenizer
-    backend, model_type, changes = {
+    kinds: dict[str, tuple[Tokenizer, str | None, dict[str, Any]]] = {
         "llama": (spm, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
         "llama of bytes": (byte, "llama", {"tokenizer_class": "LlamaTokenizer"}),
         "qwen2": (byte, "qwen2", {}),
@@ -226,7 +228,8 @@ def rebuilt(folder: Path, kind: str) -> Path:
         "no class": (byte, "gpt_neox", {"drop": ("tokenizer_class",)}),
         "split": (byte, "phi3", {"split_special_tokens": True}),
         "legacy": (byte, None, {"drop": ("eos_token",)}),
-    }[kind]
+    }
+    backend, model_type, changes = kinds[kind]
     save(folder, backend, model_type=model_type, **changes)
     if kind == "legacy":
         (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": added("<new>", lstrip=True)}))
@@ -412,7 +415,8 @@ def test_text_that_the_vocabulary_has_nothing_for() -> None:
 
 
 def test_threads_share_it(plain: TextTokenizer) -> None:
-    wanted, wrong = [plain.encode(text) for text in TEXTS], []
+    wanted = [plain.encode(text) for text in TEXTS]
+    wrong: list[str] = []
 
     def work() -> None:
         wrong.extend(text for text, ids in zip(TEXTS, wanted, strict=True) if plain.encode(text) != ids)
@@ -770,7 +774,7 @@ def test_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_all_that_is_said(tmp_path: Path) -> None:
-    said = {
+    said: dict[str, Any] = {
         "do_sample": True,
         "temperature": 0.6,
         "top_k": 20,

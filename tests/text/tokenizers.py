@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lorax_server.text.detokenizer import Detokenizer, Progress
+from tests.optional import present
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog does not mind; it was there first.",
@@ -78,6 +79,9 @@ class Kind(NamedTuple):
     tokenizer: Tokenizer
     bytes_of: Callable[[int], bytes]
     strip: Callable[[list[bytes]], list[bytes]] = list
+
+    def token_id(self, token: str) -> int:
+        return present(self.tokenizer.token_to_id(token))
 
     def joined(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.strip([piece for token_id in ids if (piece := self.bytes_of(token_id))]))
@@ -233,7 +237,7 @@ class PythonTokenizer(PreTrainedTokenizer):
     def __init__(self, **kwargs: Any) -> None:
         self._pieces = [*(bytes([byte]) for byte in range(256)), *self.PAIRS]
         self._ids = {piece.decode("latin-1"): i for i, piece in enumerate(self._pieces)}
-        super().__init__(bos_token=BOS, eos_token=EOS, **kwargs)
+        super().__init__(bos_token=BOS, eos_token=EOS, **kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def vocab_size(self) -> int:

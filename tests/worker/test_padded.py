@@ -193,14 +193,14 @@ def check(oracle: Any, sequence: Running) -> None:
         wanted = choices.gather(0, (choices - found).abs().argmin(0, keepdim=True))[0]
     assert sequence.logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
     listed = expected.alternatives.by_row() if expected.alternatives else {}
-    for place, found in enumerate(sequence.alternatives):
-        wanted = listed.get(place)
-        assert (found is None) == (wanted is None)
-        if found is not None and wanted is not None:
-            assert found.token_ids == wanted.token_ids
-            assert found.logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
-    for found, tops in zip(sequence.prompt_logprobs, sequence.prompt_alternatives, strict=True):
-        check_prompt(logits, sequence, found, tops)
+    for place, ours in enumerate(sequence.alternatives):
+        theirs = listed.get(place)
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.token_ids == theirs.token_ids
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    for logprobs, tops in zip(sequence.prompt_logprobs, sequence.prompt_alternatives, strict=True):
+        check_prompt(logits, sequence, logprobs, tops)
 
 
 def check_prompt(logits: torch.Tensor, sequence: Running, found: list[float], tops: list[Alternatives] | None) -> None:
@@ -436,8 +436,9 @@ POISON = VOCAB - 1
 
 @pytest.fixture
 def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
-    """Make one token's embedding NaN, so that the keys and values after it are NaN too."""
-    weight = lm.model.get_input_embeddings().weight
+    """A token whose embedding is not a number, so that neither are the keys and values after it."""
+    model: Any = lm.model
+    weight = model.get_input_embeddings().weight
     kept = weight[POISON].detach().clone()
     with torch.no_grad():
         weight[POISON] = math.nan

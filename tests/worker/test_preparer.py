@@ -21,7 +21,7 @@ from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.adapters.weights import AdapterWeights, StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
 from lorax_server.errors import AdapterError, InputError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
@@ -387,7 +387,8 @@ def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter]
     targets = adapter_targets(make_model(BASE, CPU, second))
     plain, *adapters = (open_adapter(folder / name, targets) for name in NAMES)
     merged = MergedAdapter([plain, adapters[-1]], Merge((0.5, 2.0)))
-    return [prepare(adapter, targets, torch.float32, second) for adapter in (*adapters, merged)]
+    prepared: list[AdapterWeights] = [*adapters, merged]
+    return [prepare(adapter, targets, torch.float32, second) for adapter in prepared]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -52,7 +52,7 @@ CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, 
 
 def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] = (), **columns: Any) -> StepPlan:
     count = len(indices)
-    given = {
+    given: dict[str, Any] = {
         "rows": np.arange(count),
         "starts": np.zeros(count, np.int64),
         "counts": np.ones(count, np.int64),
@@ -119,7 +119,7 @@ def worker(record: Record) -> Worker:
 
 def test_adapters_come_first_in_their_order(worker: Worker, record: Record) -> None:
     spec = AdapterSpec("a", "a", (), 1)
-    ops = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
+    ops: list[AdapterOp] = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
     worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
     assert record.said[:5] == [
         ("move", 1, 7, 2),
@@ -173,7 +173,7 @@ def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, rec
             record.arrived = {1}
 
     may_end, was_told = threading.Event(), threading.Event()
-    record.load = lambda *_: Copy()  # type: ignore[method-assign]
+    record.load = lambda *_: Copy()  # type: ignore[method-assign, assignment]
     worker.on_news(was_told.set)
     worker.submit(make_plan(0, [Load("a", 1, 0)]))
     assert worker.collect().loaded == []
@@ -416,8 +416,10 @@ def test_a_rank_that_has_nothing_to_do_gives_back_memory_once(monkeypatch: pytes
     monkeypatch.setattr(executor, "give_back_memory", give_back)
     here, there = multiprocessing.Pipe()
     with here, there:
-        assert executor.receive_plan(here) == "plan"
+        plan: Any = executor.receive_plan(here)
+        assert plan == "plan"
         assert len(given_back) == 1
         there.send_bytes(pickle.dumps("another"))
-        assert executor.receive_plan(here) == "another"
+        plan = executor.receive_plan(here)
+        assert plan == "another"
     assert len(given_back) == 1, "a rank that is busy keeps what it has"

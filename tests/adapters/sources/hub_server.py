@@ -67,6 +67,7 @@ class HubServer(Server):
         repo, files = self.repos.get(name), self.files_of(name, revision)
         if repo is None or files is None or not may_see(request, repo):
             return refusal(repo, files)
+        info: dict[str, Any]
         info = {"id": name, "sha": commit_of(files), "siblings": [describe(*item) for item in files.items()]}
         if repo.model_type:
             info["config"] = {"model_type": repo.model_type}

@@ -19,9 +19,14 @@ from safetensors.torch import save
 from torch import zeros
 
 from lorax_server import build
-from lorax_server.adapters.sources import disk_budget as module
-from lorax_server.adapters.sources.caches import ASIDE, AdapterCache, CachedVersion, FolderCache, HubCache
-from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, find_in_use_s
+from lorax_server.adapters.sources.disk_budget import (
+    IN_USE_S,
+    DiskBudget,
+    Version,
+    find_in_use_s,
+    mark_used,
+    mark_used_again,
+)
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.adapters.weights import StoredAdapter
@@ -41,7 +46,7 @@ class Clock:
     """A clock far ahead of files just written, so that only versions that a test marks are in use."""
 
     def __init__(self) -> None:
-        self.now = 10**9 + 10**6
+        self.now: float = 10**9 + 10**6
 
     def __call__(self) -> float:
         return self.now
@@ -179,7 +184,12 @@ def test_a_version_stays_as_long_as_a_request_may_wait_for_it(
 
 def test_the_time_that_a_request_waits_reaches_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(build, "DiskBudget", lambda *_, **options: made.append(options) or DiskBudget(tmp_path))
+
+    def make(*_: Any, **options: Any) -> DiskBudget:
+        made.append(options)
+        return DiskBudget(tmp_path)
+
+    monkeypatch.setattr(build, "DiskBudget", make)
     build.build_sources(SourceConfig(cache=tmp_path), 900.0)
     assert made == [{"in_use_s": 960.0}]
 
@@ -231,7 +241,7 @@ def test_what_has_come_so_far_does_not_count_twice(
     """Adapters may take 5 of 10 free MB. A fetch of 3 MB counts as 3 MB, however much of it has arrived."""
     budget = make_budget(tmp_path, clock, max_bytes)
     free = 10 * MB
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     first, second = root / place("a") / "config", root / place("a") / WEIGHTS
     with budget.room_for("one", 3 * MB, [first, second]):
         put(root, "a", clock.now, MB, "config")
@@ -278,7 +288,7 @@ def test_the_disk_itself_is_a_limit(
     """With 2 MB free and 4 MB of ours, no budget means half of 6 MB, and a budget of 8 MB means 6 MB."""
     put(root, "a", 1000.0, 4 * MB)
     free = 2 * MB
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with make_budget(tmp_path, clock, max_bytes).room_for("adapter", MB if is_kept else 3 * MB):
         assert names_left(root, "a") == (["a"] if is_kept else [])
 

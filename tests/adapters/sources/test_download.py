@@ -1,4 +1,5 @@
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ def fake(path: Path, content: bytes = CONTENT, **options: Any) -> Download:
     def open_at(offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
         yield offset, (content[start : start + 256] for start in range(offset, len(content), 256))
 
+    given: dict[str, Any]
     given = {"is_right": lambda part: part.read_bytes() == CONTENT, "open_at": open_at, "timeout_s": 10.0}
     return Download(what="the file", path=path, size=len(CONTENT), **given | options)
 
@@ -60,6 +62,6 @@ def test_another_process_that_never_ends_is_not_waited_for_for_ever(tmp_path: Pa
 def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=module.__name__)
     seconds = iter(range(1000))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     download(fake(tmp_path / "file", timeout_s=1000.0))
     assert caplog.messages == ["the file: 1536 of 2560 bytes, 60%"]

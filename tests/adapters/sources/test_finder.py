@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.adapter_files import TEMPLATES_FOLDER
 from lorax_server.files.names import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE
+from lorax_server.files.plain_file import stamp_of
 from lorax_server.types import AdapterRef
 from tests.adapters.test_checkpoint import entry, file_bytes
 
@@ -125,7 +127,7 @@ def test_what_takes_the_place_of_a_file_that_was_checked_is_not_vouched_for(root
     assert found.spec.identity == find(LocalSource([root])).spec.identity
     assert all(b"secret" not in content for content in read_vouched(found, root).values())
     assert found.resolved.tokenizer_stamps == tuple(
-        finder.stamp_of(root / "poet" / file) for file in found.resolved.tokenizer_files
+        stamp_of(root / "poet" / file) for file in found.resolved.tokenizer_files
     )
 
 
@@ -162,11 +164,13 @@ def test_a_root_after_the_one_that_has_it_is_not_looked_at(root: Path, monkeypat
     later = root.parent / "later"
     write(later / "poet", "later")
     looked: list[str] = []
+
+    def look(real: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+        looked.append(str(path))
+        return real(path, *args, **options)
+
     for name in ("stat", "lstat", "open"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda path, *args, real=real, **kw: looked.append(str(path)) or real(path, *args, **kw)
-        )
+        monkeypatch.setattr(os, name, partial(look, getattr(os, name)))
     found = find(LocalSource([root, later]))
     assert found.is_unchanged()
     assert any(path.startswith(str(root)) for path in looked)

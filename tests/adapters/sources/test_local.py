@@ -346,6 +346,7 @@ def test_a_folder_of_templates_that_leads_out_is_refused(
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "default.jinja").write_text("a secret")
     (root / "hop").symlink_to("../outside")
+    targets: dict[str, str | Path]
     targets = {"outside": tmp_path / "outside", "a chain": "../../hop", "a device": "/dev/null", "itself": TEMPLATES}
     (root / "team" / "adapter" / TEMPLATES).symlink_to(targets.get(target, "/" if target == "/" else "none"))
     with pytest.raises(AdapterError, match=f"'team/adapter': {TEMPLATES} is not a folder below its root"):

@@ -165,8 +165,9 @@ class Bench:
     def make(self, *more: Source, **options: Any) -> AdapterResolver:
         kinds: list[Source] = [LocalSource([self.root]), self.fake, self.other, *more]
         sources = AdapterSources({source.kind: source for source in kinds}, max_bytes=2**30, clock=self.clock)
-        options = {"model_type": "llama", "model_class": "LlamaForCausalLM", "clock": self.clock} | options
-        self.made.append(AdapterResolver(sources, **options))
+        defaults: dict[str, Any]
+        defaults = {"model_type": "llama", "model_class": "LlamaForCausalLM", "clock": self.clock}
+        self.made.append(AdapterResolver(sources, **defaults | options))
         return self.made[-1]
 
     def gate(self) -> Gate:
@@ -185,7 +186,7 @@ class Bench:
     def ask(self, name: str, source: str = "fake", token: str | None = None) -> str:
         return result(self.begin(name, source, token))[0].identity
 
-    def error(self, name: str, source: str = "fake", token: str | None = None) -> BaseException:
+    def error(self, name: str, source: str = "fake", token: str | None = None) -> Any:
         return error_of(self.begin(name, source, token))
 
     def close(self) -> None:
@@ -682,7 +683,11 @@ def test_what_is_no_longer_there_is_not_served(bench: Bench, file: str, change: 
     bench.ask("tuned")
     if change == "gone":
         path.unlink()
-        bench.fake.before = lambda _: write(path.parent, files_of(1) | {"tokenizer.json": b"{}"}) and None
+
+        def write_again(_: str) -> None:
+            write(path.parent, files_of(1) | {"tokenizer.json": b"{}"})
+
+        bench.fake.before = write_again
     else:
         replace(path.parent, {file: (files_of(2, r=2) | {"tokenizer.json": b"[]"})[file]})
     bench.ask("tuned")
@@ -960,7 +965,12 @@ def test_what_is_known_takes_one_look_at_each_file_and_none_by_the_caller(
     assert bench.ask("tuned", source) == identity
     looks, real = Looks(monkeypatch), LocalSource.find
     found: list[str] = []
-    monkeypatch.setattr(LocalSource, "find", lambda *args: found.append(args[1]) or real(*args))
+
+    def find(source: LocalSource, name: str, token: str | None) -> AdapterFiles:
+        found.append(name)
+        return real(source, name, token)
+
+    monkeypatch.setattr(LocalSource, "find", find)
     bench.fake.asked.clear()
     for _ in range(3):
         looks.clear()
@@ -1042,7 +1052,12 @@ def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatc
     bench.ask("tuned")
     gate = bench.gate()
     monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
-    monkeypatch.setattr(finder.Found, "is_unchanged", lambda _: gate() or True)
+
+    def is_unchanged(_: finder.Found) -> bool:
+        gate()
+        return True
+
+    monkeypatch.setattr(finder.Found, "is_unchanged", is_unchanged)
     held = [bench.begin("tuned") for _ in range(3)]
     assert isinstance(bench.error("tuned"), OverloadedError)
     gate.opened.set()

@@ -789,19 +789,21 @@ def test_only_those_are_described_that_are_asked_for() -> None:
 def test_news_are_told_until_they_are_taken() -> None:
     desk = Desk(units=4)
     desk.know(a=4, b=4)
-    assert not desk.table.has_news
+    has_news = [desk.table.has_news]
     desk.want("a")
-    assert desk.table.has_news
+    has_news.append(desk.table.has_news)
     desk.table.advance()
-    assert not desk.table.has_news
+    has_news.append(desk.table.has_news)
+    assert has_news == [False, True, False]
     desk.steps()
     desk.begin("a")
     desk.want("b")
     desk.steps()
     desk.table.advance()
-    assert not desk.table.has_news  # it cannot be loaded now
+    has_news = [desk.table.has_news]  # it cannot be loaded now
     desk.end("a")
-    assert desk.table.has_news
+    has_news.append(desk.table.has_news)
+    assert has_news == [False, True]
     assert desk.steps() == ["b"]
 
 

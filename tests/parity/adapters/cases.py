@@ -49,6 +49,7 @@ class Case:
     @property
     def config(self) -> LoraConfig:
         family = self.base.split("-", maxsplit=1)[0]
+        settings: dict[str, Any]
         settings = {"r": 8, "lora_alpha": 6, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
         return LoraConfig(**settings | {"fan_in_fan_out": family == "gpt2"} | self.settings)
 
@@ -77,7 +78,7 @@ def train_and_save(model: Any, case: Case, folder: Path) -> None:
     peft_model = get_peft_model(model, case.config)
     randomize(peft_model)
     # Trained rows must be kept even where PEFT, offline, cannot see that the vocabulary has changed.
-    peft_model.save_pretrained(folder, save_embedding_layers=True if case.vocab != VOCAB else "auto")
+    peft_model.save_pretrained(str(folder), save_embedding_layers=True if case.vocab != VOCAB else "auto")
 
 
 @torch.no_grad()
@@ -104,10 +105,11 @@ def save_converted(model: Any, case: Case, folder: Path) -> None:
         run = lambda: model(torch.arange(3, 90)[None])  # noqa: E731
         preprocess_corda(model, config, run_model=run, hooked_model=None)
     peft_model = get_peft_model(model, config)
-    peft_model.peft_config["default"].init_lora_weights = True
-    peft_model.save_pretrained(folder / "initial")
+    trained: Any = peft_model.peft_config["default"]
+    trained.init_lora_weights = True
+    peft_model.save_pretrained(str(folder / "initial"))
     add_noise(peft_model)
-    peft_model.save_pretrained(folder, path_initial_model_for_weight_conversion=str(folder / "initial"))
+    peft_model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(folder / "initial"))
 
 
 def save_loftq(model: Any, case: Case, folder: Path) -> None:
@@ -148,7 +150,7 @@ def save_eva(model: Any, case: Case, folder: Path) -> None:
     batches = [{"input_ids": torch.randint(3, VOCAB, (4, 16))} for _ in range(4)]
     initialize_lora_eva_weights(peft_model, batches, show_progress_bar=False)
     randomize(peft_model)
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(str(folder))
 
 
 def on(family: str, *names: str) -> dict[str, Any]:

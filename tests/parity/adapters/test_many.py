@@ -78,6 +78,7 @@ class Residency:
         step, moves = self.space.submit()
         self.in_flight.append(step)
         for move in moves:
+            assert isinstance(move.key, int)
             self.memory.move(self.indices[move.key], move.source, move.target)
             self.moves += 1
         if len(self.in_flight) == 2:

@@ -1,6 +1,7 @@
 """Merged adapters against PEFT's `add_weighted_adapter`."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def write(folder: Path, settings: list[dict[str, Any]], base: str = "llama-gqa")
     folders = []
     for number, changes in enumerate(settings):
         folders.append(folder / f"adapter{number}")
-        case = Case("", base, {"target_modules": LINEARS} | changes, make=lambda m, c, f, n=number: _save(m, c, f, n))
+        case = Case("", base, {"target_modules": LINEARS} | changes, make=partial(_save, seed=number))
         case.write(folders[-1])
     return folders
 
@@ -49,7 +50,7 @@ def _save(model: Any, case: Case, folder: Path, seed: int) -> None:
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(str(folder))
 
 
 def peft_merged(folders: list[Path], merge: Merge, base: str = "llama-gqa") -> Any:
@@ -101,6 +102,7 @@ def test_merged_adapters_have_pefts_numbers(name: str, tmp_path: Path, device: t
 
 def test_linear_takes_any_ranks_and_modules(tmp_path: Path, device: torch.device) -> None:
     merge = Merge((0.3, -1.2, 0.8))
+    settings: list[dict[str, Any]]
     settings = [{"r": 3}, {"rank_pattern": {"q_proj": 9}}, {"target_modules": ["q_proj", "o_proj", "lm_head"]}]
     folders = write(tmp_path, settings)
     expected = oracle_logits(peft_merged(folders, merge).to(device), list(range(3, 20)), 17, {})

@@ -75,7 +75,8 @@ def test_only_the_last_column_of_a_prompt_goes_through_the_head(
 ) -> None:
     """Models that support it score one column only: scores for every token of a long prompt take a lot of memory."""
     lm = zoo.served(name)
-    head, seen = lm.model.get_output_embeddings(), []
+    model: Any = lm.model
+    head, seen = model.get_output_embeddings(), []
     hook = head.register_forward_hook(lambda *args: seen.append(args[-1].shape[1]))
     driver = Driver(lm)
     driver.start(*(request(i, prompt) for i, prompt in enumerate(PROMPTS)), steps=2)

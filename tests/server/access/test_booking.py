@@ -116,7 +116,7 @@ class Elsewhere(Routes):
     async def _from_there(self, scope: Any, receive: Any, send: Any) -> None:
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
-    def ask(self, key: str | None = None) -> tuple[set[str], list[int]]:
+    def ask_thrice(self, key: str | None = None) -> tuple[set[str], list[int]]:
         """Send requests; return the tenants that the engine saw, and the number of answers of each call."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
@@ -132,11 +132,11 @@ class Elsewhere(Routes):
 )
 def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
     """Every request of an address has its tenant. The answers to all prompts of one call belong together."""
-    assert Elsewhere(address).ask() == ({tenant}, [1, 2, 4])
+    assert Elsewhere(address).ask_thrice() == ({tenant}, [1, 2, 4])
 
 
 def test_a_key_is_a_tenant_wherever_it_is_used(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.alice]\nkey = "a"\n[keys.bob]\nkey = "b"\n')
     for address in ("10.0.0.7", "10.0.0.8"):
-        assert Elsewhere(address, keys_file=keys).ask("a") == ({"alice"}, [1, 2, 4])
+        assert Elsewhere(address, keys_file=keys).ask_thrice("a") == ({"alice"}, [1, 2, 4])

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,8 @@ def test_an_open_server_does_not_make_admins() -> None:
 
 @pytest.mark.parametrize("secret", ["", " ", "a b", "a\n", "schlüssel", "\ud800", "x" * 10_000])
 def test_keys_that_no_header_can_carry_are_refused(secret: str) -> None:
-    for make in (lambda: KeyRing([secret]), lambda: KeyRing(admin_key=secret)):
+    makers: list[Callable[[], KeyRing]] = [lambda: KeyRing([secret]), lambda: KeyRing(admin_key=secret)]
+    for make in makers:
         with pytest.raises(ConfigError, match="ASCII") as caught:
             make()
         assert len(str(caught.value)) < 200

@@ -74,7 +74,12 @@ def test_a_folder_is_made_ready_by_the_thread_that_watches_it() -> None:
 
 def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    monkeypatch.setattr(Key, "may_use", lambda *named: bool(looks.append(named)))
+
+    def may_use(*named: Any) -> bool:
+        looks.append(named)
+        return False
+
+    monkeypatch.setattr(Key, "may_use", may_use)
     names = make([f"adapter-{number}" for number in range(3000)])
     assert find_nearest("adapter-x", None, names, Key("k", adapters=("a",) * 500)) == []
     assert len(looks) <= 2 * nearest.MAX_CHECKS / 500

@@ -125,8 +125,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def limited(most: int, most_per_address: int = 0, keep_alive_s: float = 75.0) -> AsyncIterator[Edge]:
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
-    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), AuditLog(metrics))
-    settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, timeout_keep_alive=keep_alive_s)
+    kind = make_protocol(30.0, Connections(most, most_per_address, metrics), Trail(metrics))
+    keep_alive: Any = keep_alive_s  # it takes fractions too
+    settings = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, timeout_keep_alive=keep_alive)
     async with listening(settings, metrics) as edge:
         yield edge
 
@@ -304,6 +305,7 @@ def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatc
         await wire.send(ASK_LONG)
         await until_open(edge, 1)
         await until_written(edge)
+        connection: Any
         (connection,) = edge.state.connections
         looks, taken, left = 0, 0, connection.transport.get_write_buffer_size()
         while taken < len(LONG):
@@ -349,6 +351,7 @@ def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
         assert [answer.status for answer in await wire.hear(1)] == [200]
         await wire.send(BUSY[-2:])
         await asyncio.sleep(0.05)
+        connection: Any
         (connection,) = edge.state.connections
         assert connection.timeout_keep_alive_task is None
         assert not connection._header_timer.is_set

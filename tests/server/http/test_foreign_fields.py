@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from lorax_server.server.http.foreign_fields import BY_ROUTE, CHAT, COMPLETIONS, FOREIGN, GENERATE
 from lorax_server.server.routes.lorax_schemas import GenerateParameters
@@ -13,6 +14,7 @@ from lorax_server.types import Merge
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 PATHS = {GENERATE: "/generate", CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
+SCHEMAS: dict[str, type[BaseModel]]
 SCHEMAS = {GENERATE: GenerateParameters, CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
 
 
@@ -56,8 +58,9 @@ def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Tem
 
 @pytest.mark.parametrize("route", PATHS)
 def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
-    for nothing in (None, False, 0, "", [], {}):
-        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.defaults_to_true}
+    nothings: list[Any] = [None, False, 0, "", [], {}]
+    for nothing in nothings:
+        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.is_on}
         if nothing == 0 and nothing is not False:
             fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_asks}
         assert ask(routes, route, **fields).status == 200
@@ -202,7 +205,7 @@ def test_adapters_are_merged_on_openais_routes_too(route: str, routes: Templated
     merged = {"ids": ["poet", "pirate"], "weights": [0.5, 2.0], "merge_strategy": "ties", "density": 0.5}
     reply = ask(routes, route, model="base", merged_adapters=merged)
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet,pirate")
-    asked = [message.merge for message in routes.engine.sent if getattr(message, "merge", None)]
+    asked = [merge for message in routes.engine.sent if (merge := getattr(message, "merge", None))]
     assert asked == [Merge((0.5, 2.0), "ties", 0.5, "total")]
     refused = ask(routes, route, model="", merged_adapters={"ids": []})
     assert (refused.status, refused.json["error"]["param"]) == (400, "merged_adapters")

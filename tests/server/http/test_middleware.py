@@ -189,7 +189,7 @@ def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) ->
 )
 def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], status: int, keyed: Shared) -> None:
     async def check(server: Edge) -> None:
-        given = [tuple(header.split(": ", 1)) for header in headers]
+        given = [header.partition(": ")[::2] for header in headers]
         data = request("POST", path, [("content-type", "application/json"), ("content-length", "2"), *given], b"{}")
         answer = await server.ask(data)
         wrong = 400 if path.startswith("/v1/") else 422

@@ -124,5 +124,5 @@ def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any, with_admin: Any)
         for (method, path), operation in operations(found).items():
             is_public = method == "get" and PUBLIC.fullmatch(path)
             is_admin = "load" in operation["operationId"]
-            optional = [{}] if is_open and not (is_admin and has_admin) else []
+            optional: list[Any] = [{}] if is_open and not (is_admin and has_admin) else []
             assert operation.get("security") == (None if is_public else [{"bearer": []}, *optional]), path

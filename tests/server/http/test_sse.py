@@ -155,8 +155,7 @@ def test_a_client_that_leaves_ends_it() -> None:
         await settle()
         peer.arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})  # is no leaving
         await settle()
-        assert not running.done()
-        assert not source.is_closed
+        assert (running.done(), source.is_closed) == (False, False)
         peer.leave()
         await running
         assert ends == [True]

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
 from lorax_server.server.routes import lorax_schemas, openai_schemas
@@ -14,7 +15,7 @@ from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 NATIVE, STREAM, COMPLETIONS, CHAT = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
 ADMIN = "admin-key"
-SCHEMAS = {
+SCHEMAS: dict[str, type[BaseModel]] = {
     NATIVE: lorax_schemas.GenerateParameters,
     COMPLETIONS: openai_schemas.CompletionRequest,
     CHAT: openai_schemas.ChatCompletionRequest,

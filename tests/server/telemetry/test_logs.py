@@ -48,7 +48,7 @@ def only_line(stream: io.StringIO) -> str:
 
 
 def request(**changes: Any) -> RequestRecord:
-    known = {
+    known: dict[str, Any] = {
         "key": "alice",
         "adapter": "poet",
         "adapter_hash": "0123456789abcdef" * 4,

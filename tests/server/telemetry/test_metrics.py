@@ -40,7 +40,7 @@ def make(max_labels: int = 500) -> Metrics:
 
 
 def record(**changes: Any) -> RequestRecord:
-    known = {
+    known: dict[str, Any] = {
         "adapter": "poet",
         "adapter_hash": "ab" * 32,
         "key": "alice",

@@ -18,6 +18,7 @@ from lorax_server.errors import ConfigError
 from lorax_server.server.telemetry import tracing
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.server.telemetry.tracing import Tracer
+from tests.optional import present
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GUARD_S = 30
@@ -70,7 +71,7 @@ def collector() -> Iterator[Collector]:
 
 
 def request(**changes: Any) -> RequestRecord:
-    known = {
+    known: dict[str, Any] = {
         "key": "alice",
         "adapter": "poet",
         "source": "hub",
@@ -285,7 +286,7 @@ def test_a_collector_that_does_not_answer_holds_up_nothing(
 def test_closing_does_not_wait_for_good(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Tracer(collector.url)
     may_end, ended = threading.Event(), threading.Event()
-    shut_down = tracer._provider.shutdown
+    shut_down = present(tracer._provider).shutdown
 
     def shut_down_later() -> None:
         may_end.wait(GUARD_S)

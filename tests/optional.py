@@ -1,0 +1,11 @@
+"""Values that may be missing by their type, and are not in a test."""
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def present(value: T | None) -> T:
+    """Return `value`, which must not be None."""
+    assert value is not None
+    return value
