@@ -110,7 +110,7 @@ async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int)
     await answer.aclose()
 
 
-async def until_healthy(client: EngineClient) -> None:
+async def until_healthy(client: RemoteEngine) -> None:
     while not client.is_healthy:
         await asyncio.sleep(0.05)
 

@@ -75,7 +75,7 @@ def test_steps_go_on_while_a_source_hangs_and_another_fails(models: Models) -> N
         crowd.step()
     stop = StopParams(max_new_tokens=NEW_TOKENS)
     for i, found in enumerate(far[:2]):
-        engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter=found.result().identity))
+        engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter_identity=found.result().identity))
     crowd.finish()
     for i in range(2):
         expected = oracle_greedy(models.oracles[1 + i], prompts[1], NEW_TOKENS, models.tensors)

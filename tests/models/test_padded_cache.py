@@ -235,7 +235,7 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
     draw = data.draw
     held: list[tuple[LayerCache, LayerCache]] = []
     for _ in range(draw(st.integers(2, 3))):
-        past: LayerPast = make(draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(0, 20)))
+        past: LayerCache = make(draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(0, 20)))
         held.append((past, plain(past)))
     for _ in range(draw(st.integers(1, 12))):
         i = draw(st.integers(0, len(held) - 1))

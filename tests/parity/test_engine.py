@@ -92,7 +92,7 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
         "adapter_patience_s": 0.0,
     }
     config = EngineConfig(ModelConfig(Path("in-memory")), depth=depth, block_size=BLOCK_SIZE, **small | settings)
-    return assemble(config, LocalExecutor(paged_worker(models.ours, config, FakeGroup())))
+    return assemble(config, paged_worker(models.ours, config, FakeGroup()))
 
 
 class Crowd:

@@ -19,14 +19,9 @@ from safetensors.torch import save
 from torch import zeros
 
 from lorax_server import build
-from lorax_server.adapters.sources.disk_budget import (
-    IN_USE_S,
-    DiskBudget,
-    Version,
-    find_in_use_s,
-    mark_used,
-    mark_used_again,
-)
+from lorax_server.adapters.sources import disk_budget as module
+from lorax_server.adapters.sources.caches import ASIDE, AdapterCache, CachedVersion, FolderCache, HubCache
+from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, find_in_use_s
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.adapters.weights import StoredAdapter

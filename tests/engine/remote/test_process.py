@@ -110,8 +110,8 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     tokens = []
     for message in (peer.receive(), peer.receive()):
         assert isinstance(message, messages.Outputs)
-        tokens.append([(output.request_id, output.token_id) for output in message.outputs])
-    assert tokens == [[(2, -1), (1, 7), (3, 7)], [(1, 8), (3, 8)]]
+        tokens.append([(output.request_id, ids_of(output)) for output in message.outputs])
+    assert tokens == [[(2, []), (1, [7]), (3, [7])], [(1, [8]), (3, [8])]]
     stop(peer)
 
 

@@ -60,7 +60,7 @@ def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Tem
 def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     nothings: list[Any] = [None, False, 0, "", [], {}]
     for nothing in nothings:
-        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.is_on}
+        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.defaults_to_true}
         if nothing == 0 and nothing is not False:
             fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_asks}
         assert ask(routes, route, **fields).status == 200
