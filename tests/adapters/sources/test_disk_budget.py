@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import zeros
 
 from lorax_server import build
-from lorax_server.adapters.sources import disk_budget as module
 from lorax_server.adapters.sources.caches import ASIDE, AdapterCache, CachedVersion, FolderCache, HubCache
 from lorax_server.adapters.sources.disk_budget import IN_USE_S, DiskBudget, find_in_use_s
 from lorax_server.adapters.sources.hub import HubSource
