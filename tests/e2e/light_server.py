@@ -25,6 +25,8 @@ INFO = EngineInfo(max_length=10_000, vocab_size=300, num_blocks=1, block_size=16
 class GatedEngine(FakeEngine):
     """An engine that repeats the prompt over and over."""
 
+    idle_s = 0.05
+
     def __init__(self, channel: EngineChannel, gate: Path) -> None:
         super().__init__(channel)
         self._gate = gate

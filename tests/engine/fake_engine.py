@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lorax_server.engine.remote import channel as channel_module
-from lorax_server.engine.remote import process
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.errors import (
@@ -55,6 +54,8 @@ def fake_info(number: int, pid: int = 0) -> EngineInfo:
 class FakeEngine:
     """An engine that gives each request a token of its prompt in each step."""
 
+    idle_s = 1000.0  # what is not woken for does not happen
+
     def __init__(self, channel: EngineChannel) -> None:
         self.wake = threading.Event()
         self.is_closed = False
@@ -67,6 +68,11 @@ class FakeEngine:
     @property
     def is_busy(self) -> bool:
         return bool(self._left or self._later)
+
+    def wait(self) -> None:
+        if not self.is_busy:
+            self.wake.wait(self.idle_s)
+        self.wake.clear()
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
         future: Future[Resolved] = Future()
@@ -190,7 +196,6 @@ def fake_target(config: FakeConfig, address: str) -> None:
     logging.disable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that starts tests may ignore it
     channel_module.ORPHAN_S = config.orphan_s
-    process.IDLE_S = 1000.0  # nothing happens without a wake
     folder = Path(config.folder)
     number = len(list(folder.iterdir()))
     unseen = folder.parent / f"start-{os.getpid()}"

@@ -77,7 +77,7 @@ class ScriptedClient(RemoteEngine):
             ref = message.refs[0]
             answer = self.answers.get(ref.token or ref.name)
             if answer is not None:
-                asyncio.get_running_loop().call_soon(self._settle, _reply(message.call_id, answer))
+                asyncio.get_running_loop().call_soon(self._settle, _reply(message.query_id, answer))
 
     def give(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
         for i, token_id in enumerate(token_ids):
@@ -97,10 +97,10 @@ class ScriptedClient(RemoteEngine):
         return [each for message in self.sent if isinstance(message, messages.Abort) for each in message.request_ids]
 
 
-def _reply(call_id: int, answer: Resolved | LoraxError) -> messages.Reply:
+def _reply(query_id: int, answer: Resolved | LoraxError) -> messages.Reply:
     if isinstance(answer, LoraxError):
-        return messages.Refused(call_id, Failure.of(answer))
-    return messages.ResolveReply(call_id, answer)
+        return messages.Refused(query_id, Failure.of(answer))
+    return messages.ResolveReply(query_id, answer)
 
 
 @cache

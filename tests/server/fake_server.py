@@ -83,17 +83,17 @@ class Routes(Bench):
         match message:
             case messages.Add(request):
                 self.answering = asyncio.create_task(self._give(request.request_id, *ids("quick")))
-            case messages.Resolve(call_id, refs, None):
+            case messages.Resolve(query_id, refs, None):
                 found = self.answers.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
-                reply = messages.Refused(call_id, Failure.of(found)) if isinstance(found, LoraxError) else None
-                soon(self.engine._settle, reply or messages.ResolveReply(call_id, found))  # type: ignore[arg-type]
-            case messages.Resolve(call_id, _, _):
-                soon(self.engine._settle, messages.ResolveReply(call_id, Resolved("merged", tier="host")))
-            case messages.ListAdapters(call_id, identities):
+                reply = messages.Refused(query_id, Failure.of(found)) if isinstance(found, LoraxError) else None
+                soon(self.engine._settle, reply or messages.ResolveReply(query_id, found))  # type: ignore[arg-type]
+            case messages.Resolve(query_id, _, _):
+                soon(self.engine._settle, messages.ResolveReply(query_id, Resolved("merged", tier="host")))
+            case messages.ListAdapters(query_id, identities):
                 states = [AdapterState(each, each, "on the device", 7, False, 0, 1) for each in identities]
-                soon(self.engine._settle, messages.AdaptersReply(call_id, states))
-            case messages.LoadAdapter(call_id) | messages.UnloadAdapter(call_id) | messages.ForgetAdapter(call_id):
-                soon(self.engine._settle, messages.Done(call_id))
+                soon(self.engine._settle, messages.AdaptersReply(query_id, states))
+            case messages.LoadAdapter(query_id) | messages.UnloadAdapter(query_id) | messages.ForgetAdapter(query_id):
+                soon(self.engine._settle, messages.Done(query_id))
 
     async def _give(self, request_id: int, first: int, *others: int) -> None:
         """Give a request its tokens in two pieces."""

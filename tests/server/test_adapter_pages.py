@@ -34,7 +34,7 @@ class Pages(Bench):
         assert isinstance(message, messages.ListAdapters)
         self.asked.append(message.identities)
         states = [AdapterState(each, f"n-{each}", "on the device", 7, False, 0, 1) for each in message.identities]
-        asyncio.get_running_loop().call_soon(self.engine._settle, messages.AdaptersReply(message.call_id, states))
+        asyncio.get_running_loop().call_soon(self.engine._settle, messages.AdaptersReply(message.query_id, states))
 
     def page(self, key: Key = Key(), **asked: Any) -> dict[str, Any]:  # noqa: B008
         return asyncio.run(list_page(self.parts, key, Asked(**asked)))
@@ -167,11 +167,8 @@ def test_names_that_come_and_go_between_pages() -> None:
 
 def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
     bench = Pages(1, others=1)
-
-    def send(message: messages.ToEngine) -> None:
-        assert isinstance(message, messages.ListAdapters)
-        asyncio.get_running_loop().call_soon(bench.engine._settle, messages.AdaptersReply(message.call_id, []))
-
-    bench.engine._send = send  # type: ignore[method-assign]
+    bench.engine._send = lambda message: asyncio.get_running_loop().call_soon(  # type: ignore[method-assign]
+        bench.engine._settle, messages.AdaptersReply(message.query_id, [])
+    )
     page = bench.page(ADMIN)
     assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

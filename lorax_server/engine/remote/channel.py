@@ -128,10 +128,6 @@ class EngineChannel:
         _connect(self._from_engine, self._address, "from_engine")
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
-    @property
-    def has_messages(self) -> bool:
-        return not self._inbox.empty()
-
     def take(self) -> list[bytes]:
         """All messages that are there. They are decoded by who can answer those that cannot be."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]

@@ -35,7 +35,7 @@ class EngineMessage(msgspec.Struct, frozen=True, tag=True):
 class Query(EngineMessage, frozen=True):
     """What is answered by a `Reply` of the same id."""
 
-    call_id: int
+    query_id: int
 
 
 class Add(EngineMessage, frozen=True):
@@ -96,7 +96,7 @@ class Outputs(EngineMessage, frozen=True):
 
 
 class Reply(EngineMessage, frozen=True):
-    call_id: int
+    query_id: int
 
 
 class ResolveReply(Reply, frozen=True):
@@ -156,7 +156,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(data, _FROM_ENGINE)
 
 
-def decode_question(data: bytes) -> Resolve | ForgetAdapter | None:
+def decode_name_query(data: bytes) -> Resolve | ForgetAdapter | None:
     """A message about names, which needs no engine's step to be answered; None if it is another, or cannot be read."""
     try:
         if _TAGGED.decode(data).type not in (Resolve.__name__, ForgetAdapter.__name__):
@@ -175,8 +175,8 @@ def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError):
         return None
     match message:
-        case {"call_id": int(call_id)}:
-            return Refused(call_id, Failure.of(failure))
+        case {"query_id": int(query_id)}:
+            return Refused(query_id, Failure.of(failure))
         case {"request": {"request_id": int(request_id)}}:
             return Outputs([Output.failed(request_id, failure)])
     return None

@@ -1,7 +1,7 @@
-"""The engine process: takes messages, lets the engine step, sends what came of it.
+"""The engine process: takes messages, lets the engine step, sends the outputs.
 
-Questions about names are answered beside the steps, on the threads that know: a request that names an adapter comes
-after its answer, and would otherwise wait for a step to end before it even arrives.
+Queries about names are answered beside the steps, on the threads that know the answer. A request for an adapter follows
+such an answer, and would otherwise wait for a step to end before it even arrives.
 """
 
 import logging
@@ -33,17 +33,17 @@ from lorax_server.types import (
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-IDLE_S = 0.05  # how often it is looked for what depends on time alone
-REST_AFTER = 20  # times that it had nothing to do
+REST_AFTER = 20  # idle turns
 
 
 class ServedEngine(Protocol):
-    """What can be served: `engine.engine.Engine`, or what stands in for it."""
+    """An engine that can be served: `engine.engine.Engine`, or a stand-in of a test."""
 
     @property
     def wake(self) -> threading.Event: ...
     @property
     def is_busy(self) -> bool: ...
+    def wait(self) -> None: ...
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: int) -> None: ...
@@ -58,9 +58,9 @@ class ServedEngine(Protocol):
 
 @contextmanager
 def connected(address: str) -> Iterator[EngineChannel]:
-    """The channel to the API process. What fails inside, such as building an engine, is told there before it ends all.
+    """Open the channel to the API process, and report there whatever fails inside, such as building an engine.
 
-    Ctrl-C reaches every process of a terminal, but when the engine stops is for the API process to say.
+    Ctrl-C reaches every process of a terminal, but the API process decides when the engine stops.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = EngineChannel(address)
@@ -69,7 +69,7 @@ def connected(address: str) -> Iterator[EngineChannel]:
         yield channel
     except LoraxError as error:
         channel.fail(error)
-        raise SystemExit(1) from error  # it has been told, and where we are says nothing to who made the mistake
+        raise SystemExit(1) from error  # reported already, and a stack trace would not help the user
     except Exception as error:
         channel.fail(error)
         raise
@@ -78,9 +78,9 @@ def connected(address: str) -> Iterator[EngineChannel]:
 
 
 def serve(engine: ServedEngine, channel: EngineChannel, info: EngineInfo) -> None:
-    """Until it is told to stop or nobody is left to serve. Whatever `step` raises is told, and then raised.
+    """Serve until the API process says stop or is gone. An error of `step` is reported, and then raised.
 
-    Who finds in another thread that the engine cannot go on calls `channel.report`.
+    A thread that finds that the engine cannot go on calls `channel.report`.
     """
     try:
         _EngineLoop(engine, channel).run(info)
@@ -97,10 +97,10 @@ class _EngineLoop:
     def __init__(self, engine: ServedEngine, channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
-        self._refused: list[Output] = []  # goes out with those of the step
+        self._refused: list[Output] = []  # sent with the outputs of the step
         self._is_stopping = False
         self._idle_s = 0.0
-        self._num_idle = 0  # since something was told
+        self._num_idle = 0  # idle turns since the last output
 
     def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
@@ -108,31 +108,30 @@ class _EngineLoop:
         channel.answer_at_once = self._answer_at_once
         channel.send(messages.Ready(info))
         while True:
-            engine.wake.clear()  # before looking: what happens from here on sets it again
             for data in channel.take():
                 self._take(data)
             if self._is_stopping:
                 return
             self._send(engine.step())
-            if not (engine.is_busy or channel.has_messages):
-                since = time.monotonic()
-                engine.wake.wait(IDLE_S)
+            is_idle, since = not engine.is_busy, time.monotonic()
+            engine.wait()  # returns at once if a message has come
+            if is_idle:
                 self._idle_s += time.monotonic() - since
                 self._rest()
 
     def _rest(self) -> None:
-        """After some idle turns memory is given back, once: it takes milliseconds, and the next step takes it again."""
+        """After some idle turns give memory back, once: it takes milliseconds, and the next step takes it again."""
         self._num_idle += 1
         if self._num_idle == REST_AFTER:
             give_back_memory()
 
-    # --- What comes ---------------------------------------------------------------------------------------------------
+    # --- Messages to the engine ---------------------------------------------------------------------------------------
 
     def _answer_at_once(self, data: bytes) -> bool:
-        """On the thread of the channel, where nothing may wait."""
-        message = messages.decode_question(data)
+        """Handle a query about names, on the channel's thread, where nothing may wait; False for other messages."""
+        message = messages.decode_name_query(data)
         if message is not None:
-            self._obey(message)
+            self._handle(message)
         return message is not None
 
     def _take(self, data: bytes) -> None:
@@ -141,13 +140,13 @@ class _EngineLoop:
         except messages.ChannelError as error:
             answer = messages.answer_to_unreadable(data, error)
             if answer is None:
-                raise  # somebody would wait for ever
+                raise  # a caller would wait for ever
             logger.exception("A message that cannot be read is refused")
             self._reply(answer)
         else:
-            self._obey(message)
+            self._handle(message)
 
-    def _obey(self, message: messages.ToEngine) -> None:
+    def _handle(self, message: messages.ToEngine) -> None:
         match message:
             case messages.Stop():
                 self._is_stopping = True
@@ -158,77 +157,80 @@ class _EngineLoop:
                 try:
                     self._engine.add(request)
                 except Exception as error:
-                    self._refused.append(Output.failed(request.request_id, _to_be_told(error)))
+                    self._refused.append(Output.failed(request.request_id, _to_report(error)))
             case _:
                 try:
-                    self._call(message)
+                    self._answer(message)
                 except Exception as error:
-                    self._reply(messages.Refused(message.call_id, Failure.of(_to_be_told(error))))
+                    self._refuse(message.query_id, error)
 
-    def _call(self, message: messages.Queries) -> None:
-        call_id = message.call_id
+    def _answer(self, message: messages.Queries) -> None:
+        query_id, engine = message.query_id, self._engine
         match message:
             case messages.Resolve(_, refs, merge):
-                resolving = self._engine.resolve(refs, merge)
-                self._reply_when_done(call_id, resolving, lambda resolved: messages.ResolveReply(call_id, resolved))
+                resolving = engine.resolve(refs, merge)
+                self._reply_when_done(query_id, resolving, lambda resolved: messages.ResolveReply(query_id, resolved))
             case messages.LoadAdapter(_, identity, pin):
-                self._reply_when_done(call_id, self._engine.load(identity, pin), lambda _: messages.Done(call_id))
+                self._reply_when_done(query_id, engine.load(identity, pin), lambda _: messages.Done(query_id))
             case messages.UnloadAdapter(_, identity):
-                self._engine.unload(identity)
-                self._reply(messages.Done(call_id))
+                engine.unload(identity)
+                self._reply(messages.Done(query_id))
             case messages.ForgetAdapter(_, source, name):
-                self._engine.forget(source, name)
-                self._reply(messages.Done(call_id))
+                engine.forget(source, name)
+                self._reply(messages.Done(query_id))
             case messages.ListAdapters(_, identities):
-                self._reply(messages.AdaptersReply(call_id, self._engine.list_adapters(identities)))
+                self._reply(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
             case messages.GetStatus():
-                status = replace(self._engine.status(), idle_s=self._idle_s)
-                self._reply(messages.StatusReply(call_id, status))
+                self._reply(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
 
     def _reply_when_done(
-        self, call_id: int, future: Future[Result], reply: Callable[[Result], messages.FromEngine]
+        self, query_id: int, future: Future[Result], reply: Callable[[Result], messages.FromEngine]
     ) -> None:
         def when_done(done: Future[Result]) -> None:
             try:
                 message = reply(done.result())
-            except BaseException as error:  # whatever it is, it belongs to who asked
-                message = messages.Refused(call_id, Failure.of(_to_be_told(error)))
-            self._reply(message)
+            except BaseException as error:  # whatever it is, it belongs to the caller
+                self._refuse(query_id, error)
+            else:
+                self._reply(message)
 
         future.add_done_callback(when_done)
 
-    # --- What goes ----------------------------------------------------------------------------------------------------
+    # --- Messages from the engine -------------------------------------------------------------------------------------
 
     def _send(self, outputs: list[Output]) -> None:
-        """All of it in one message. What cannot be sent fails alone."""
+        """Send all outputs in one message. An output that cannot be sent fails alone."""
         outputs, self._refused = self._refused + outputs, []
         if outputs:
             self._num_idle = 0
             try:
                 self._channel.send(messages.Outputs(outputs))
             except messages.ChannelError:
-                self._channel.send(messages.Outputs([self._sendable(output) for output in outputs]))
+                self._channel.send(messages.Outputs([self._make_sendable(output) for output in outputs]))
 
-    def _sendable(self, output: Output) -> Output:
+    def _make_sendable(self, output: Output) -> Output:
         try:
             messages.encode(messages.Outputs([output]))
         except messages.ChannelError as error:
             self._engine.abort(output.request_id)
-            return Output.failed(output.request_id, _to_be_told(error))
+            return Output.failed(output.request_id, _to_report(error))
         return output
 
     def _reply(self, reply: messages.FromEngine) -> None:
-        """At once, on any thread."""
+        """Send a reply at once, on any thread."""
         try:
             self._channel.send(reply)
         except messages.ChannelError as error:
             if not isinstance(reply, messages.Reply):
                 raise
-            self._channel.send(messages.Refused(reply.call_id, Failure.of(_to_be_told(error))))
+            self._refuse(reply.query_id, error)
+
+    def _refuse(self, query_id: int, error: BaseException) -> None:
+        self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
 
 
-def _to_be_told(error: BaseException) -> LoraxError:
-    """A user's mistake as it is. One of ours is written down, and ends no more than what it happened to."""
+def _to_report(error: BaseException) -> LoraxError:
+    """Return a user's error as it is. Log any other: it is a bug of the engine, and ends only what it happened to."""
     if isinstance(error, LoraxError) and not isinstance(error, messages.ChannelError):
         return error
     logger.error("A request failed because of a mistake of the engine", exc_info=error)

@@ -137,11 +137,11 @@ class RemoteEngine:
     async def _call(self, message: messages.Queries) -> messages.Reply:
         self._send(message)
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = reply
+        self._calls[message.query_id] = reply
         try:
             return await reply
         finally:
-            self._calls.pop(message.call_id, None)
+            self._calls.pop(message.query_id, None)
 
     def _send(self, message: messages.ToEngine) -> None:
         if not self.is_healthy or self._child is None:
@@ -183,7 +183,7 @@ class RemoteEngine:
             del self._streams[output.request_id]
 
     def _settle(self, reply: messages.Reply) -> None:
-        call = self._calls.get(reply.call_id)
+        call = self._calls.get(reply.query_id)
         if call is None or call.done():
             return
         if isinstance(reply, messages.Refused):

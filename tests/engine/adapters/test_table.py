@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
-from lorax_server.engine.adapters import device_tier, host_tier
-from lorax_server.engine.adapters import table as table_module
+from lorax_server.engine.adapters import device_tier, host_tier, registry, table
 from lorax_server.engine.adapters.device_tier import FRESH_S
 from lorax_server.engine.adapters.entry import State
 from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
@@ -104,7 +103,7 @@ class Desk:
 
     @property
     def on_device(self) -> set[str]:
-        return {identity for identity in self.table._known if self.table.state(identity) is State.DEVICE}
+        return {identity for identity in self.table._registry.entries if self.table.state(identity) is State.DEVICE}
 
     @property
     def on_host(self) -> set[str]:
@@ -748,7 +747,7 @@ def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
 
 
 def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MAX_KNOWN", 3)
+    monkeypatch.setattr(registry, "MAX_KNOWN", 3)
     desk = Desk()
     desk.know(a=1, b=1, c=1)
     desk.use("a")
@@ -763,7 +762,7 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MAX_MERGES", 2)
+    monkeypatch.setattr(registry, "MAX_MERGES", 2)
     desk = Desk()
     merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
     desk.know(x=1, y=1, z=1)
@@ -843,7 +842,7 @@ def test_many_that_wait_take_time_by_their_number(kind: str) -> None:
 
 def count_lines(call: Callable[[], object]) -> int:
     num_lines = 0
-    files = {module.__file__ for module in (table_module, device_tier, host_tier)}
+    files = {module.__file__ for module in (table, registry, device_tier, host_tier)}
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         nonlocal num_lines
@@ -1246,7 +1245,7 @@ class Machine(RuleBasedStateMachine):
         device = world.table._device
         space, on_device = device._space, device._entries.values()
         assert space.num_free_units == space.num_units - sum(each.units for each in on_device)
-        known = world.table._known.values()
+        known = world.table._registry.entries.values()
         assert world.table._host.bytes_used == sum(each.num_bytes for each in known)
         for entry in known:
             of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]

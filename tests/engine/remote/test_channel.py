@@ -194,14 +194,14 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
             except messages.ChannelError as error:
                 answer = messages.answer_to_unreadable(damaged, error)
                 assert answer is None or isinstance(answer, messages.EngineMessage)
-        assert isinstance(messages.decode_question(damaged), messages.Resolve | messages.ForgetAdapter | None)
+        assert isinstance(messages.decode_name_query(damaged), messages.Resolve | messages.ForgetAdapter | None)
 
 
 @given(st.one_of(*TO_ENGINE.values()))
 @settings(max_examples=100, deadline=None)
 def test_questions_are_those_about_names(message: messages.ToEngine) -> None:
     is_question = isinstance(message, messages.Resolve | messages.ForgetAdapter)
-    assert messages.decode_question(messages.encode(message)) == (message if is_question else None)
+    assert messages.decode_name_query(messages.encode(message)) == (message if is_question else None)
 
 
 def request_with(**fields: Any) -> Request:
@@ -249,7 +249,7 @@ def test_what_a_user_may_not_ask_for_is_not_read_either() -> None:
 def test_who_sent_what_cannot_be_read_is_answered_if_it_can_be_made_out() -> None:
     error = messages.ChannelError("unreadable")
     failure = Failure.of(EngineError("unreadable"))
-    call = msgspec.msgpack.encode({"type": "Unknown", "call_id": 5})
+    call = msgspec.msgpack.encode({"type": "Unknown", "query_id": 5})
     assert messages.answer_to_unreadable(call, error) == messages.Refused(5, failure)
     answer = messages.answer_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)
     assert isinstance(answer, messages.Outputs)

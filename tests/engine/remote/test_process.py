@@ -80,9 +80,8 @@ class Peer:
 
 
 @pytest.fixture
-def waiting_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    """Make a peer whose engine has not started. Nothing happens without a wake."""
-    monkeypatch.setattr(process, "IDLE_S", 1000.0)
+def waiting_peer() -> Iterator[Peer]:
+    """Its engine has not started. What is not woken for does not happen."""
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(folder)
         yield peer
@@ -117,7 +116,7 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
 
 def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, given_back = waiting_peer, queue.Queue[None]()
-    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    peer.engine.idle_s = 0.001
     monkeypatch.setattr(process, "give_back_memory", lambda: given_back.put(None))
     peer.start()
     given_back.get(timeout=60)
@@ -132,10 +131,10 @@ def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
     peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL):
-        peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "call_id": 5}))
+        peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "query_id": 5}))
         reply = peer.receive()
     assert isinstance(reply, messages.Refused)
-    assert (reply.call_id, reply.failure.kind) == (5, "EngineError")
+    assert (reply.query_id, reply.failure.kind) == (5, "EngineError")
     assert "'Unknown'" in reply.failure.message
     stop(peer)
 
@@ -189,7 +188,7 @@ def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
 
 def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot read messages ends: no client could stop it or get an answer."""
-    monkeypatch.setattr(messages, "decode_question", lambda _: 1 / 0)
+    monkeypatch.setattr(messages, "decode_name_query", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
     assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
     ended_with = peer.ended_with.get(timeout=60)
@@ -211,9 +210,9 @@ def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
     stop(peer)
 
 
-def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer) -> None:
     peer = waiting_peer
-    monkeypatch.setattr(process, "IDLE_S", 0.001)
+    peer.engine.idle_s = 0.001
     steps = iter([[], [], [one(1, 5, 0.0)]])
     peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
     peer.start()
@@ -284,7 +283,7 @@ def test_questions_about_names_are_answered_in_the_middle_of_a_step(
         reply = peer.receive()
     assert type(reply) is kind
     assert isinstance(reply, messages.Reply)
-    assert reply.call_id == 1
+    assert reply.query_id == 1
     may_go_on.set()
     stop(peer)
 
@@ -334,9 +333,9 @@ def test_without_anything_to_do_it_does_nothing(peer: Peer) -> None:
 
     peer.send(messages.GetStatus(1))
     peer.receive()
-    peer.engine.step = step  # type: ignore[method-assign]
-    for call_id in range(2, 12):
-        peer.send(messages.GetStatus(call_id))
+    peer.engine.step = lambda: steps.append(1) or []  # type: ignore[method-assign]
+    for query_id in range(2, 12):
+        peer.send(messages.GetStatus(query_id))
         peer.receive()
     assert len(steps) <= 3 * 10  # a message may be seen, then its wake, then its reply
     stop(peer)

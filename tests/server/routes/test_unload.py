@@ -33,9 +33,9 @@ class Loads(Routes):
                 self.device[identity] = self.device.get(identity, False) if pin is None else pin
             case messages.UnloadAdapter(_, identity):
                 self.device.pop(identity, None)
-            case messages.ListAdapters(call_id, identities):
+            case messages.ListAdapters(query_id, identities):
                 self.engine.sent.append(message)
-                reply = messages.AdaptersReply(call_id, [self._state(each) for each in identities])
+                reply = messages.AdaptersReply(query_id, [self._state(each) for each in identities])
                 asyncio.get_running_loop().call_soon(self.engine._settle, reply)
                 return
         super()._obey(message)
