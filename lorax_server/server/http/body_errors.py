@@ -1,11 +1,11 @@
-"""Words for what is wrong with a body's form, in words that do not speak of our types."""
+"""Messages about a body of the wrong form, in words that do not speak of this server's types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.server.http.problems import OPENAI_PREFIX, Problem, wrong_field
 
-# Fields that may have several forms. Of a value that has none of them pydantic tells what is wrong with it as each.
+# Fields that may have several forms. If a value has none of them, pydantic reports an error for each.
 FORMS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
@@ -15,39 +15,31 @@ FORMS = {
 
 
 def describe_shape(errors: Sequence[Any], path: str) -> Problem:
-    """The first mistake."""
-    forms = FORMS if path.startswith(OPENAI_PREFIX) else {}
-    where = _place(errors[0]["loc"], forms)
-    same = [error for error in errors if _place(error["loc"], forms) == where]
+    """Describe the first field that is wrong."""
+    is_openai = path.startswith(OPENAI_PREFIX)
+    forms = FORMS if is_openai else {}
+    location = _locate(errors[0], forms)
+    errors = [error for error in errors if _locate(error, forms) == location]
     # A value may be of the right form and wrong in another way: too long, too large.
-    error = next((each for each in same if not _is_of_type(each)), same[0])
-    is_formless = _is_of_type(error) and where and where[-1] in forms
-    message = f"Input should be {forms[where[-1]]}" if is_formless else error["msg"]
-    return wrong_field(path, _name(where, path), message, _code(error))
+    error = next((error for error in errors if not _is_of_type(error)), errors[0])
+    is_formless = _is_of_type(error) and location and location[-1] in forms
+    message = f"Input should be {forms[location[-1]]}" if is_formless else error["msg"]
+    if is_openai:
+        name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
+    else:
+        name = ".".join(map(str, location))
+    code = "invalid_type" if _is_of_type(error) else "invalid_value"
+    return wrong_field(path, name, message, "missing_required_parameter" if error["type"] == "missing" else code)
 
 
-def _place(location: Sequence[Any], forms: Mapping[str, str]) -> list[Any]:
-    """Find the place of a field, without the names of types that come after one with several forms."""
-    where: list[Any] = []
-    for step in location[1:] if location and location[0] in ("body", "query", "path") else location:
-        where.append(step)
-        if step in forms:
-            break
-    return where
-
-
-def _name(where: Sequence[Any], path: str) -> str:
-    """As OpenAI writes it, or as LoRAX's routes always have."""
-    if not path.startswith(OPENAI_PREFIX):
-        return ".".join(map(str, where))
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in where).lstrip(".")
+def _locate(error: Mapping[str, Any], forms: Mapping[str, str]) -> list[Any]:
+    """Return the path of a field, without the names of types that follow one with several forms."""
+    location = list(error["loc"])
+    if location and location[0] in ("body", "query", "path"):
+        del location[0]
+    end = next((index + 1 for index, step in enumerate(location) if step in forms), None)
+    return location[:end]
 
 
 def _is_of_type(error: Mapping[str, Any]) -> bool:
     return str(error["type"]).endswith("_type")
-
-
-def _code(error: Mapping[str, Any]) -> str:
-    if error["type"] == "missing":
-        return "missing_required_parameter"
-    return "invalid_type" if _is_of_type(error) else "invalid_value"

@@ -5,9 +5,10 @@ clients that connect and then dawdle make room for those that ask for something.
 """
 
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv6Address
 from typing import Protocol
 
+from lorax_server.server.http.hosts import parse_address
 from lorax_server.server.telemetry.metrics import Metrics
 
 FULL, FULL_ADDRESS, GAVE_WAY = "full", "address", "gave_way"
@@ -91,12 +92,7 @@ class Connections:
 
 def network(client: str) -> str:
     """Return the unit that is limited as one address: an IPv4 address, or the network of an IPv6 address."""
-    try:
-        address = ip_address(client.partition("%")[0])
-    except ValueError:
-        return client
-    if not isinstance(address, IPv6Address):
-        return client
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return f"{int(address) >> NETWORK_BITS:x}"
+    address = parse_address(client.partition("%")[0])
+    if isinstance(address, IPv6Address):
+        return f"{int(address) >> NETWORK_BITS:x}"
+    return client if address is None else str(address)

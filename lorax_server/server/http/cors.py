@@ -1,4 +1,4 @@
-"""Pages of other origins: which may ask, and what those that may not are told."""
+"""Cross-origin requests of pages, with refusals as JSON."""
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -11,7 +11,7 @@ FLAGS = {"origin": "--cors-allow-origin", "method": "--cors-allow-method", "head
 
 
 class Cors(CORSMiddleware):
-    """starlette's, whose refusals are text."""
+    """starlette's middleware, whose refusals are text."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -23,7 +23,7 @@ class _Refusal(Response):
 
     def __init__(self, refused: Response) -> None:
         _, _, failures = bytes(refused.body).decode().partition("CORS ")
-        flags = [FLAGS[each] for each in failures.split(", ") if each in FLAGS]
+        flags = [FLAGS[failure] for failure in failures.split(", ") if failure in FLAGS]
         remedy = f"; the server's operator can allow it by {', '.join(flags)}" if flags else ""
         self._message = f"this page may not ask, because of its {failures}{remedy}"
         self._kept = {

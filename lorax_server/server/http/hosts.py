@@ -1,7 +1,7 @@
-"""The names that a request's `Host` may have.
+"""Names that a request's `Host` may have.
 
 A page can have its own name point to 127.0.0.1 (DNS rebinding): to a browser this server then is the page's own, and no
-rule about origins applies. But such a request still names the page's host, which is none of ours.
+rule about origins applies. But such a request still names the page's host, which is none of this server's.
 """
 
 import re
@@ -14,46 +14,31 @@ HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::\d*)?", re.IGNORECASE |
 
 
 class Hosts:
-    """Checks nothing where an operator allows any name, or where others can connect and no names are given.
+    """Checks nothing where the operator allows any name, or where other machines can connect and no names are set.
 
-    `bound` is what the operator says, `address` what the socket says that it means: many names mean this machine only.
+    `bound` is the operator's name of the interface, `address` the socket's: many names mean this machine only.
     """
 
     def __init__(self, bound: str, allowed: Sequence[str], address: str = "") -> None:
         address = address or bound
-        self._names = frozenset(_plain(name) for name in (*LOCAL, bound, address, *allowed))
-        self._is_checked = ANY not in allowed and (bool(allowed) or _is_loopback(address))
-        self._takes_addresses = _is_unspecified(address)  # it listens on all of the machine's, whichever those are
+        ip = parse_address(address)
+        is_local = address.lower() == "localhost" or (ip is not None and ip.is_loopback)
+        self._names = frozenset(name.strip("[]").lower() for name in (*LOCAL, bound, address, *allowed))
+        self._is_checked = ANY not in allowed and (bool(allowed) or is_local)
+        self._takes_addresses = ip is not None and ip.is_unspecified  # then it listens on all of the machine's
 
     def allow(self, host: str) -> bool:
         if not self._is_checked:
             return True
-        found = HOST.fullmatch(host)
-        name = found and (found[1] or found[2]).lower()
-        return bool(name) and (name in self._names or (self._takes_addresses and _is_address(str(name))))
+        match = HOST.fullmatch(host)
+        name = (match[1] or match[2]).lower() if match else ""
+        return bool(name) and (name in self._names or (self._takes_addresses and parse_address(name) is not None))
 
 
-def _plain(name: str) -> str:
-    return name.strip("[]").lower()
-
-
-def _is_loopback(bound: str) -> bool:
-    return bound.lower() == "localhost" or (_is_address(bound) and _address(bound).is_loopback)
-
-
-def _is_unspecified(bound: str) -> bool:
-    return _is_address(bound) and _address(bound).is_unspecified
-
-
-def _address(name: str) -> IPv4Address | IPv6Address:
-    """Read an address; one of IPv4 that is written as IPv6 is one of IPv4."""
-    address = ip_address(name)
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _is_address(name: str) -> bool:
+def parse_address(name: str) -> IPv4Address | IPv6Address | None:
+    """Read an IP address; None if it is none. An IPv4 address that is written as IPv6 becomes IPv4."""
     try:
-        ip_address(name)
+        address = ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

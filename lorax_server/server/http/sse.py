@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is written as it comes to be."""
+"""Server-sent events: a response that is written piece by piece."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE = b":\n\n"
-STUCK_S = 120.0  # who takes nothing for so long has gone, whatever its socket says
+STUCK_S = 120.0  # a client that reads nothing for so long has gone, whatever its socket says
 DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,11 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Writes what `events` yields, each piece one or more whole events, at the pace of who reads it. A client that goes
-    away, or takes nothing for longer than `stuck_s`, ends it. `on_end`, set by whoever has to know, is told whether it
-    did."""
+    """Writes what `events` yields, each piece one or more whole events, at the pace of the client that reads it.
+
+    A client that leaves, or reads nothing for longer than `stuck_s`, ends it. `on_end` is called once, with whether the
+    client left.
+    """
 
     def __init__(
         self,
@@ -35,13 +37,13 @@ class EventStream(Response):
         headers: dict[str, str] | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
-        # The type by itself: starlette would add a charset, which events do not have.
+        # As a header, since starlette would add a charset to a media type, which events do not have.
         kind = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, {**kind, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
-        self.on_end: Callable[[bool], None] = _do_nothing
+        self.on_end: Callable[[bool], None] | None = None
         self._stuck_s = stuck_s
         self._num_sent = 0
         self._is_sending = False
@@ -73,17 +75,19 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             self._is_sending = False
             self._num_sent += 1
-        # Before the last word: who has heard it may ask again, and needs what this one holds.
+        # Before the last message: a client that has it may ask again, and needs what this request holds.
         self._end(has_left=False)
+        self._is_sending = True  # until the end, so that no comment comes after the last message
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _end(self, has_left: bool) -> None:
-        on_end, self.on_end = self.on_end, _do_nothing
-        on_end(has_left)
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end(has_left)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Say that it is still there after each silence, until nobody takes it. Whole events are written at once, so
-        that this falls between."""
+        """Send a comment after each silence, until the client is stuck. Each piece is whole events, so that a comment
+        falls between events."""
         stuck_since = None
         while True:
             num_sent, now = self._num_sent, time.monotonic()
@@ -94,23 +98,19 @@ class EventStream(Response):
                 stuck_since = stuck_since or now
                 if time.monotonic() - stuck_since >= self._stuck_s:
                     return
-            elif not await self._send_sign(send):
+            elif not await self._send_comment(send):
                 return
 
-    async def _send_sign(self, send: Send) -> bool:
-        """Whether it was taken; one that cannot be written now is as good as that."""
+    async def _send_comment(self, send: Send) -> bool:
+        """Tell whether the client took it. A comment that cannot be written for another reason counts as taken."""
         try:
             async with asyncio.timeout(self._stuck_s):
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         except TimeoutError:
             return False
         except Exception:
-            logger.debug("a sign of life could not be written", exc_info=True)
+            logger.debug("a keep-alive comment could not be written", exc_info=True)
         return True
-
-
-def _do_nothing(has_left: bool) -> None:
-    pass
 
 
 async def until_gone(receive: Receive) -> None:

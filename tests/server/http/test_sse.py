@@ -88,6 +88,19 @@ def test_a_response_is_its_head_its_events_and_its_end() -> None:
 # --- Silence ----------------------------------------------------------------------------------------------------------
 
 
+def test_nothing_is_said_after_the_last_message() -> None:
+    async def check() -> None:
+        async def listen(message: Message) -> None:
+            if message.get("more_body") is False:
+                await asyncio.sleep(0.02)  # the client takes it slowly
+
+        peer = Peer(listen)
+        await run(Source(event(1)), peer, [], keep_alive_s=0.001)
+        assert peer.sent[-1]["more_body"] is False
+
+    asyncio.run(check())
+
+
 def test_a_silent_stream_says_that_it_is_there() -> None:
     async def check() -> None:
         heard, num_heard = asyncio.Event(), 0
