@@ -57,9 +57,7 @@ class ModelConfig(Settings):
     """The model to load, and the form of its weights."""
 
     path: Path  # the folder with config.json and the weights
-    dtype: str | None = setting(
-        None, "float32, float16 or bfloat16", none="float32 on a CPU, the checkpoint's on a GPU"
-    )
+    dtype: str | None = setting(None, "float32, float16 or bfloat16", none="float32 on a CPU, as stored on a GPU")
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
     quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
     pack_weights: bool | None = setting(
@@ -188,9 +186,7 @@ class AccessConfig(Settings):
         (), "key that clients need, better set by LORAX_API_KEY", none="no key is needed", is_secret=True
     )
     keys_file: Path | None = setting(None, "file of keys with names, adapters and limits")
-    admin_key: str | None = setting(
-        None, "key to load and unload adapters, better set by LORAX_ADMIN_KEY", is_secret=True
-    )
+    admin_key: str | None = setting(None, "key to load adapters, better set by LORAX_ADMIN_KEY", is_secret=True)
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:

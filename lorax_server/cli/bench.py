@@ -18,7 +18,7 @@ import httpx2
 from tqdm import tqdm
 
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.http import EventReader, client_settings, count_of, explaining, read_event, refusal
+from lorax_server.cli.http import EventReader, client_settings, count_of, explaining, last_details, read_event, refusal
 from lorax_server.errors import ConfigError, LoraxError
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
@@ -49,15 +49,15 @@ def add_bench(parser: Parser) -> None:
         "example:\n  lorax bench --requests 200 --concurrency 16 --adapter poet --adapter lawyer --json out.json"
     )
     for name, default, text in (
-        ("--requests", 50, "how many in all"),
-        ("--concurrency", 8, "how many at once"),
-        ("--prompt-tokens", 64, "words of a prompt, which are about as many tokens"),
+        ("--requests", 50, "requests in all"),
+        ("--concurrency", 8, "requests at once"),
+        ("--prompt-tokens", 64, "words of a prompt, about as many tokens"),
         ("--max-new-tokens", 64, "tokens of an answer"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--adapter", action="append", metavar="NAME", help="in turn; repeatable (default: base model)")
-    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: what the server says)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - writes nothing else")
+    parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to a file; - prints only them")
 
 
 def bench(args: Namespace) -> int:
@@ -81,8 +81,8 @@ def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
     for number, adapter_id in zip(range(args.requests), adapter_ids, strict=False):
         words = [f"{number}", *generator.choices(WORDS, k=args.prompt_tokens - 1)]
         parameters = {"max_new_tokens": args.max_new_tokens, "ignore_eos_token": True, "details": True}
-        optional = {"adapter_id": adapter_id, "adapter_source": args.adapter_source}
-        parameters |= {name: value for name, value in optional.items() if value is not None}
+        adapter = {"adapter_id": adapter_id, "adapter_source": args.adapter_source}
+        parameters |= {name: value for name, value in adapter.items() if value is not None}
         yield {"inputs": " ".join(words), "parameters": parameters}
 
 
@@ -128,9 +128,7 @@ async def _follow(client: httpx2.AsyncClient, url: str, body: Any, sample: Sampl
                 sample.tokens += 1
                 if sample.first_s is None:
                     sample.first_s = time.perf_counter() - started
-    if not isinstance(last, dict) or last.get("generated_text") is None:
-        raise LoraxError("the stream ended before the answer did")
-    sample.prompt_tokens = count_of(last.get("details"), "prompt_tokens")
+    sample.prompt_tokens = count_of(last_details(last), "prompt_tokens")
 
 
 def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from lorax_server.cli.bench import add_bench, bench
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.http import Api, add_connection, clean, count_of, say, tolerate_any_text
+from lorax_server.cli.http import Api, add_connection, clean, count_of, last_details, say, tolerate_any_text
 from lorax_server.errors import ConfigError, LoraxError
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
@@ -76,25 +76,27 @@ def _add_sampling(parser: Parser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is float else "N", help=text)
 
 
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _sampling(args: Namespace) -> dict[str, Any]:
-    return {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    return _without_none({name: getattr(args, name) for name in SAMPLING})
 
 
 def _generate(args: Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    chosen = _sampling(args)
-    is_sampled = any(name in chosen for name in ("temperature", "top_p", "top_k")) and chosen.get("temperature") != 0
-    optional = {
-        "adapter_id": args.adapter, "adapter_source": args.adapter_source, "max_new_tokens": args.max_new_tokens
-    }  # fmt: skip
+    sampling = _sampling(args)
     parameters = {
-        **{name: value for name, value in optional.items() if value is not None},
-        **chosen,
+        "adapter_id": args.adapter,
+        "adapter_source": args.adapter_source,
+        "max_new_tokens": args.max_new_tokens,
+        **sampling,
         "stop": args.stop or [],
-        "do_sample": is_sampled,
+        "do_sample": bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0,
         "details": args.details,
     }
-    body = {"inputs": prompt, "parameters": parameters}
+    body = {"inputs": prompt, "parameters": _without_none(parameters)}
     started = time.perf_counter()
     details, first = _print_whole(Api(args), body) if args.no_stream else _print_tokens(Api(args), body)
     if args.details:
@@ -117,10 +119,9 @@ def _print_tokens(api: Api, body: Mapping[str, Any]) -> tuple[Any, float | None]
         for last in events:
             first = first or time.perf_counter()
             say(_token_text(last))
-    if not isinstance(last, dict) or last.get("generated_text") is None:
-        raise LoraxError("the stream ended before the answer did")
+    details = last_details(last)
     say("\n")
-    return last.get("details"), first
+    return details, first
 
 
 def _token_text(event: Any) -> str:
@@ -155,7 +156,7 @@ class Conversation:
 
     def __init__(self, api: Api, args: Namespace) -> None:
         self._api = api
-        self._settings = _sampling(args) | ({"max_tokens": args.max_tokens} if args.max_tokens is not None else {})
+        self._settings = _sampling(args) | _without_none({"max_tokens": args.max_tokens})
         self._start = [{"role": "system", "content": args.system}] if args.system else []
         self._adapter_source = args.adapter_source
         self.adapter_id = args.adapter or ""
@@ -185,8 +186,9 @@ class Conversation:
             self._messages.pop()
 
     def _stream_text(self) -> Generator[str]:
-        source = {"adapter_source": self._adapter_source} if self.adapter_id and self._adapter_source else {}
-        body = {"model": self.adapter_id, "messages": self._messages, "stream": True, **source, **self._settings}
+        body = {"model": self.adapter_id, "messages": self._messages, "stream": True, **self._settings}
+        if self.adapter_id and self._adapter_source:
+            body["adapter_source"] = self._adapter_source
         is_complete = False
         with closing(self._api.stream("/v1/chat/completions", body)) as events:
             for event in events:
@@ -269,7 +271,7 @@ def _adapters(args: Namespace) -> int:
         answer = _list_adapters(api)
         text = None if args.json else _format_table(answer)
     else:
-        body = {"adapter_id": args.name} | ({"adapter_source": args.source} if args.source else {})
+        body = _without_none({"adapter_id": args.name, "adapter_source": args.source})
         if args.action != "unload":
             body["pin"] = {"pin": True, "unpin": False}.get(args.action)  # None leaves it as it is
         answer = api.ask(f"/v1/adapters/{'unload' if args.action == 'unload' else 'load'}", body)

@@ -108,7 +108,7 @@ class Flag:
 # --- Kinds of values --------------------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     convert: Callable[[str], Any]
     expected: str
     metavar: str
@@ -129,13 +129,13 @@ def _to_size(text: str) -> int:
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
-KINDS: Mapping[str, Kind] = {
-    "text": Kind(str, "a text", "TEXT"),
-    "integer": Kind(int, "a whole number", "N"),
-    "number": Kind(_to_number, "a number", "X"),
-    "size": Kind(_to_size, "a size such as 4096, 512M or 4G", "SIZE"),
-    "switch": Kind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
-    "path": Kind(lambda text: Path(text).expanduser(), "a path", "PATH"),
+KINDS: Mapping[str, ValueKind] = {
+    "text": ValueKind(str, "a text", "TEXT"),
+    "integer": ValueKind(int, "a whole number", "N"),
+    "number": ValueKind(_to_number, "a number", "X"),
+    "size": ValueKind(_to_size, "a size such as 4096, 512M or 4G", "SIZE"),
+    "switch": ValueKind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
+    "path": ValueKind(lambda text: Path(text).expanduser(), "a path", "PATH"),
 }
 KIND_OF_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
 
@@ -185,12 +185,7 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--weights-cache-override", "use the model in this folder instead of fetching it", "path"),
         *_make_flags(ServerConfig),
         Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
-        Flag(
-            "--preloaded-adapter-source",
-            "source of --preloaded-adapter-ids",
-            choices=SOURCES,
-            default="--adapter-source",
-        ),
+        Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
         Flag(
             "--trust-remote-code",
             "not supported: code of a checkpoint is never run",
@@ -201,12 +196,7 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
     ),
     "sources of adapters": (
         *_make_flags(SourceConfig),
-        Flag(
-            "--use-global-hf-token",
-            "use the server's token of the hub for requests without a token",
-            "switch",
-            is_ours=True,
-        ),
+        Flag("--use-global-hf-token", "use the server's hub token for requests without one", "switch", is_ours=True),
     ),
     "network and access": (*_make_flags(AccessConfig), *_make_flags(CorsConfig)),
     "limits": tuple(_make_flags(LimitsConfig)),
@@ -215,12 +205,7 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         *_make_flags(EngineConfig),
         Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
         Flag("--max-batch-total-tokens", "the cache's size in tokens, instead of --cache-bytes", "integer"),
-        Flag(
-            "--adapter-memory-fraction",
-            "share of a GPU's memory for adapters, instead of --adapter-bytes",
-            "number",
-            default="0.1",
-        ),
+        Flag("--adapter-memory-fraction", "share of a GPU, instead of --adapter-bytes", "number", default="0.1"),
     ),
     "logs, and what else": (
         *_make_flags(LogConfig),

@@ -139,6 +139,13 @@ def error_text(body: Any) -> str:
     return clean(str(message))[:1000]
 
 
+def last_details(event: Any) -> Any:
+    """Return the details of a stream's last event, which must have the whole text."""
+    if not isinstance(event, dict) or event.get("generated_text") is None:
+        raise LoraxError("the stream ended before the answer did")
+    return event.get("details")
+
+
 def count_of(details: Any, name: str) -> int:
     """Return a number of an answer's details, or 0 if it is missing."""
     value = details.get(name) if isinstance(details, dict) else None
@@ -166,9 +173,9 @@ def tolerate_any_text() -> None:
 def add_connection(parser: Parser, environ: Mapping[str, str]) -> None:
     group = parser.add_argument_group("server")
     url = environ.get("LORAX_URL") or DEFAULT_URL
-    group.add_argument("--url", default=url, help=f"where it is (default: {DEFAULT_URL}) [LORAX_URL]")
+    group.add_argument("--url", default=url, help=f"its address (default: {DEFAULT_URL}) [LORAX_URL]")
     key = environ.get("LORAX_API_KEY") or None
-    group.add_argument("--api-key", default=key, metavar="KEY", help="a caller's key [LORAX_API_KEY]")
+    group.add_argument("--api-key", default=key, metavar="KEY", help="a client's key [LORAX_API_KEY]")
     group.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds it may be silent (default: 300)"
     )

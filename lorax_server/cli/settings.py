@@ -119,10 +119,10 @@ class Parsed:
         return SourceConfig(**{"hub": True} | self._fields_of(SourceConfig) | computed)
 
     def _default_source(self, sources: SourceConfig) -> str:
-        asked = self.values.get("default_adapter_source", self.values.get("adapter_source"))
-        if asked is not None:
-            _check_source(asked, sources)
-            return str(asked)
+        default: str | None = self.values.get("default_adapter_source", self.values.get("adapter_source"))
+        if default is not None:
+            _check_source(default, sources)
+            return default
         return next((source for source, reason in _missing_sources(sources).items() if not reason), "hub")
 
     def _cors(self) -> CorsConfig:

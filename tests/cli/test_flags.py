@@ -229,6 +229,11 @@ def test_what_repeats() -> None:
         ("--port 1.5", {}, "not a whole number"),
         (f"--port {'9' * 5000}", {}, "not a whole number"),
         ("--port 70000", {}, "--port = 70000 must be"),
+        ("", {"PORT": "70000"}, "the environment variable PORT = 70000 must be"),
+        ("", {"DTYPE": "int8"}, "the environment variable DTYPE 'int8' is not supported"),
+        ("--max-waiting 0", {}, "--max-waiting = 0 must be at least 1"),
+        ("--max-logprobs -1", {}, "--max-logprobs = -1 must not be negative"),
+        ("--keep-alive-s 0", {}, "--keep-alive-s = 0.0 must be above 0"),
         ("--drain-s nan", {}, "--drain-s: 'nan' is not a number"),
         ("--cuda-memory-fraction 2", {}, "--cuda-memory-fraction = 2.0 must be above 0 and at most 1"),
         ("--cache-bytes 4X", {}, "not a size such as 4096, 512M or 4G"),
@@ -469,6 +474,11 @@ def test_the_device_is_the_best_there_is() -> None:
 def test_tokens_of_the_cache_are_bytes(model: Path, line: str, machine: Machine, expected: int) -> None:
     made = read(f"--max-batch-total-tokens 100 {line}").make_config(model, machine)
     assert made.engine.cache_bytes == 112 * expected, "whole blocks"
+
+
+def test_tokens_of_the_cache_are_whole_blocks(model: Path) -> None:
+    made = read("--max-batch-total-tokens 100 --block-size 64").make_config(model)
+    assert made.engine.cache_bytes == 128 * 2 * 2 * 2 * 8 * 4
 
 
 def test_configs_of_other_models(model: Path) -> None:
