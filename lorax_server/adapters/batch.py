@@ -1,4 +1,4 @@
-"""Which adapter each token of a batch uses, and where that adapter's weights lie."""
+"""The adapter of each token of a batch, and the weights of all adapters on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
 def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Runs of one adapter: their boundaries, one more than there are runs, and the adapter of each."""
+    """Find runs of one adapter. Return their boundaries, one more than there are runs, and the adapter of each."""
     if adapter_indices.numel() == 0:
         return [0], []
     values, counts = torch.unique_consecutive(adapter_indices, return_counts=True)
@@ -42,8 +42,8 @@ class AdapterArena:
     buffer: torch.Tensor  # [num_elements] in the model's dtype
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]
     scales: torch.Tensor  # [num_adapters, num_targets] float32
-    host_table: torch.Tensor  # `table` for the CPU to read, which would wait for a GPU
-    vocab_sizes: list[int]  # by adapter; that of the base model unless the adapter changes it
+    host_table: torch.Tensor  # a copy of `table` in the CPU's memory: reading a GPU's would wait for it
+    vocab_sizes: list[int]  # by adapter; the base model's unless the adapter changes it
     targets: Mapping[str, AdapterTarget]
 
     @cached_property
@@ -52,12 +52,12 @@ class AdapterArena:
 
     @cached_property
     def widths(self) -> torch.Tensor:
-        """[num_targets, 2] inputs and outputs of this rank."""
+        """Return the inputs and outputs of this rank, [num_targets, 2]."""
         sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
 
     def at(self, adapter: int, name: str) -> "AdapterAt":
-        """What one adapter has at one embedding or head."""
+        """Return the weights of one adapter at one embedding or head."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         rank, count, new = fields[Field.RANK], fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS]
@@ -77,7 +77,7 @@ class AdapterArena:
 
 
 class AdapterAt(NamedTuple):
-    """Views of the buffer; empty where there is nothing."""
+    """Views of the buffer; empty where the adapter has nothing."""
 
     lora_a: torch.Tensor  # flat: an embedding's is [in, rank], a head's [rank, in]
     lora_b: torch.Tensor  # [rank, out]
@@ -88,7 +88,7 @@ class AdapterAt(NamedTuple):
 
 
 class _Has(NamedTuple):
-    """By target: whether any adapter of a batch has something of this kind."""
+    """Flags by target: true where any adapter of a batch has weights of this kind."""
 
     low_rank: list[bool]
     vectors: list[bool]
@@ -97,7 +97,7 @@ class _Has(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterBatchData:
-    """What the layers are handed: who each token belongs to, and the weights of all."""
+    """The adapter of each token and the weights of all adapters, as the layers get them."""
 
     meta: AdapterBatchMetadata
     arena: AdapterArena
@@ -118,7 +118,7 @@ class AdapterBatchData:
         return _Has(*(present.any(0).tolist() for present in (low_rank, vectors, rows)))
 
     def find(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
-        """Where a layer's targets are in the tables."""
+        """Return the positions of a layer's targets in the tables."""
         return [self.arena.lora_targets[target.name] for target in targets]
 
     def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
@@ -131,12 +131,12 @@ class AdapterBatchData:
         return any(self._has.rows[target.index] for target in targets)
 
     def runs(self, name: str) -> Iterator[tuple[slice, int, AdapterAt]]:
-        """The tokens of each run, their adapter, and what it has at an embedding or head."""
+        """Yield the tokens of each run, their adapter, and its weights at an embedding or head."""
         bounds = self.meta.adapter_segments
         for adapter, start, stop in zip(self.meta.segment_indices, bounds, bounds[1:], strict=False):
             if adapter != 0:
                 yield slice(start, stop), adapter, self.arena.at(adapter, name)
 
     def select(self, tokens: torch.Tensor) -> "AdapterBatchData":
-        """The same for some of the tokens, as the head needs it."""
+        """Return the batch of some of the tokens, as the head needs it."""
         return AdapterBatchData(AdapterBatchMetadata.from_indices(self.meta.adapter_indices[tokens]), self.arena)

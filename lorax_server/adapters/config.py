@@ -1,20 +1,20 @@
-"""`adapter_config.json`: what PEFT wrote there, and what of it we can honour.
+"""`adapter_config.json`: what PEFT wrote there, and which of it we can honour.
 
-A field is one of four: it says how to compute (`AdapterConfig` has it), it only mattered for training, it asks for
-something we do not serve and is refused by its name, or we have never heard of it. The last is refused too, unless its
-value means "off": what a new version of PEFT adds may well change the result.
+There are four kinds of fields: those that say how to compute (`AdapterConfig` has them), those that only mattered for
+training, those that ask for something we do not serve, and unknown ones. The third kind is refused by name. The last is
+refused too, unless its value means "off": a field of a new version of PEFT may change the result.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from lorax_server.adapters.patterns import Patterns
 from lorax_server.errors import AdapterError
 
-# Of no consequence once training is over.
+# Without effect once training is over.
 TRAINING_FIELDS = {
     *("auto_mapping", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
     *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "monteclora_config"),
@@ -41,6 +41,7 @@ KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_C
 MAX_RANK = 65536
 MAX_ALPHA = 1e30  # so that a scale fits into float32
 MAX_PATTERNS = 10_000
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def is_target(self, module: str) -> bool | None:
-        """Whether PEFT adapts this module; None where the config leaves it to PEFT's defaults for the model type."""
+        """Tell whether PEFT adapts this module; None where PEFT's defaults for the model type decide."""
         if self._is_excluded(module):
             return False
         if self.target_modules is None or self.target_modules == "all-linear":
@@ -96,20 +97,15 @@ class AdapterConfig:
         return _ends_with(module, self.target_modules) and self._is_layer(module)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that, with the tensors, say which numbers come out."""
+        """Return the settings that, with the tensors, determine the result."""
         blocks, tokens = self.block_diagonal, self.token_indices
-        return {
-            "r": self.r,
-            "alpha": self.alpha,
-            "use_rslora": self.use_rslora,
+        names = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+        return {name: getattr(self, name) for name in names} | {
             "rank_pattern": list(self.rank_pattern.items()),  # the first that fits counts, so their order matters
             "alpha_pattern": list(self.alpha_pattern.items()),
-            "use_dora": self.use_dora,
-            "lora_bias": self.lora_bias,
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
             "token_indices": list(tokens.items()) if isinstance(tokens, Mapping) else tokens,
-            "ensure_weight_tying": self.ensure_weight_tying,
         }
 
     def _is_excluded(self, module: str) -> bool:
@@ -124,9 +120,9 @@ class AdapterConfig:
             return True
         patterns = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<index>\d+)\."]:
-            found = self._patterns.match(pattern, module)
-            if found is not None:
-                return found["index"] is not None and int(found["index"]) in self.layers_to_transform
+            match = self._patterns.match(pattern, module)
+            if match is not None:
+                return match["index"] is not None and int(match["index"]) in self.layers_to_transform
         return False
 
     def _find_pattern(self, patterns: Mapping[str, Any], module: str) -> str:
@@ -137,7 +133,7 @@ class AdapterConfig:
         return Patterns(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the compiled patterns: whoever takes it over has time of its own for them."""
+        """Leave out the compiled patterns: the process that gets the config has a time budget of its own."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
@@ -146,36 +142,35 @@ def _ends_with(module: str, names: tuple[str, ...]) -> bool:
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """The config of adapter `name`, from the parsed JSON; refuses what we cannot honour."""
-    read = _Reader(raw, name)
-    read.check_kind()
-    read.check_init()
-    read.check_fields()
-    rank = read.whole_number("r", 1, MAX_RANK)
+    """Read the config of adapter `name` from the parsed JSON. Refuse what we cannot honour."""
+    reader = _ConfigReader(raw, name)
+    reader.check_kind()
+    reader.check_init()
+    reader.check_fields()
     return AdapterConfig(
         name=name,
-        r=rank,
-        alpha=read.number("lora_alpha", 8),
-        use_rslora=read.flag("use_rslora"),
-        rank_pattern=read.pattern("rank_pattern", whole=True),
-        alpha_pattern=read.pattern("alpha_pattern", whole=False),
-        use_dora=read.flag("use_dora"),
-        lora_bias=read.flag("lora_bias"),
-        block_diagonal=read.block_diagonal(),
-        modules_to_save=read.names("modules_to_save"),
-        token_indices=read.token_indices(),
-        ensure_weight_tying=read.flag("ensure_weight_tying"),
-        target_modules=read.names_or_pattern("target_modules"),
-        exclude_modules=read.names_or_pattern("exclude_modules") or (),
-        layers_to_transform=read.layers(),
-        layers_pattern=read.names("layers_pattern"),
-        base_model_name=read.text("base_model_name_or_path"),
-        base_model_class=read.base_model_class(),
+        r=reader.read_whole("r", raw.get("r")),
+        alpha=reader.read_number("lora_alpha", raw.get("lora_alpha", 8)),
+        use_rslora=reader.read_flag("use_rslora"),
+        rank_pattern=reader.read_patterns("rank_pattern", reader.read_whole),
+        alpha_pattern=reader.read_patterns("alpha_pattern", reader.read_number),
+        use_dora=reader.read_flag("use_dora"),
+        lora_bias=reader.read_flag("lora_bias"),
+        block_diagonal=reader.read_block_diagonal(),
+        modules_to_save=reader.read_names("modules_to_save"),
+        token_indices=reader.read_token_indices(),
+        ensure_weight_tying=reader.read_flag("ensure_weight_tying"),
+        target_modules=reader.read_names_or_pattern("target_modules"),
+        exclude_modules=reader.read_names_or_pattern("exclude_modules") or (),
+        layers_to_transform=reader.read_layers(),
+        layers_pattern=reader.read_names("layers_pattern"),
+        base_model_name=reader.read_text("base_model_name_or_path"),
+        base_model_class=reader.read_base_model_class(),
     )
 
 
-class _Reader:
-    """Fields of the JSON, each checked for its type; an error names the adapter and the field."""
+class _ConfigReader:
+    """Reads fields of the JSON and checks their types. An error names the adapter and the field."""
 
     def __init__(self, raw: Mapping[str, Any], name: str) -> None:
         self.raw = raw
@@ -185,8 +180,7 @@ class _Reader:
         return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
 
     def check_kind(self) -> None:
-        kind = self.raw.get("peft_type")
-        if kind != "LORA":
+        if self.raw.get("peft_type") != "LORA":
             raise self.refuse("peft_type", "is not supported; only LORA is")
         if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
             raise self.refuse("task_type", "is not supported; only CAUSAL_LM is")
@@ -212,94 +206,86 @@ class _Reader:
         if self.raw.get("bias", "none") not in ("none", "all", "lora_only"):
             raise self.refuse("bias", "is not one of none, all and lora_only")
 
-    def flag(self, key: str) -> bool:
+    def read_flag(self, key: str) -> bool:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(key, "is not true or false")
         return bool(value)
 
-    def number(self, key: str, default: float) -> float:
-        return self._number(key, self.raw.get(key, default))
-
-    def _number(self, key: str, value: Any) -> float:
+    def read_number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
             raise self.refuse(key, "is not a number of reasonable size")
         return float(value)
 
-    def whole_number(self, key: str, low: int, high: int) -> int:
-        return self._whole_number(key, self.raw.get(key), low, high)
-
-    def _whole_number(self, key: str, value: Any, low: int, high: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.refuse(key, f"is not a whole number from {low} to {high}")
+    def read_whole(self, key: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise self.refuse(key, f"is not a whole number from 1 to {MAX_RANK}")
         return value
 
-    def text(self, key: str) -> str | None:
+    def read_text(self, key: str) -> str | None:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, str):
             raise self.refuse(key, "is not a string")
         return value
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def read_names(self, key: str) -> tuple[str, ...]:
         value = self.raw.get(key) or []
         value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if not _is_list_of(value, str):
             raise self.refuse(key, "is not a list of names")
         return tuple(value)
 
-    def names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
+    def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
         value = self.raw.get(key)
         if isinstance(value, str):
             return "all-linear" if value.lower() == "all-linear" else value
-        return None if value is None else self.names(key)
+        return None if value is None else self.read_names(key)
 
-    def pattern(self, key: str, whole: bool) -> dict[str, Any]:
+    def read_patterns(self, key: str, read: Callable[[str, Any], _Number]) -> dict[str, _Number]:
         value = self.raw.get(key) or {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             raise self.refuse(key, "is not an object of patterns and numbers")
-        if whole:
-            return {pattern: self._whole_number(key, number, 1, MAX_RANK) for pattern, number in value.items()}
-        return {pattern: self._number(key, number) for pattern, number in value.items()}
+        return {pattern: read(key, number) for pattern, number in value.items()}
 
-    def layers(self) -> tuple[int, ...] | None:
+    def read_layers(self) -> tuple[int, ...] | None:
         value = self.raw.get("layers_to_transform")
         value = [value] if type(value) is int else value
         if value is None or value == []:
             return None
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
+        if not _is_list_of(value, int):
             raise self.refuse("layers_to_transform", "is not a list of layers")
         return tuple(value)
 
-    def token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+    def read_token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
         value = self.raw.get("trainable_token_indices") or []
         if isinstance(value, dict):
-            return {module: self._tokens(tokens) for module, tokens in value.items()}
-        return self._tokens(value)
+            return {module: self._read_tokens(tokens) for module, tokens in value.items()}
+        return self._read_tokens(value)
 
-    def _tokens(self, value: Any) -> tuple[int, ...]:
-        is_list = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-        if not is_list or len(set(value)) != len(value):
+    def _read_tokens(self, value: Any) -> tuple[int, ...]:
+        if not _is_list_of(value, int) or len(set(value)) != len(value) or min(value, default=0) < 0:
             raise self.refuse("trainable_token_indices", "is not a list of different token ids")
         return tuple(value)
 
-    def block_diagonal(self) -> BlockDiagonal | None:
+    def read_block_diagonal(self) -> BlockDiagonal | None:
         value = self.raw.get("use_bdlora")
         if not value:
             return None
-        known = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
-        if not isinstance(value, dict) or not set(value) <= known:
-            raise self.refuse("use_bdlora", f"is not an object of {', '.join(sorted(known))}")
-        inner = _Reader(value, self.name)
-        return BlockDiagonal(
-            inner.names("target_modules_bd_a"),
-            inner.names("target_modules_bd_b"),
-            inner.whole_number("nblocks", 1, MAX_RANK),
-        )
+        fields = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
+        if not isinstance(value, dict) or not set(value) <= fields:
+            raise self.refuse("use_bdlora", f"is not an object of {', '.join(sorted(fields))}")
+        inner = _ConfigReader(value, self.name)
+        a, b = inner.read_names("target_modules_bd_a"), inner.read_names("target_modules_bd_b")
+        return BlockDiagonal(a, b, inner.read_whole("nblocks", value.get("nblocks")))
 
-    def base_model_class(self) -> str | None:
+    def read_base_model_class(self) -> str | None:
         mapping = self.raw.get("auto_mapping")
-        found = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        return found if isinstance(found, str) else None
+        name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        return name if isinstance(name, str) else None
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _is_off(value: Any) -> bool:
@@ -311,15 +297,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_base_model(config: AdapterConfig, model_type: str, model_class: str, found_type: str | None) -> None:
+def check_base_model(config: AdapterConfig, model_type: str, model_class: str, base_type: str | None) -> None:
     """Refuse an adapter of another architecture before its weights are fetched.
 
-    `found_type` is the `model_type` of the base model that the adapter names, None where it cannot be known; then the
-    shapes of its tensors decide.
+    `base_type` is the `model_type` of the base model that the adapter names. Where it is None, the shapes of the
+    tensors decide later.
     """
-    if found_type is not None and found_type != model_type:
+    if base_type is not None and base_type != model_type:
         raise AdapterError(
-            f"adapter {config.name!r} was trained on {config.base_model_name!r}, which is of type {found_type!r}; "
+            f"adapter {config.name!r} was trained on {config.base_model_name!r}, which is of type {base_type!r}; "
             f"this server's base model is of type {model_type!r}"
         )
     if config.base_model_class not in (None, model_class):

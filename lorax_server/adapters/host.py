@@ -1,8 +1,8 @@
-"""An adapter made ready for one rank: cut, in the model's dtype, in the device's layout, so that loading it is a copy.
+"""An adapter prepared for one rank: cut, in the model's dtype and the device's layout, so that loading it is a copy.
 
-Everything PEFT can train comes down to four things at a module: low-rank factors, a factor and a shift of its output,
-and rows for some tokens. DoRA is a factor (its magnitude over the norm of the adapted matrix, which is fixed once both
-are known), a bias is a shift, a norm's weight is a factor, a full head or embedding is the rows that differ from the
+Everything PEFT can train becomes four fields at a module: low-rank factors, a factor and a shift of the output, and
+rows for some tokens. DoRA is a factor: its magnitude over the norm of the adapted matrix, which is fixed once both are
+known. A bias is a shift, a norm's weight is a factor, and a full head or embedding is the rows that differ from the
 base model's.
 """
 
@@ -19,8 +19,7 @@ from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
 
 UNIT_BYTES = 256
-# Rows of a matrix that are in float32 at a time when its norms are taken.
-NORM_ROWS = 1024
+NORM_ROWS = 1024  # rows of a matrix that are cast to float32 at a time when norms are computed
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class HostAdapter:
     table: torch.Tensor  # [num_targets, len(Field)]
     scales: torch.Tensor  # [num_targets]
     vocab_size: int
-    units: int  # that it takes, of which some ranks may leave a few unused: it lies in the same place on all
+    units: int  # the same on all ranks, since it has the same address on all; some ranks may leave a few unused
 
 
 def empty_table(num_targets: int) -> torch.Tensor:
-    """The fields of an adapter that has nothing, as the base model."""
+    """Return the fields of an adapter without weights, as the base model is."""
     table = torch.zeros(num_targets, len(Field), dtype=torch.long)
     table[:, :NUM_OFFSETS] = -1
     return table
@@ -48,8 +47,8 @@ def prepare(
     group: ProcessGroup,
     pin: bool = False,
 ) -> HostAdapter:
-    """All ranks must prepare an adapter together: the norms of DoRA are summed, and all refuse what one refuses."""
-    # Numbers of Python's: to write them into a tensor one by one takes longer than all the rest.
+    """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses."""
+    # Python numbers: to write them into a tensor one by one takes longer than all the rest.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
     layout, refusal = _Layout(UNIT_BYTES // dtype.itemsize), None
@@ -58,61 +57,57 @@ def prepare(
             continue
         weights = adapter.load(target.name)
         try:
-            module = _Module(adapter.name, target, weights, dtype, group)
+            module = _PreparedModule(adapter.name, target, weights, dtype, group)
             scales[index] = weights.scale
-            for field, number in module.counts().items():
+            for field, number in module.count_rows().items():
                 table[index][field] = number
-            for field, piece in module.pieces().items():
-                table[index][field] = layout.add(piece)
-        except AdapterError as error:  # go on: the other ranks may accept this module and wait in the next
+            for field, tensor in module.cast_tensors().items():
+                table[index][field] = layout.add(tensor)
+        except AdapterError as error:  # continue: other ranks may accept this module and wait in the next
             refusal = refusal or error
-    buffer = layout.fill(dtype, pin)  # before they agree: when one rank has the answer, all have the adapter
+    buffer = layout.fill(dtype, pin)  # before ranks agree: when one rank has the answer, all have the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
     if refused:
         raise refusal or AdapterError(f"adapter {adapter.name!r}: another tensor-parallel rank refuses it")
-    return HostAdapter(
-        buffer,
-        torch.tensor(table, dtype=torch.long).view(-1, len(Field)),
-        torch.tensor(scales),
-        adapter.vocab_size,
-        units,
-    )
+    fields = torch.tensor(table, dtype=torch.long).view(-1, len(Field))
+    return HostAdapter(buffer, fields, torch.tensor(scales), adapter.vocab_size, units)
 
 
 def _agree(units: int, refused: bool, group: ProcessGroup, device: torch.device | None) -> tuple[int, bool]:
-    """The most units that any rank needs, and whether any refuses."""
+    """Return the most units that any rank needs, and whether any rank refuses."""
     if group.size() == 1:
         return units, refused
-    said = group.all_gather(torch.tensor([[units, int(refused)]], device=device), dim=0)
-    return int(said[:, 0].max()), bool(said[:, 1].any())
+    answers = group.all_gather(torch.tensor([[units, int(refused)]], device=device), dim=0)
+    return int(answers[:, 0].max()), bool(answers[:, 1].any())
 
 
 class _Layout:
-    """Pieces one after the other, each from the beginning of a unit."""
+    """Tensors one after the other, each from the beginning of a unit."""
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
-        self.pieces: list[tuple[int, torch.Tensor]] = []
+        self.tensors: list[tuple[int, torch.Tensor]] = []
         self.end = 0
 
-    def add(self, piece: torch.Tensor) -> int:
-        if piece.numel() == 0:
+    def add(self, tensor: torch.Tensor) -> int:
+        """Append a tensor. Return its offset, -1 if it is empty."""
+        if tensor.numel() == 0:
             return -1
         offset = self.end
-        self.pieces.append((offset, piece))
-        self.end += -(-piece.numel() // self.unit) * self.unit
+        self.tensors.append((offset, tensor))
+        self.end += -(-tensor.numel() // self.unit) * self.unit
         return offset
 
     def fill(self, dtype: torch.dtype, pin: bool) -> torch.Tensor:
         buffer = torch.zeros(max(self.end, self.unit), dtype=dtype, pin_memory=pin)
-        while self.pieces:  # each is let go once it is copied
-            offset, piece = self.pieces.pop()
-            buffer[offset : offset + piece.numel()] = piece.flatten()
+        while self.tensors:  # each is freed once it is copied
+            offset, tensor = self.tensors.pop()
+            buffer[offset : offset + tensor.numel()] = tensor.flatten()
         return buffer
 
 
-class _Module:
+class _PreparedModule:
     """One adapter at one module, on one rank. Computed in float32, cast at the end."""
 
     def __init__(
@@ -133,12 +128,12 @@ class _Module:
         self.shift = self._find_shift()
         self._complete_new_rows()
 
-    def counts(self) -> dict[Field, int]:
+    def count_rows(self) -> dict[Field, int]:
         rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
         return {Field.RANK: rank, Field.NUM_ROWS: len(self.rows), Field.NUM_NEW_ROWS: len(self.new_rows)}
 
-    def pieces(self) -> dict[Field, torch.Tensor]:
-        parts = {
+    def cast_tensors(self) -> dict[Field, torch.Tensor]:
+        tensors = {
             Field.A: self.lora_a,
             Field.B: self.lora_b,
             Field.FACTOR: self.factor,
@@ -146,15 +141,11 @@ class _Module:
             Field.ROWS: self.rows,
             Field.NEW_ROWS: self.new_rows,
         }
-        found = {field: self._cast(part) for field, part in parts.items() if part is not None}
-        # Numbers of another type, carried as they are; of two float16 one int32.
-        return found | {Field.ROW_IDS: self.row_ids.int().view(self.dtype)}
-
-    def _cast(self, part: torch.Tensor) -> torch.Tensor:
-        cast = part.to("cpu", self.dtype)
-        if cast.numel() and not bool(cast.isfinite().all()):
+        cast = {field: tensor.to("cpu", self.dtype) for field, tensor in tensors.items() if tensor is not None}
+        if not all(bool(tensor.isfinite().all()) for tensor in cast.values()):
             raise self._refuse(f"has numbers that {self.dtype} cannot hold")
-        return cast
+        # Ids are carried bit by bit: two float16 hold one int32.
+        return cast | {Field.ROW_IDS: self.row_ids.int().view(self.dtype)}
 
     def _refuse(self, reason: str) -> AdapterError:
         return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")
@@ -169,7 +160,7 @@ class _Module:
         return self.target.inputs if self.target.kind is Kind.EMBEDDING else self.target.outputs
 
     def _find_rows(self) -> None:
-        """The rows that differ from the base model's, and those of tokens it does not have."""
+        """Find the rows that differ from the base model's, and the rows of added tokens."""
         (start, stop), vocab_size = self._vocabulary.ranges[0], self._vocabulary.full
         weight, token_rows = self.weights.weight, self.weights.token_rows
         if weight is not None:
@@ -218,7 +209,7 @@ class _Module:
         return above / below
 
     def _squares(self) -> torch.Tensor:
-        """Of each output: the sum of squares over this rank's inputs of the adapted matrix."""
+        """Return the squared norm of each output of the adapted matrix, over this rank's inputs."""
         assert self.lora_a is not None
         assert self.lora_b is not None
         base, scale = self._base, self.weights.scale
@@ -237,13 +228,13 @@ class _Module:
         return torch.stack(squares).sum(0)
 
     def _num_rows(self) -> int:
-        """Rows of this rank's matrix that the adapter knows: its vocabulary may be smaller."""
+        """Count the rows of this rank's matrix that the adapter has: its vocabulary may be smaller."""
         if self.target.kind is not Kind.EMBEDDING or self.weights.weight is None:
             return len(self._base)
         return min(len(self._base), max(0, len(self.weights.weight) - self._vocabulary.ranges[0][0]))
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
-        """Some rows of the base model's matrix, in float32, with those this adapter has in their place."""
+        """Return rows of the base model's matrix in float32, with the adapter's in their place."""
         matrix = self._base[rows].to(torch.float32, copy=True)
         mine = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
         if bool(mine.any()):
@@ -259,7 +250,7 @@ class _Module:
         return self.new_rows + self.weights.scale * (lora_b[-count:] @ lora_a)
 
     def _complete_new_rows(self) -> None:
-        """No row of the base model is under them, so that factors and magnitude can be part of them."""
+        """Add factors and magnitude to the rows of added tokens, since the base model has no row for these."""
         rows, magnitude = self._adapted_new_rows(), self.weights.magnitude
         if magnitude is not None and len(rows):
             if self.target.kind is Kind.EMBEDDING:
@@ -270,7 +261,7 @@ class _Module:
         self.new_rows = rows
 
     def _find_shift(self) -> torch.Tensor | None:
-        """What turns the base model's output, multiplied by the factor, into the adapter's."""
+        """Return the difference between the adapter's output and the base model's, multiplied by the factor."""
         target, weights = self.target, self.weights
         if not target.adds_once:
             return None
@@ -286,6 +277,6 @@ class _Module:
 
 
 def _resized(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows cut off, or rows of zeros added, to fit the base model's vocabulary."""
+    """Cut off rows or add rows of zeros, to fit the base model's vocabulary."""
     missing = size - len(x)
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing > 0 else x[:size]

@@ -1,4 +1,4 @@
-"""Who an adapter is: a hash of its content. A name only points at one."""
+"""The identity of an adapter: a hash of its content. A name only points at one."""
 
 import hashlib
 import json
@@ -7,37 +7,31 @@ from pathlib import Path
 
 from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.errors import AdapterError, SourceError
-from lorax_server.files.plain_file import ChangedError, Stamp, open_plain
+from lorax_server.errors import AdapterError
+from lorax_server.files.plain_file import Stamp, open_plain, reading
 
 CHUNK_BYTES = 1 << 20
 
 
 def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None) -> str:
-    """Equal for equal tensors under equal settings, however the file orders them. Reads the file in small pieces.
-    `stamp` is that of the file that is meant, if only that one will do."""
-    try:
-        return _digest(config, path, tensors, stamp)
-    except ChangedError as error:
-        raise SourceError(f"adapter {config.name!r}: {path.name} changed while it was read; try again") from error
-    except OSError as error:
-        raise AdapterError(f"adapter {config.name!r}: {path.name} cannot be read: {error.strerror}") from error
+    """Hash the tensors and the settings of an adapter, however the file orders them. Reads the file in small pieces.
 
-
-def _digest(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None) -> str:
+    With a `stamp`, only the file that has it is read.
+    """
+    what = f"adapter {config.name!r}"
     digest = hashlib.sha256(_line(["lorax adapter", 1, config.identity()]))
     chunk = memoryview(bytearray(CHUNK_BYTES))
-    with open_plain(path, stamp) as file:
+    with reading(what, path), open_plain(path, stamp) as file:
         for key, info in sorted(tensors.items()):
             digest.update(_line([key, info.dtype, info.shape]))
             file.seek(info.start)
-            left = info.stop - info.start
-            while left:
-                count = file.readinto(chunk[: min(left, CHUNK_BYTES)])
+            bytes_left = info.stop - info.start
+            while bytes_left:
+                count = file.readinto(chunk[: min(bytes_left, CHUNK_BYTES)])
                 if not count:
-                    raise AdapterError(f"adapter {config.name!r}: {path.name} became shorter while it was read")
+                    raise AdapterError(f"{what}: {path.name} became shorter while it was read")
                 digest.update(chunk[:count])
-                left -= count
+                bytes_left -= count
     return digest.hexdigest()
 
 

@@ -1,8 +1,8 @@
-"""Several adapters as one.
+"""Merges of adapters.
 
 `linear` is exact: the sum of the adapters' deltas, as one adapter whose rank is the sum of theirs (PEFT's `cat`). The
-others thin out and combine A and B each on their own, so that no large matrix is built or decomposed while a request
-waits; their numbers are those of PEFT's `add_weighted_adapter` under the same names.
+other strategies thin out and combine A and B separately, so that no large matrix is built or decomposed while a request
+waits. Their numbers are those of PEFT's `add_weighted_adapter` under the same names.
 """
 
 import hashlib
@@ -15,11 +15,9 @@ from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.errors import InputError
 from lorax_server.types import Merge
 
-__all__ = ["Merge", "MergedAdapter", "combine", "module_seed"]
-
 
 class MergedAdapter:
-    """What a merge makes of adapters; nothing is computed before a module is loaded."""
+    """A merge of adapters. Nothing is computed before a module is loaded."""
 
     def __init__(self, adapters: Sequence[AdapterWeights], merge: Merge) -> None:
         if len(adapters) != len(merge.weights):
@@ -44,31 +42,28 @@ class MergedAdapter:
         return None
 
     def load(self, module: str) -> ModuleWeights:
-        found = [
+        loaded = [
             (adapter.load(module), weight)
             for adapter, weight in zip(self._adapters, self._merge.weights, strict=True)
             if module in adapter.modules
         ]
-        replaced = self._common_weight(module, [part for part, _ in found])
-        lora_as = [part.lora_a for part, _ in found if part.lora_a is not None]
-        lora_bs = [part.lora_b for part, _ in found if part.lora_b is not None]
-        scales = [part.scale * weight for part, weight in found if part.lora_a is not None]
+        replaced = self._find_common_weight(module, [weights for weights, _ in loaded])
+        lora_as = [weights.lora_a for weights, _ in loaded if weights.lora_a is not None]
+        lora_bs = [weights.lora_b for weights, _ in loaded if weights.lora_b is not None]
+        scales = [weights.scale * weight for weights, weight in loaded if weights.lora_a is not None]
         if not lora_as:
             return ModuleWeights(weight=replaced)
         if self._merge.strategy == "linear" or len(self._adapters) == 1:
-            lora_a = torch.cat([part * scale for part, scale in zip(lora_as, scales, strict=True)])
+            lora_a = torch.cat([lora_a * scale for lora_a, scale in zip(lora_as, scales, strict=True)])
             return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
-        self._check_ranks(module, [len(part) for part in lora_as])
+        self._check_ranks(module, [len(lora_a) for lora_a in lora_as])
         # Each factor gets the root of a weight, and one of them its sign, so that their product has the weight.
         roots = [math.sqrt(abs(scale)) for scale in scales]
         signed = [math.copysign(root, scale) for root, scale in zip(roots, scales, strict=True)]
         generator = torch.Generator().manual_seed(module_seed(self._merge.seed, module))
-        return ModuleWeights(
-            combine(lora_as, signed, self._merge, generator),
-            combine(lora_bs, roots, self._merge, generator),
-            1.0,
-            weight=replaced,
-        )
+        lora_a = combine(lora_as, signed, self._merge, generator)
+        lora_b = combine(lora_bs, roots, self._merge, generator)
+        return ModuleWeights(lora_a, lora_b, 1.0, weight=replaced)
 
     def _check_ranks(self, module: str, ranks: list[int]) -> None:
         if len(set(ranks)) != 1:
@@ -77,23 +72,23 @@ class MergedAdapter:
                 "linear does not"
             )
 
-    def _common_weight(self, module: str, parts: Sequence[ModuleWeights]) -> torch.Tensor | None:
-        """PEFT writes the base model's own matrix beside factors of an embedding or head."""
-        weights = [part.weight for part in parts if part.weight is not None]
-        if any(not torch.equal(weight, weights[0]) for weight in weights):
+    def _find_common_weight(self, module: str, loaded: Sequence[ModuleWeights]) -> torch.Tensor | None:
+        """Return the base model's own matrix, which PEFT writes beside factors of an embedding or head."""
+        matrices = [weights.weight for weights in loaded if weights.weight is not None]
+        if any(not torch.equal(matrix, matrices[0]) for matrix in matrices):
             raise InputError(f"adapters {self.name!r} cannot be merged: each replaces {module!r} in its own way")
-        return weights[0] if weights else None
+        return matrices[0] if matrices else None
 
 
 def module_seed(seed: int, module: str) -> int:
-    """Every module has a seed of its own, so that ranks and repetitions agree in whatever order they load."""
+    """Return the seed of a module, on which ranks and repetitions agree in whatever order they load."""
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little") >> 1
 
 
 def combine(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge, generator: torch.Generator
 ) -> torch.Tensor:
-    """One tensor from several of equal shape."""
+    """Combine tensors of equal shape into one."""
     if merge.strategy.startswith("dare"):
         kept = torch.stack([_drop_random(tensor, merge.density, generator) for tensor in tensors])
     else:
@@ -101,7 +96,7 @@ def combine(
     weighted = kept * torch.tensor(weights).view(-1, *[1] * tensors[0].dim())
     if merge.strategy == "dare_linear":
         return weighted.sum(0)
-    # Where signs disagree, only the tensors on the side of the majority count, and their mean is taken.
+    # Where signs disagree, take the mean of the tensors that have the majority's sign.
     signs = kept.sign()
     total = (kept if merge.majority_sign_method == "total" else signs).sum(0)
     agrees = signs == torch.where(total >= 0, 1, -1)
@@ -117,7 +112,7 @@ def _drop_smallest(tensor: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def _drop_random(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """What is left is scaled up, so that the sum stays what it was on average."""
+    """Drop elements at random, and scale up the others so that the mean stays the same."""
     if density >= 1:
         return tensor
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density

@@ -1,4 +1,4 @@
-"""Regular expressions from whoever uploaded an adapter: they mean what they mean to PEFT, and cannot run wild."""
+"""Untrusted regular expressions of adapters: they mean what they mean to PEFT, and have a time budget."""
 
 import re
 import time
@@ -9,19 +9,18 @@ import regex
 from lorax_server.errors import AdapterError
 
 MAX_LENGTH = 2000
-# For all patterns of an adapter together.
-BUDGET_S = 10.0
-# PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike but for what only it knows.
+BUDGET_S = 10.0  # for all patterns of an adapter together
+# PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike except for these.
 ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:")
 
 
 class Patterns:
     """Compiles each pattern once, and stops when all of them together have taken too long."""
 
-    def __init__(self, adapter: str) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter_id: str) -> None:
+        self._adapter_id = adapter_id
         self._compiled: dict[str, Any] = {}
-        self._left_s = BUDGET_S
+        self._seconds_left = BUDGET_S
 
     def match(self, pattern: str, text: str) -> Any:
         return self._run("match", pattern, text)
@@ -31,16 +30,16 @@ class Patterns:
 
     def _run(self, method: str, pattern: str, text: str) -> Any:
         started = time.monotonic()
-        if self._left_s <= 0:
+        if self._seconds_left <= 0:
             raise self._refuse(pattern, "and those before it take too long")
         try:
             if pattern not in self._compiled:
                 self._compiled[pattern] = self._compile(pattern)
-            return getattr(self._compiled[pattern], method)(text, timeout=self._left_s)
+            return getattr(self._compiled[pattern], method)(text, timeout=self._seconds_left)
         except (TimeoutError, MemoryError) as error:
             raise self._refuse(pattern, "takes too long") from error
         finally:
-            self._left_s -= time.monotonic() - started
+            self._seconds_left -= time.monotonic() - started
 
     def _compile(self, pattern: str) -> Any:
         if len(pattern) > MAX_LENGTH or ONLY_REGEX.search(pattern):
@@ -53,4 +52,4 @@ class Patterns:
 
     def _refuse(self, pattern: str, reason: str) -> AdapterError:
         shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
-        return AdapterError(f"adapter {self._adapter!r}: pattern {shown!r} {reason}")
+        return AdapterError(f"adapter {self._adapter_id!r}: pattern {shown!r} {reason}")

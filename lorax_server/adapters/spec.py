@@ -1,4 +1,4 @@
-"""What has to be known to prepare an adapter: where it lies and what it must turn out to be. Travels to the workers."""
+"""The instructions to prepare an adapter, as the engine sends them to the workers."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SETTLED_NS = 2 * 10**9
 
 
 def is_settled(stamp: Stamp, now_ns: int) -> bool:
-    """Whether a file that changes from now on gets another stamp: clocks of file systems tick slowly."""
+    """Tell whether every later change of a file shows in its stamp: clocks of file systems tick slowly."""
     return now_ns - stamp[-1] > SETTLED_NS
 
 
@@ -25,7 +25,7 @@ class StoredPart:
     config: AdapterConfig
     stamp: Stamp  # of its weights when it was identified
     identity: str = ""
-    is_settled: bool = True  # else it may since have changed without a new stamp
+    is_settled: bool = True  # else it may have changed without a new stamp
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AdapterSpec:
     identity: str
     name: str
     parts: tuple[StoredPart, ...]
-    num_elements: int  # of its tensors: about the most that it takes
+    num_elements: int  # of its tensors, an upper bound of the memory
     merge: Merge | None = None
 
 

@@ -1,4 +1,4 @@
-"""The places of a model that an adapter can change."""
+"""The modules of a model that an adapter can change."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -26,16 +26,13 @@ class AdapterTarget:
     kind: Kind
     inputs: Shard
     outputs: Shard
-    columns: slice
-    """Where its outputs lie in the output of the layer that holds it."""
-    weight: torch.Tensor | None
-    """This rank's part of the base model's; a linear's is `[outputs, inputs]`, a norm's `[outputs]`."""
-    bias: torch.Tensor | None
-    """This rank's part of the base model's."""
+    columns: slice  # of its outputs in the output of the layer that holds it
+    weight: torch.Tensor | None  # this rank's part of the base model's: [outputs, inputs], a norm's [outputs]
+    bias: torch.Tensor | None  # this rank's part of the base model's
+    # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
     adds_once: bool = True
-    """Whether this rank adds what must come once, bias and rows of new tokens: only one does where ranks are summed."""
 
     def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of PEFT's factors, `[rank, in]` and `[out, rank]`, as the table of adapters has them."""
+        """Return this rank's part of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of the arena."""
         local_a, local_b = self.inputs.take(lora_a, dim=1), self.outputs.take(lora_b, dim=0).t()
         return (local_a.t() if self.kind is Kind.EMBEDDING else local_a), local_b

@@ -1,1 +1,1 @@
-"""Files of models and adapters: their names, their limits, and how they are read safely."""
+"""Files of models and adapters: their names, their limits, and safe ways to read them."""

@@ -1,7 +1,7 @@
-"""The files of an adapter: the one list that every source finds, limits, fetches and hashes, and tokenizers read."""
+"""The files of an adapter: the one list by which sources find, limit, fetch and hash them, and tokenizers read them."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from lorax_server.files.names import (
     CONFIG_FILE,
@@ -23,11 +23,11 @@ TOKENIZER_FILES = (
     *OTHER_VOCABULARIES,
     TEMPLATE_FILE,
 )
-# A source looks at nothing else, but for the templates below: a folder may hold anything.
+# Sources ignore all other files except the templates below: a folder may hold anything.
 KNOWN_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
 
 TEMPLATES_FOLDER = "additional_chat_templates"
-TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.jinja")
+TEMPLATE = re.compile(rf"{TEMPLATES_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}\.jinja")  # only plain names
 MAX_TEMPLATES = 32
 
 MAX_CONFIG_BYTES = 2**20
@@ -36,32 +36,27 @@ MAX_TOKENIZER_BYTES = 2**26
 
 
 def is_known(file: str) -> bool:
-    """A file that means something, by its path within the adapter's folder."""
+    """Tell whether a path within an adapter's folder is one of its files."""
     return file in KNOWN_FILES or is_template(file)
 
 
 def is_template(file: str) -> bool:
-    """A template of the folder of templates. Names that could be anything but a plain name are not taken for one."""
-    folder, slash, name = file.partition("/")
-    return folder + slash == f"{TEMPLATES_FOLDER}/" and TEMPLATE_NAME.fullmatch(name) is not None
+    """Tell whether a path is a template in the folder of templates."""
+    return TEMPLATE.fullmatch(file) is not None
 
 
 def known_files(files: Collection[str]) -> list[str]:
-    """Those of `files` that mean something, in one order."""
+    """Return the files of an adapter among `files`, in one order."""
     return [*(file for file in KNOWN_FILES if file in files), *sorted(filter(is_template, files))]
 
 
 def tokenizer_files(files: Collection[str]) -> list[str]:
-    """Those of `files` that a tokenizer is made of, in one order for all sources."""
+    """Return the files of a tokenizer among `files`, in one order for all sources."""
     return [*(file for file in TOKENIZER_FILES if file in files), *sorted(filter(is_template, files))]
 
 
-def count_templates(files: Iterable[str]) -> int:
-    return sum(map(is_template, files))
-
-
 def find_limit(file: str) -> int | None:
-    """The most bytes that a file may have; None where only all of them together are limited."""
+    """Return the most bytes that a file may have; None where only the sum of all files is limited."""
     if file == CONFIG_FILE:
         return MAX_CONFIG_BYTES
     if file == TEMPLATE_FILE or is_template(file):

@@ -1,37 +1,43 @@
-"""Open a file that nobody vouches for, and tell it from one that takes its place."""
+"""Open untrusted files, and tell a file from one that takes its place."""
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+
+from lorax_server.errors import AdapterError, SourceError
 
 Stamp = tuple[int, ...]
 
 
 class ChangedError(OSError):
-    """A file that is not the one that was chosen."""
+    """A file is not the one that was chosen."""
 
 
-def stamp_of(path: Path | int) -> Stamp:
-    """Changes whenever the file does, but for two changes within one tick of the file system's clock. A number is that
-    of a file that is open."""
-    return to_stamp(os.stat(path))
+def stamp_of(file: Path | int) -> Stamp:
+    """Return the stamp of a path or of an open file. It changes whenever the file does, except for two changes within
+    one tick of the file system's clock."""
+    return to_stamp(os.stat(file))
 
 
-def to_stamp(found: os.stat_result) -> Stamp:
-    """The time of the last change of any kind is last: the writer of a file can set the other time back, as `cp -p`
-    does."""
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def to_stamp(status: os.stat_result) -> Stamp:
+    """Return inode, size and times. The time of the last change of any kind is last: a writer can set the other one
+    back, as `cp -p` does."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def size_in(stamp: Stamp) -> int:
-    """Bytes of the file when it was stamped."""
+    """Return the bytes of the file when it was stamped."""
     return stamp[1]
 
 
 def open_plain(path: Path, stamp: Stamp | None = None) -> BufferedReader:
-    """Open a plain file to read. Anything else is an OSError, and none of it blocks: a FIFO or a device may have taken
-    the place of a file since it was looked at. `stamp` is that of the file that is meant, if only that one will do."""
+    """Open a plain file to read, with a `stamp` only the file that has it.
+
+    Anything else is an OSError, and nothing blocks: a FIFO or a device may have taken the file's place.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if stamp is not None and stamp_of(descriptor) != stamp:
@@ -42,3 +48,14 @@ def open_plain(path: Path, stamp: Stamp | None = None) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextmanager
+def reading(what: str, path: Path) -> Iterator[None]:
+    """Turn errors of a file of an adapter into an AdapterError. `what` names the adapter."""
+    try:
+        yield
+    except ChangedError as error:
+        raise SourceError(f"{what}: {path.name} changed while it was read; try again") from error
+    except OSError as error:
+        raise AdapterError(f"{what}: {path.name} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""JSON that nobody vouches for: what readers disagree on is refused."""
+"""Untrusted JSON: whatever readers disagree on is refused."""
 
 import json
 from math import isfinite
@@ -8,7 +8,7 @@ MAX_DEPTH = 32
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """A JSON object without repeated keys, infinite numbers or deep nesting; anything else is a ValueError."""
+    """Parse a JSON object without repeated keys, infinite numbers or deep nesting; anything else is a ValueError."""
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
@@ -20,7 +20,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two values they take; an adapter must not mean two things.
+    # Readers differ in which of two values they take, and an adapter must mean one thing.
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a key is given twice")
@@ -34,9 +34,9 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: object, left: int) -> None:
-    if left == 0:
+def _check_depth(value: object, depth_left: int) -> None:
+    if depth_left == 0:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for child in children:
-        _check_depth(child, left - 1)
+        _check_depth(child, depth_left - 1)

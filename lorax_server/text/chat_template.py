@@ -1,4 +1,4 @@
-"""From messages to a prompt: chat templates, rendered where they can do no harm."""
+"""Chat templates turn messages into a prompt. They are untrusted code, rendered in another process."""
 
 import asyncio
 import json
@@ -9,37 +9,41 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from cachetools import TTLCache
 
 from lorax_server.errors import BusyError, LoraxError, TemplateError
 from lorax_server.text.template_program import LENGTH, TOO_LONG
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # a machine that is busy takes its time to start a process
+START_S = 60.0  # a busy machine takes its time to start a process
 MANY = 256  # messages that are written at once
 WAIT_S = 30.0
 RETRY_S = 5.0
 REFUSED_S = 60.0
+MAX_REFUSED = 256
 LONGEST_CHARACTER = 6  # bytes in a frame: "\u0000"
-ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # no secrets, and nothing to find them
+ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # no secrets
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template as a model or an adapter brings it, and the names that it knows tokens by."""
+    """The template of a model or an adapter, and the special tokens by their names there."""
 
     source: str
     special_tokens: Mapping[str, str]
 
 
 class TemplateRenderer:
-    """Renders in one other process, one template at a time; it belongs to one event loop.
+    """Renders in one other process, one template at a time. Belongs to one event loop.
 
-    A render may use `cpu_s` of the process's own time, so that a busy machine is no template's fault. One that uses
-    more ends with its process, the next in line gets a new one, and the template is refused for `refuse_s`. A request
-    that has waited `wait_s` in line, or for a process that does not get on, is told to come back later.
+    A render may use `cpu_s` of the process's own CPU time, so that a busy machine is not the template's fault. A
+    template that uses more ends with its process, and is refused for `refuse_s`; the next request gets a new process. A
+    request that has waited `wait_s` for its turn or for the process is told to come back later.
     """
 
     def __init__(
@@ -57,11 +61,10 @@ class TemplateRenderer:
         self._max_memory = max_memory
         self._refuse_s = refuse_s
         self._wait_s = wait_s
-        self._clock = clock
         self._turn = asyncio.Lock()
         self._running: asyncio.Task[str] | None = None
         self._process: Process | None = None
-        self._refused: dict[str, float] = {}  # until when, by what the template reads
+        self._refused: TTLCache[str, bool] = TTLCache(MAX_REFUSED, refuse_s, timer=clock)  # by source
         self._is_closed = False
 
     async def start(self) -> None:
@@ -70,7 +73,7 @@ class TemplateRenderer:
             await self._ensure_process()
 
     async def close(self) -> None:
-        """End the process. Whoever still waits gets an error."""
+        """End the process. Requests that still wait get an error."""
         self._is_closed = True
         if self._process is not None:
             _kill(self._process)
@@ -78,13 +81,13 @@ class TemplateRenderer:
             await self._end()
 
     async def render(self, template: ChatTemplate, messages: list[dict[str, Any]], /, **variables: Any) -> str:
-        """The prompt. `variables` are what else the template sees: `add_generation_prompt`, `tools` and others."""
+        """Return the prompt. The template also sees `variables`: `add_generation_prompt`, `tools` and others."""
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise BusyError(f"{self._wait_s:g} s went by while other chats were made into prompts", RETRY_S) from None
-        # Who goes away does not leave a reply behind for the next: the exchange ends first.
+        # A request that is cancelled must not leave its reply to the next one: the exchange ends first.
         self._running = asyncio.create_task(self._exchange(template, messages, variables))
         self._running.add_done_callback(self._pass_on)
         return await asyncio.shield(self._running)
@@ -92,11 +95,14 @@ class TemplateRenderer:
     def _pass_on(self, done: asyncio.Task[str]) -> None:
         self._turn.release()
         if not done.cancelled():
-            done.exception()  # nobody may be left to ask for it
+            done.exception()  # retrieved, since no request may be left to do so
 
     async def _exchange(self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         request = await _to_frame(template, messages, variables)
-        self._check_refused(template.source)
+        if template.source in self._refused:
+            raise TemplateError(
+                f"the chat template took longer than {self._cpu_s:g} s, and is not tried again for {self._refuse_s:g} s"
+            )
         process = await self._ensure_process()
         try:
             async with asyncio.timeout(self._wait_s):
@@ -115,19 +121,6 @@ class TemplateRenderer:
         if is_last:
             await self._end()
         return _to_text(reply)
-
-    # --- Templates that took too long ---------------------------------------------------------------------------------
-
-    def _refuse(self, source: str) -> None:
-        now = self._clock()
-        self._refused = {known: until for known, until in self._refused.items() if until > now}
-        self._refused[source] = now + self._refuse_s
-
-    def _check_refused(self, source: str) -> None:
-        if self._clock() < self._refused.get(source, float("-inf")):
-            raise TemplateError(
-                f"the chat template took longer than {self._cpu_s:g} s, and is not tried again for {self._refuse_s:g} s"
-            )
 
     # --- The process --------------------------------------------------------------------------------------------------
 
@@ -159,7 +152,7 @@ class TemplateRenderer:
         )
 
     async def _end(self) -> None:
-        """Kill the process if there is one, and leave nothing of it."""
+        """Kill the process if there is one, and close its pipes."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -167,7 +160,7 @@ class TemplateRenderer:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
-        while await process.stdout.read(2**16):  # what it wrote before, or its pipe stays open
+        while await process.stdout.read(2**16):  # read the rest, or its pipe stays open
             pass
         await process.wait()
 
@@ -185,11 +178,11 @@ class TemplateRenderer:
         return await process.stdout.readexactly(length)
 
     def _failure(self, process: Process, source: str) -> LoraxError:
-        """Name the reason why a process has ended."""
+        """Return the error for a process that has ended."""
         if self._is_closed:
             return _stopping()
         if process.returncode == -TOO_LONG:
-            self._refuse(source)
+            self._refused[source] = True
             return TemplateError(f"the chat template takes longer than {self._cpu_s:g} s")
         return TemplateError("the chat template ended the process that renders it; it may use too much memory")
 
@@ -203,12 +196,10 @@ def _has_ended(process: Process) -> bool:
 
 
 def _kill(process: Process) -> None:
-    """Kill it by its number: `Process.kill` polls first, and what polls first takes the exit status from asyncio."""
+    """Kill a process by its id: `Process.kill` polls first, and would take the exit status from asyncio."""
     if process.returncode is None:
-        try:
+        with suppress(ProcessLookupError):  # it has just ended
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has just ended
-            return
 
 
 async def _to_frame(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> bytes:
@@ -219,7 +210,7 @@ async def _to_frame(template: ChatTemplate, messages: list[dict[str, Any]], vari
     request = {"source": template.source, "variables": {**template.special_tokens, **variables}}
     try:
         head = json.dumps(request, ensure_ascii=False).encode()
-        return b'%s, "messages": [%s]}' % (head[:-1], b", ".join([part async for part in _write(messages)]))
+        return b'%s, "messages": [%s]}' % (head[:-1], b", ".join([batch async for batch in _write(messages)]))
     except UnicodeEncodeError as error:
         raise TemplateError("the messages hold characters that are no text (lone surrogates)") from error
     except RecursionError as error:
@@ -229,7 +220,7 @@ async def _to_frame(template: ChatTemplate, messages: list[dict[str, Any]], vari
 
 
 async def _write(messages: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Write some at a time: there may be thousands, and others have their turn in between."""
+    """Encode some messages at a time: there may be thousands, and other tasks need the event loop."""
     for start in range(0, len(messages), MANY):
         if start:
             await asyncio.sleep(0)

@@ -1,25 +1,26 @@
-"""Makes the tokenizer of a folder into one that `tokenizers` reads, in a process of its own: this needs transformers.
+"""Convert the tokenizer of a folder into one that `tokenizers` reads, in a process of its own: this needs transformers.
 
-Nobody vouches for an adapter's files, so that process has limits, and its parent gives it no secrets.
-`python -m lorax_server.text.conversion_program FOLDER OUT [CONFIG]` writes `tokenizer.json` and `converted.json`
-to OUT.
-The class of the tokenizer depends on the model's config.json, which is CONFIG where it is not in FOLDER.
+An adapter's files are untrusted, so the process has limits, and its parent gives it no secrets.
+
+`python -m lorax_server.text.conversion_program FOLDER OUT [CONFIG]` writes `tokenizer.json` and `converted.json` to
+OUT. The class of the tokenizer depends on the model's config.json, which is CONFIG where it is not in FOLDER.
 """
 
 import json
 import resource
 import signal
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-ALARM_S = 120  # its parent ends it sooner, if there still is one
+ALARM_S = 120  # the parent ends this process sooner, if it still lives
 MAX_MEMORY = 2**32  # transformers alone needs 0.3 GiB, with a vocabulary of 256k tokens 0.7 GiB
 MAX_WRITTEN = 2**28  # bytes of a file
-# Whatever has rules of its own in some tokenizer: spaces, cases, digits, scripts, bytes, special tokens.
+# Texts that tokenizers treat differently: spaces, cases, digits, scripts, bytes, special tokens.
 SAMPLES = (
     "The quick brown fox, isn't it?  Two spaces\tand a tab.\n\n  Größe 日本語 👍🏽 1234567 don't",
     " leading space",
@@ -29,7 +30,7 @@ SAMPLES = (
 
 
 def convert(folder: Path, out: Path, config_path: Path | None) -> None:
-    """Raises if what is written would not do what transformers does."""
+    """Write the converted tokenizer. Raise an error if it does not do what transformers does."""
     from transformers import AutoConfig  # noqa: PLC0415 - after the limits, and never in the server
 
     config = None if config_path is None else AutoConfig.from_pretrained(config_path)
@@ -61,25 +62,22 @@ def _check(loaded: Any, written: Tokenizer, split_special_tokens: bool) -> None:
     texts = (*SAMPLES, *(f"a {token} b" for token in loaded.special_tokens_map.values()))
     for text in texts:
         for special in (True, False):
-            wanted = loaded(text, add_special_tokens=special)["input_ids"]
-            if written.encode(text, add_special_tokens=special).ids != wanted:
+            expected = loaded(text, add_special_tokens=special)["input_ids"]
+            if written.encode(text, add_special_tokens=special).ids != expected:
                 raise ValueError(f"{type(loaded).__name__} does what its `tokenizers` backend does not: {text!r}")
 
 
-def limit() -> None:
-    """What the process may use. RLIMIT_DATA counts what it allocates, unlike RLIMIT_AS, which also counts libraries: a
-    torch with CUDA maps gigabytes of them."""
+def limit_process() -> None:
+    """Limit the process. RLIMIT_DATA counts its allocations, RLIMIT_AS also libraries: torch maps gigabytes of them."""
     limits = {resource.RLIMIT_DATA: MAX_MEMORY, resource.RLIMIT_FSIZE: MAX_WRITTEN, resource.RLIMIT_CORE: 0}
-    for kind, most in limits.items():
-        try:
-            resource.setrlimit(kind, (most, most))
-        except (ValueError, OSError):  # the system's own limit is lower, or it has no such limit
-            continue
+    for kind, limit in limits.items():
+        with suppress(ValueError, OSError):  # the system's own limit is lower, or it has no such limit
+            resource.setrlimit(kind, (limit, limit))
     signal.alarm(ALARM_S)
 
 
 def main() -> None:
-    limit()
+    limit_process()
     folder, out, *rest = map(Path, sys.argv[1:])
     convert(folder, out, rest[0] if rest else None)
 

@@ -1,9 +1,9 @@
 """From token ids to text, token by token.
 
-The text of a request continues its prompt: it is what decoding the prompt and the tokens together adds to decoding the
-prompt. So a leading space is kept, and a character whose first bytes end the prompt is completed. Special tokens are
-skipped. A request's place in its tokens is two numbers, as in `models.causal_lm`: the text of everything before
-`read_offset` is out, and the tokens from `prefix_offset` on are what is needed to continue.
+The text of a request continues its prompt: it is what decoding prompt and tokens together adds to decoding the prompt.
+So a leading space is kept, and a character whose first bytes end the prompt is completed. Special tokens are skipped. A
+request's position in its tokens is two numbers, as in `models.causal_lm`: the text of all tokens before `read_offset`
+is out, and decoding continues from the tokens from `prefix_offset` on.
 """
 
 import codecs
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what stands for bytes that are no character
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character
 CONTEXT_TOKENS = 6  # before the prompt's end, for a decoder that needs its neighbours
 LONGEST_INCOMPLETE = 3  # bytes of a character that is not complete
-MAX_HELD_TOKENS = LONGEST_INCOMPLETE  # a token is at least a byte: what comes before the last three never changes
+MAX_HELD_TOKENS = LONGEST_INCOMPLETE  # a token is at least a byte: text before the last three never changes
 
 
 class Progress(NamedTuple):
-    """What a token added, and where its request then is."""
+    """The text that a token added, and the new position of its request."""
 
     text: str
     prefix_offset: int
@@ -30,28 +30,28 @@ class Progress(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """One tokenizer's way from ids to text."""
+    """Decodes the ids of one tokenizer."""
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """The offsets of a request that has generated nothing."""
+        """Return the offsets of a request that has generated nothing."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        """The text that the ids from `read_offset` on complete. `ids` begins with the prompt."""
+        """Decode the text that the ids from `read_offset` on complete. `ids` begins with the prompt."""
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        """What more there is if nothing follows: a character that is not complete is shown as such."""
+        """Decode the rest where no token follows. An incomplete character becomes U+FFFD."""
 
     def is_special(self, token_id: int) -> bool: ...
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, also a special one."""
+        """Decode one token by itself, also a special one."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Likewise, also where its bytes are only part of a character."""
+        """Return the bytes of one token, which may be only part of a character."""
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
-    """For a tokenizer of `tokenizers`, or of transformers."""
+    """Make a detokenizer for a tokenizer of `tokenizers` or of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     special = frozenset(special_tokens(tokenizer).values())
     if not isinstance(backend, Tokenizer):
@@ -60,7 +60,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
             special,
             frozenset(tokenizer.get_vocab().values()),
         )
-    # The decoder's part of tokenizer.json; writing all of it takes half a second for a large vocabulary.
+    # Only the decoder's part of tokenizer.json: all of a large vocabulary takes half a second.
     scheme = _recognise(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     if scheme is None:
         vocabulary = frozenset(backend.get_vocab().values())
@@ -69,7 +69,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The tokens that are no text, by name."""
+    """Return the ids of the tokens that are no text, by name."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -81,17 +81,16 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class Scheme(NamedTuple):
-    """How a token's name becomes bytes."""
+    """The rules by which the names of tokens become bytes."""
 
     to_bytes: Callable[[str], bytes]
-    first: Callable[[bytes], bytes] = bytes  # takes away the space that the encoder put before the text
+    first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder put before the text
 
 
 class ByteDetokenizer:
     """Byte-level and sentencepiece tokenizers: tokens are bytes, text is their UTF-8.
 
-    Where the bytes so far end within a character depends on the last three only, so any place in the tokens can be
-    continued from without knowing how it was reached.
+    Whether bytes end within a character depends on the last three only, so decoding can continue from any token.
     """
 
     def __init__(self, name_of: Callable[[int], str | None], scheme: Scheme, special: frozenset[int]) -> None:
@@ -104,7 +103,7 @@ class ByteDetokenizer:
         return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        added = [piece for token_id in ids[read_offset:] if (piece := self._bytes_of(token_id))]
+        added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # looking back over a long run of special tokens once per token would be quadratic
             return Progress("", prefix_offset, len(ids))
         decoder, begun = self._resume(ids, prefix_offset, read_offset)
@@ -128,14 +127,14 @@ class ByteDetokenizer:
         return self.token_text(token_id).encode() if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
-        """A decoder that knows how the tokens before `read` end, and whether they are any text at all."""
+        """Return a decoder that has read the end of the tokens before `read`, and whether they have any text."""
         before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(before[-LONGEST_INCOMPLETE:])
         return decoder, bool(before)
 
     def _context(self, ids: Sequence[int], end: int) -> int:
-        """Where the last bytes before `end` begin that can be part of a character."""
+        """Return the position of the first token before `end` whose bytes can be part of an incomplete character."""
         count = 0
         while end > 0 and count < LONGEST_INCOMPLETE:
             end -= 1
@@ -143,37 +142,29 @@ class ByteDetokenizer:
         return end
 
     def _bytes_of(self, token_id: int) -> bytes:
-        known = self._bytes.get(token_id)
-        if known is None:
+        cached = self._bytes.get(token_id)
+        if cached is None:
             name = None if token_id in self._special else self._name_of(token_id)
-            known = self._bytes[token_id] = b"" if name is None else self._scheme.to_bytes(name)
-        return known
+            cached = self._bytes[token_id] = b"" if name is None else self._scheme.to_bytes(name)
+        return cached
 
 
 def _recognise(decoder: Any) -> Scheme | None:
-    """The scheme of a decoder as `tokenizer.json` describes it, if its tokens are bytes."""
+    """Return the scheme of a decoder of `tokenizer.json`; None if its tokens are not bytes."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:
         return Scheme(_byte_level)
     if types == ["Metaspace"]:
         mark = steps[0]["replacement"]
-        first = bytes if steps[0].get("prepend_scheme") == "never" else _without_spaces
+        first = bytes if steps[0].get("prepend_scheme") == "never" else lambda text: text.replace(b" ", b"")
         return Scheme(lambda name: name.replace(mark, " ").encode(), first)
     if types[:3] == ["Replace", "ByteFallback", "Fuse"] and len(steps) <= 4 and all(map(_strips_a_space, steps[3:])):
         mark, content = steps[0]["pattern"].get("String"), steps[0]["content"]
         if mark:
-            first = _without_a_space if len(steps) == 4 else bytes
+            first = (lambda text: text.removeprefix(b" ")) if len(steps) == 4 else bytes
             return Scheme(lambda name: _sentencepiece(name.replace(mark, content)), first)
     return None
-
-
-def _without_spaces(piece: bytes) -> bytes:
-    return piece.replace(b" ", b"")
-
-
-def _without_a_space(piece: bytes) -> bytes:
-    return piece.removeprefix(b" ")
 
 
 def _strips_a_space(step: dict[str, Any]) -> bool:
@@ -193,7 +184,7 @@ def _sentencepiece(name: str) -> bytes:
 
 
 def _byte_names() -> dict[str, int]:
-    """Byte-level tokenizers name each byte by a character that can be seen: itself, or one from U+0100 on."""
+    """Return the bytes by their names in byte-level tokenizers: the visible character itself, or one from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -202,11 +193,11 @@ def _byte_names() -> dict[str, int]:
 _BYTE_OF = _byte_names()
 
 
-# --- All others -------------------------------------------------------------------------------------------------------
+# --- Other tokenizers -------------------------------------------------------------------------------------------------
 
 
 class WindowDetokenizer:
-    """Any tokenizer that can decode a list of ids: what the new tokens add to the decoding of those just before."""
+    """Any other tokenizer: the text is what the new tokens add to the decoding of those just before."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
@@ -241,9 +232,9 @@ class WindowDetokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self.token_text(token_id).encode()
 
-    def _added(self, window: Sequence[int], known: int) -> str:
-        """What the tokens of `window` after the first `known` add to them."""
-        before = self._decode([token_id for token_id in window[:known] if token_id in self._text_ids])
+    def _added(self, window: Sequence[int], num_read: int) -> str:
+        """Return the text that the tokens of `window` after the first `num_read` add to those."""
+        before = self._decode([token_id for token_id in window[:num_read] if token_id in self._text_ids])
         after = self._decode([token_id for token_id in window if token_id in self._text_ids])
         if before.endswith(REPLACEMENT):  # the prompt ended within a character, which may now be complete
             while not after.startswith(before):

@@ -1,7 +1,7 @@
-"""Renders chat templates, in a process of its own that may be killed: a template is code that nobody vouches for.
+"""Render chat templates in a process of its own that may be killed: a template is untrusted code.
 
-It is started by `chat_template.TemplateRenderer`. Frames go through its standard input and output: four bytes of
-length, then JSON. It imports jinja2 and nothing else that is not Python's own.
+`chat_template.TemplateRenderer` starts it. Frames go through its standard input and output: four bytes of length, then
+JSON. It imports only jinja2 and Python's own modules.
 """
 
 import json
@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -25,27 +26,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 LENGTH = struct.Struct(">I")
-TOO_LONG = signal.SIGPROF  # what ends a process whose template takes too long
+TOO_LONG = signal.SIGPROF  # ends a process whose template takes too long
 NUM_COMPILED = 32
-MAX_ERROR = 2000  # characters of a reason: a template may write any
+MAX_ERROR = 2000  # characters: a template may write an error of any length
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, the usual one first
 
 
 class RenderLimits(NamedTuple):
-    """Limits of a render. `cpu_s` is this process's own time: while it cannot run, nothing is charged."""
+    """Limits of a render. `cpu_s` is the CPU time of this process: waiting is not charged."""
 
     max_output: int
     max_memory: int
     cpu_s: float
 
 
-# --- What a template may use: the same as in transformers -------------------------------------------------------------
+# --- Functions for templates, as transformers has them ----------------------------------------------------------------
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, which matters in training; here it is what it encloses."""
+    """`{% generation %}` marks the assistant's words for training. Here it has no effect on its content."""
 
-    tags = {"generation"}  # noqa: RUF012 - that is how an extension says it
+    tags = {"generation"}  # noqa: RUF012 - the form that jinja2 asks for
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -57,7 +58,7 @@ class GenerationTag(Extension):
 
 
 class PlainNamespace(Namespace):
-    """One whose names say nothing to Python."""
+    """A namespace that refuses names with a meaning to Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -65,7 +66,7 @@ class PlainNamespace(Namespace):
 
 
 class DictMaker:
-    """`dict(...)` and `dict.fromkeys(...)`, without the class and what hangs on it."""
+    """`dict(...)` and `dict.fromkeys(...)`, without the class and its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -111,7 +112,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what is special in HTML."""
+    """Encode JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -126,10 +127,10 @@ class Program:
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
         self._compiled: Callable[[str], jinja2.Template] = lru_cache(NUM_COMPILED)(make_environment().from_string)
-        self.is_spent = False  # it holds, or held, memory that the next template would lack
+        self.is_spent = False  # it has used memory that the next template would lack
 
     def answer(self, request: bytes) -> bytes:
-        """The frame that answers a frame, whatever the template does."""
+        """Return the reply to a frame, whatever the template does."""
         try:
             return json.dumps({"text": self._render(json.loads(request))}, ensure_ascii=False).encode()
         except MemoryError:
@@ -147,17 +148,17 @@ class Program:
         template = self._compiled(request["source"])
         variables = {"tools": None, "documents": None, "add_generation_prompt": False, **request["variables"]}
         messages = [_with_reasoning(message) for message in request["messages"]]
-        parts, count = [], 0
-        for part in template.generate({**variables, "messages": messages}):
-            parts.append(part)
-            count += len(part)
+        texts, count = [], 0
+        for text in template.generate({**variables, "messages": messages}):
+            texts.append(text)
+            count += len(text)
             if count > self._limits.max_output:
                 raise jinja2.TemplateError(f"the template writes more than {self._limits.max_output} characters")
-        return "".join(parts)
+        return "".join(texts)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has all the names that templates know it by."""
+    """Return a message whose reasoning has all the names that templates use."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -172,14 +173,14 @@ def _describe(error: Exception) -> str:
 
 
 def serve(source: BinaryIO, sink: BinaryIO, limits: RenderLimits) -> None:
-    """Answer until there is no more, or until it is better to begin anew. The empty frame says which it is."""
-    worker = Program(limits)
+    """Answer frames until the input ends or a new process is better. After each reply, a second frame tells which."""
+    program = Program(limits)
     _write(sink, b"")  # ready
     while (request := _read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # its signal ends the process, whatever Python does
-        reply = worker.answer(request)
+        reply = program.answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        is_last = worker.is_spent or memory_in_use() > limits.max_memory // 2
+        is_last = program.is_spent or memory_in_use() > limits.max_memory // 2
         _write(sink, reply)
         _write(sink, b"last" if is_last else b"")
         if is_last:
@@ -187,19 +188,17 @@ def serve(source: BinaryIO, sink: BinaryIO, limits: RenderLimits) -> None:
 
 
 def limit_memory(max_bytes: int) -> None:
-    """As far as the system lets us; the parent's patience is the other limit."""
+    """Limit the memory as far as the system can; the parent's timeout is the other limit."""
     for kind, limit in ((resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_CORE, 0)):
-        try:
+        with suppress(ValueError, OSError):  # macOS has no such limit
             resource.setrlimit(kind, (limit, limit))
-        except (ValueError, OSError):  # macOS has no such limit
-            continue
 
 
 def memory_in_use() -> int:
-    """Bytes of address space, which is what is limited."""
+    """Return the bytes of address space, which is limited."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux; there the most it ever used includes what its parent used before it began
+    except OSError:  # not Linux; there the maximum includes the memory of the parent before the start
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return pages * resource.getpagesize()
 
@@ -221,7 +220,7 @@ def main() -> None:
     max_output, max_memory, cpu_s = sys.argv[1:]
     limits = RenderLimits(int(max_output), int(max_memory), float(cpu_s))
     sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever is printed is no frame
+    os.dup2(2, 1)  # printed text must not mix with frames
     limit_memory(limits.max_memory)
     serve(sys.stdin.buffer, sink, limits)
 

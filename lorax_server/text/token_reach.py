@@ -1,8 +1,8 @@
-"""The reach of a tokenizer, known without asking it: the most characters that one of its tokens can stand for.
+"""The reach of a tokenizer: the most characters that one of its tokens can stand for.
 
-A text is refused by its length only where this is sure, so every part of a tokenizer is looked at. Some shorten a
-text before it is cut, some leave out what they do not know, and some make one token of a word of any length; a
-tokenizer with a part that is not known here has no such number.
+A text is refused by its length only where the reach is sure, so every component of a tokenizer is checked. Some shorten
+a text before it is cut, some leave out unknown characters, and some make one token of a word of any length. A tokenizer
+with an unknown component has no reach.
 """
 
 import json
@@ -21,7 +21,7 @@ BYTE_LEVEL = "ByteLevel"
 
 
 def longest_reach(backend: Tokenizer) -> int | None:
-    """The most characters of a text that one token can stand for; None where there may be no limit."""
+    """Return the most characters of a text that one token can stand for; None where there may be no limit."""
     normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
     shrinkage = 1
     for step in normalizers:
@@ -39,7 +39,7 @@ def longest_reach(backend: Tokenizer) -> int | None:
 
 
 def has_plain_names(backend: Tokenizer) -> bool:
-    """Tell whether a token is always called as the vocabulary spells it. Some are called by the text they come from."""
+    """Tell whether an encoding names tokens as the vocabulary does. Some are named by the text they come from."""
     added = backend.get_added_tokens_decoder().values()
     is_normalized = backend.normalizer is not None
     odd = any(token.lstrip or token.rstrip or (token.normalized and is_normalized) for token in added)
@@ -48,9 +48,9 @@ def has_plain_names(backend: Tokenizer) -> bool:
     return isinstance(backend.model, models.BPE) and not odd and is_plain
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """List the parts that a tokenizer's part consists of, as `tokenizer.json` describes it."""
-    return _flatten(json.loads(part.__getstate__())) if part is not None else iter(())
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a tokenizer's component, as `tokenizer.json` describes them."""
+    return _flatten(json.loads(component.__getstate__())) if component is not None else iter(())
 
 
 def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -70,19 +70,19 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Tell whether what a text is split into is all of it."""
+    """Tell whether a splitter keeps all of a text."""
     return step["type"] in KEEPING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Tell whether what is put around a text's tokens leaves them there."""
+    """Tell whether a post-processor keeps the tokens of a text."""
     if step["type"] == "TemplateProcessing":
         return any("Sequence" in piece for piece in step["single"])
     return step["type"] in KEEPING_PROCESSORS
 
 
 def _put_around(step: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """The tokens that are put around a text, with the names that they then have."""
+    """Yield the tokens that are put around a text, with their names there."""
     for special in step.get("special_tokens", {}).values():
         yield from zip(special["ids"], special["tokens"], strict=True)
     for name, token_id in (step[key] for key in ("cls", "sep") if key in step):
@@ -90,7 +90,7 @@ def _put_around(step: dict[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:
-    """Tell whether every byte has a token, so that nothing is left out and no unknown characters become one token."""
+    """Tell whether every byte has a token, so that no unknown characters are left out or become one token."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if is_byte_level:

@@ -273,7 +273,7 @@ def _convert(files: TokenizerFolder, model_config: Path, converter: Converter) -
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as scratch:
         folder, out = files.path, Path(scratch, "out")
         out.mkdir()
-        if files.is_vouched_for:
+        if files.is_restricted:
             folder = Path(scratch, "adapter")
             folder.mkdir()
             files.copy_to(folder)
@@ -305,7 +305,7 @@ def _read_templates(files: TokenizerFolder, config: Mapping[str, Any]) -> dict[s
     """Return the chat templates by name: those in files of their own, or else those in the config."""
     names = {"default": TEMPLATE_FILE} if files.has(TEMPLATE_FILE) else {}
     names |= {Path(name).stem: name for name in files.list_templates()}
-    templates = {key: files.read_text(name) for key, name in names.items()} or _templates_in(files.path, config)
+    templates = {key: files.read_template(name) for key, name in names.items()} or _templates_in(files.path, config)
     if len(templates) > MAX_TEMPLATES:
         raise ConfigError(f"{files.path}: has more than {MAX_TEMPLATES} chat templates")
     return templates

@@ -20,8 +20,8 @@ from lorax_server.adapters import checkpoint
 from lorax_server.adapters.checkpoint import (
     MAX_DIMENSIONS,
     MAX_KEY_LENGTH,
-    Part,
     TensorInfo,
+    TensorRole,
     assign_tensors,
     read_header,
 )
@@ -32,8 +32,8 @@ from lorax_server.files.plain_file import open_plain
 NAME = "acme/tuned"
 
 
-def assigned_keys(keys: list[str], modules: Any) -> dict[str, dict[Part, str]]:
-    return {module: found.keys for module, found in assign_tensors(keys, modules, NAME).items()}
+def assigned_keys(keys: list[str], modules: Any) -> dict[str, dict[TensorRole, str]]:
+    return assign_tensors(keys, modules, NAME)[0]
 
 
 def header_bytes(header: Any) -> bytes:
@@ -299,19 +299,25 @@ WRAPPERS += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
 @pytest.mark.parametrize(
     ("suffix", "part"),
     [
-        *((f"lora_{x}{name}.weight", Part[f"LORA_{x}"]) for x in "AB" for name in ("", ".default", ".my-name")),
-        *((f"lora_embedding_{x}{name}", Part[f"LORA_{x}"]) for x in "AB" for name in ("", ".default")),
-        *((f"lora_B{name}.bias", Part.LORA_BIAS) for name in ("", ".default")),
-        *((f"lora_magnitude_vector{name}", Part.MAGNITUDE) for name in ("", ".weight", ".default", ".default.weight")),
-        *((f"{x}trainable_tokens_delta", Part.TOKEN_ROWS) for x in ("", "token_adapter.")),
-        ("token_adapter.trainable_tokens_delta.default", Part.TOKEN_ROWS),
-        *((f"{x}weight", Part.WEIGHT) for x in ("", "base_layer.", "modules_to_save.", "modules_to_save.default.")),
-        *((f"{x}bias", Part.BIAS) for x in ("", "base_layer.", "modules_to_save.", "modules_to_save.default.")),
+        *((f"lora_{x}{name}.weight", TensorRole[f"LORA_{x}"]) for x in "AB" for name in ("", ".default", ".my-name")),
+        *((f"lora_embedding_{x}{name}", TensorRole[f"LORA_{x}"]) for x in "AB" for name in ("", ".default")),
+        *((f"lora_B{name}.bias", TensorRole.LORA_BIAS) for name in ("", ".default")),
+        *(
+            (f"lora_magnitude_vector{name}", TensorRole.MAGNITUDE)
+            for name in ("", ".weight", ".default", ".default.weight")
+        ),
+        *((f"{x}trainable_tokens_delta", TensorRole.TOKEN_ROWS) for x in ("", "token_adapter.")),
+        ("token_adapter.trainable_tokens_delta.default", TensorRole.TOKEN_ROWS),
+        *(
+            (f"{x}weight", TensorRole.WEIGHT)
+            for x in ("", "base_layer.", "modules_to_save.", "modules_to_save.default.")
+        ),
+        *((f"{x}bias", TensorRole.BIAS) for x in ("", "base_layer.", "modules_to_save.", "modules_to_save.default.")),
         *((f"original_module.{x}", None) for x in ("weight", "bias")),
         *((f"{x}", None) for x in ("lora_velora_embed", "lora_monteclora_sampler.default.std_prior")),
     ],
 )
-def test_todays_and_early_names_are_understood(prefix: str, suffix: str, part: Part | None) -> None:
+def test_todays_and_early_names_are_understood(prefix: str, suffix: str, part: TensorRole | None) -> None:
     for module in (Q, "model.embed_tokens", "lm_head"):
         key = f"{prefix}{module}.{suffix}"
         assert assigned_keys([key], LLAMA) == ({} if part is None else {module: {part: key}})
@@ -329,7 +335,7 @@ def test_todays_and_early_names_are_understood(prefix: str, suffix: str, part: P
     ],
 )
 def test_names_without_their_first_words_are_understood(key: str, modules: list[str], module: str) -> None:
-    assert assigned_keys([key], modules)[module] in ({part: key} for part in Part)
+    assert assigned_keys([key], modules)[module] in ({part: key} for part in TensorRole)
 
 
 @pytest.mark.parametrize(
@@ -376,13 +382,13 @@ def test_two_keys_for_one_thing_are_refused(first: str, second: str) -> None:
 
 def test_the_rows_of_a_resized_vocabulary_come_before_their_copy() -> None:
     keys = [f"{PEFT}lm_head.modules_to_save.weight", f"{PEFT}lm_head.weight"]
-    assert assigned_keys(keys, LLAMA) == {"lm_head": {Part.WEIGHT: keys[1]}}
-    assert assigned_keys(keys[::-1], LLAMA) == {"lm_head": {Part.WEIGHT: keys[1]}}
+    assert assigned_keys(keys, LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
+    assert assigned_keys(keys[::-1], LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
 
 
 def test_many_and_long_keys_come_to_an_end() -> None:
     training = [f"{PEFT}{Q}.x{i}.original_module.weight" for i in range(20_000)]
-    assert assign_tensors(training, LLAMA, NAME) == {}
+    assert assigned_keys(training, LLAMA) == {}
     keys = [f"{PEFT * (i % 9)}{Q}.lora_A.{i}.weight" for i in range(20_000)]
     with pytest.raises(AdapterError, match="are the same thing"):
         assign_tensors([*training, *keys], LLAMA, NAME)

@@ -101,7 +101,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             config = Path(command[5]) if command[5:] else None
             conversion_program.convert(Path(command[3]), Path(command[4]), config)
         except Exception as error:
-            (out / "said.txt").write_text(f"Traceback\n{error}\n")
+            (out / "log.txt").write_text(f"Traceback\n{error}\n")
             return 1
         return 0
 
@@ -307,7 +307,7 @@ def test_the_converter_has_limits() -> None:
 def run_limited(then: str) -> subprocess.CompletedProcess[str]:
     kinds = "KINDS = (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)"
     imports = "import resource; from lorax_server.text import conversion_program"
-    code = f"{imports}; conversion_program.limit(); {kinds}; {then}"
+    code = f"{imports}; conversion_program.limit_process(); {kinds}; {then}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 

@@ -275,7 +275,10 @@ def test_a_file_that_changes_without_a_new_stamp(
 ) -> None:
     """Change a file twice within a tick of the file system's clock: a young file is read again."""
     plain, stamp = folder / "plain", (1, 2, 3, 4)
-    with mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp):
+    with (
+        mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp),
+        mock.patch("lorax_server.files.plain_file.stamp_of", return_value=stamp),
+    ):
         spec = make_spec(plain, targets)
         if is_merged:
             spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))

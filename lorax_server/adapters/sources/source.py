@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 from cachetools import TTLCache
 
-from lorax_server.errors import AdapterAccessError, AdapterError, SourceError
+from lorax_server.errors import AdapterAccessError, AdapterError
 from lorax_server.files.adapter_files import (
     MAX_CONFIG_BYTES,
     MAX_TEMPLATES,
     PICKLE_FILES,
     REQUIRED_FILES,
     TEMPLATES_FOLDER,
-    count_templates,
     find_limit,
+    is_template,
     tokenizer_files,
 )
 from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import ChangedError, Stamp, open_plain
+from lorax_server.files.plain_file import Stamp, open_plain, reading
 from lorax_server.files.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
     if missing:
         raise AdapterError(f"{what}: has no {' and no '.join(missing)}; save it with PEFT")
     wanted = [*REQUIRED_FILES, *tokenizer_files(files.sizes)]
-    if count_templates(wanted) > MAX_TEMPLATES:
+    if sum(map(is_template, wanted)) > MAX_TEMPLATES:
         raise AdapterError(f"{what}: {TEMPLATES_FOLDER} has more than {MAX_TEMPLATES} templates")
     for file in wanted:
         size, limit = files.sizes[file], find_limit(file) or max_bytes
@@ -232,14 +232,10 @@ def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
 def read_json(path: Path, what: str, stamp: Stamp | None = None) -> dict[str, Any]:
     """Read a JSON object from an untrusted file. With a `stamp`, only the file that has it is read."""
     try:
-        with open_plain(path, stamp) as file:
+        with reading(what, path), open_plain(path, stamp) as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")
         return parse_json(content)
-    except ChangedError as error:
-        raise SourceError(f"{what}: {path.name} changed while it was read; try again") from error
-    except OSError as error:
-        raise AdapterError(f"{what}: {path.name} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise AdapterError(f"{what}: {path.name} is refused: {error}") from error

@@ -10,10 +10,11 @@ import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from lorax_server.adapters.merge import Merge, MergedAdapter, module_seed
+from lorax_server.adapters.merge import MergedAdapter, module_seed
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
 from lorax_server.layers.targets import adapter_targets
+from lorax_server.types import Merge
 from tests.lora import fill_arena
 from tests.paged import PagedDriver
 from tests.parity.adapters.cases import Case, randomize
