@@ -61,13 +61,13 @@ class Ready:
         self.notify = lambda: None
         self.results: list[Prepared] = []
 
-    def start(self, spec: AdapterSpec) -> None:
+    def enqueue(self, spec: AdapterSpec) -> None:
         self.results.append(Prepared(spec.identity, 1, 256, VOCAB))
 
     def get(self, identity: str) -> HostAdapter:
         return HostAdapter(torch.zeros(64), empty_table(0), torch.zeros(0), VOCAB, 1)
 
-    def take(self) -> list[Prepared]:
+    def take_results(self) -> list[Prepared]:
         taken, self.results = self.results, []
         return taken
 

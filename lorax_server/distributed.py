@@ -1,4 +1,4 @@
-"""Tensor-parallel groups, and which part of a dimension each rank holds."""
+"""Tensor-parallel groups, and the part of a dimension that each rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from lorax_server.errors import ConfigError
 
 
 class ProcessGroup(Protocol):
-    """What the layers need of a group of ranks."""
+    """The operations that layers need of a group of ranks."""
 
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks; may be computed in place."""
+        """Return the sum of `x` over the ranks; it may be computed in place."""
         ...
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """`x` of every rank, side by side along `dim`."""
+        """Return `x` of every rank, side by side along `dim`."""
         ...
 
 
@@ -53,8 +53,8 @@ class TorchGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def beside(self) -> "HostGroup":
-        """The same ranks again, for another thread; all ranks must ask for it at the same time."""
+    def make_host_group(self) -> "HostGroup":
+        """Make another group of the same ranks, for another thread; all ranks must do so at the same time."""
         return HostGroup(dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo"))
 
     def rank(self) -> int:
@@ -74,7 +74,7 @@ class TorchGroup:
 
 
 class HostGroup(TorchGroup):
-    """Ranks that speak through host memory, wherever their tensors are."""
+    """Ranks that communicate through host memory, wherever their tensors are."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(x.cpu()).to(x.device)
@@ -84,7 +84,7 @@ class HostGroup(TorchGroup):
 
 
 def join_group(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60) -> TorchGroup:
-    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); returns when all are there."""
+    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); return when all are there."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
@@ -113,19 +113,19 @@ class Shard:
         return self.ranges == ((0, self.full),)
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of a full tensor."""
+        """Return this rank's part of a full tensor."""
         if self.is_whole:
             return x
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim=dim)
 
 
 def whole(size: int) -> Shard:
-    """Every rank holds all of the dimension."""
+    """Let every rank hold all of the dimension."""
     return Shard(size, ((0, size),))
 
 
 def shard_evenly(group: ProcessGroup, size: int, what: str) -> Shard:
-    """Rank `i` holds the `i`-th of equal stretches."""
+    """Cut into equal stretches, of which rank `i` holds the `i`-th."""
     return shard_units(group, [(size, 1)], what)
 
 
@@ -146,7 +146,7 @@ def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], what: str
 
 
 def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Shard:
-    """Key and value heads: divided over the ranks, or each shared by several ranks where there are fewer heads."""
+    """Divide key and value heads over the ranks, or let several ranks share each where there are fewer heads."""
     rank, ranks = group.rank(), group.size()
     if num_kv_heads < ranks and ranks % num_kv_heads == 0:
         head = rank * num_kv_heads // ranks
@@ -155,19 +155,19 @@ def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Sha
 
 
 def shard_vocab(group: ProcessGroup, vocab_size: int) -> Shard:
-    """Stretches of a vocabulary, all equal but the last ones, which may be shorter or empty."""
+    """Cut a vocabulary into stretches, all equal but the last ones, which may be shorter or empty."""
     block = vocab_block(group, vocab_size)
     start = min(group.rank() * block, vocab_size)
     return Shard(vocab_size, ((start, min(start + block, vocab_size)),))
 
 
 def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
-    """Rows of the vocabulary per rank, counting the padding of the last ranks."""
+    """Return the rows of the vocabulary per rank, counting the padding of the last ranks."""
     return -(-vocab_size // group.size())
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges that touch, as one: a shard of one rank is whole."""
+    """Join ranges that touch, so that the shard of a single rank is whole."""
     joined = ranges[:1]
     for start, stop in ranges[1:]:
         if start == joined[-1][1]:

@@ -1,4 +1,4 @@
-"""The adapters of one rank in device memory: bytes are copied to where the engine says, and the table follows."""
+"""The adapters of one rank in device memory, at the places that the engine chooses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MOVE_UNITS = 65536
 
 @dataclass(frozen=True)
 class _Resident:
-    """What is remembered of an adapter that is here; its bytes are not kept a second time."""
+    """An adapter in device memory; its bytes are not kept on the host."""
 
     table: torch.Tensor
     scales: torch.Tensor
@@ -29,9 +29,9 @@ class AdapterMemory:
 
     There is no largest rank and no number of slots: an adapter takes the bytes it has. Index 0 is the base model.
 
-    On a GPU an adapter's bytes come in on a stream of their own, beside the steps of the model. Everything else (the
-    tables, moves) happens on the stream of whoever calls, which must be that of the steps: then a step sees the table
-    as it was when the step was submitted, and an index can be used for another adapter at once.
+    On a GPU an adapter's bytes are copied on a stream of their own, beside the steps of the model. Everything else (the
+    tables, moves) happens on the caller's stream, which must be that of the steps: then a step sees the table as it was
+    when the step was submitted, and an index can be used for another adapter at once.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class AdapterMemory:
         num_rows: int = 64,
         is_follower: bool = False,
     ) -> None:
-        """`num_rows` is how many rows the tables have at first; they double when an index lies beyond.
+        """The tables have `num_rows` rows at first, and double when an index lies beyond.
 
-        The engine hears from the first rank when steps and loads have ended. On all others, the followers, they may
-        still be under way, so that there a load waits for the steps before it and a step for the loads it needs.
+        The engine hears from the first rank that steps and loads have ended. On all others, the followers, they may
+        still be under way. So there a load waits for the steps before it, and a step for the loads it needs.
         """
         self._is_follower = is_follower
         self.num_units = num_units
@@ -63,31 +63,33 @@ class AdapterMemory:
             [self._base_vocab] * num_rows,
             targets,
         )
-        self._unordered: set[int] = set()  # that the stream of the steps has not waited for
+        self._unordered: set[int] = set()  # indices that the stream of the steps has not waited for
         self._stream: torch.cuda.Stream | None = None  # on a CPU there is nothing to run beside
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def load(self, index: int, adapter: HostAdapter, first_unit: int) -> torch.cuda.Event | None:
-        """Begin to copy an adapter in; what tells that it has arrived, None if it has. No step that is under way may
-        read these units."""
+        """Begin to copy an adapter in. Return the event of its arrival, or None if it is there.
+
+        No step that is under way may read these units.
+        """
         assert index > 0, "index 0 is the base model"
         assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
         self._make_room(index)
         start = first_unit * self._unit
-        place = self.arena.buffer[start : start + adapter.buffer.numel()]
+        units = self.arena.buffer[start : start + adapter.buffer.numel()]
         arrived = None
         if self._stream is None:
-            place.copy_(adapter.buffer)
+            units.copy_(adapter.buffer)
         else:
             self._unordered.add(index)
             if self._is_follower:
-                self._stream.wait_stream(torch.cuda.current_stream(place.device))
+                self._stream.wait_stream(torch.cuda.current_stream(units.device))
             with torch.cuda.stream(self._stream):
-                place.copy_(adapter.buffer, non_blocking=True)
-                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # who waits for it may sleep
+                units.copy_(adapter.buffer, non_blocking=True)
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # a thread that waits sleeps
         self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrived)
         self._point(index, start)
         self.arena.vocab_sizes[index] = adapter.vocab_size
@@ -95,26 +97,26 @@ class AdapterMemory:
         return arrived
 
     def wait_for(self, index: int) -> None:
-        """Let the steps from now on wait, on the device, until all of it has arrived."""
+        """Let the steps from now on wait, on the device, until all of an adapter has arrived."""
         resident = self._residents[index]
         if resident.arrived is not None and index in self._unordered:
             torch.cuda.current_stream(self.arena.buffer.device).wait_event(resident.arrived)
             self._unordered.remove(index)
 
     def is_loaded(self, index: int) -> bool:
-        """Whether all of it has arrived, so that a step may use it."""
+        """Return whether all of an adapter has arrived, so that a step may use it."""
         resident = self._residents.get(index)
         return resident is not None and (resident.arrived is None or resident.arrived.query())
 
     def unload(self, index: int) -> None:
-        """No step from the next on uses this index. Its row on the device stays, which nobody reads."""
-        self.wait_for(index)  # what takes its place must not meet its last bytes
+        """Free an index that no later step uses. Its row on the device stays, and is never read."""
+        self.wait_for(index)  # the next adapter in its place must not meet its last bytes
         del self._residents[index]
         self.arena.host_table[index] = self._nothing
         self.arena.vocab_sizes[index] = self._base_vocab
 
     def move(self, index: int, source: int, target: int) -> None:
-        """Move an adapter to a lower place, possibly over its own old one."""
+        """Move an adapter to a lower place, which may overlap its old one."""
         self.wait_for(index)
         assert 0 <= target < source, "adapters move down only"
         buffer, piece = self.arena.buffer, MOVE_UNITS * self._unit
@@ -149,6 +151,6 @@ class AdapterMemory:
         )
 
 
-def _write(place: torch.Tensor, values: torch.Tensor) -> None:
-    """Write to the device without waiting for what it is doing, which takes pinned memory."""
-    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=place.is_cuda)
+def _write(row: torch.Tensor, values: torch.Tensor) -> None:
+    """Write to the device without waiting for it, which takes pinned memory."""
+    row.copy_(values.pin_memory() if row.is_cuda else values, non_blocking=row.is_cuda)

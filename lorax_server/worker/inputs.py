@@ -1,4 +1,6 @@
-"""What a worker remembers of each running sequence, in tables on the device, so that a step need not be told again."""
+"""The inputs of a step: what its plan says, and tables on the device, so that plans need not repeat what is known."""
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from lorax_server.types import SamplingParams
 
 
 class RowTables:
-    """By row: tokens, blocks and the length of the prompt on the device, and what is wanted of the next token."""
+    """By row, each a running sequence: its tokens, its blocks, the length of its prompt, its sampling parameters."""
 
     def __init__(self, num_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -19,18 +21,34 @@ class RowTables:
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.row_sampling = [RowSampling(SamplingParams())] * num_rows
 
-    def take(self, plan: StepPlan) -> None:
-        """The rows and blocks that are new in a step."""
+    def write_new(self, plan: StepPlan) -> None:
+        """Write the rows and blocks that are new in a step."""
         for new in plan.new_rows:
             tokens = torch.tensor(new.token_ids)
             self.token_ids[new.row, : len(tokens)] = tokens.to(self.token_ids.device, non_blocking=True)
             self.prompt_lengths[new.row] = self.host_prompt_lengths[new.row] = new.prompt_length
             self.row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
         if len(plan.new_blocks):
-            rows, places, blocks = to_device(plan.new_blocks.T, self.blocks.device)
-            self.blocks[rows, places] = blocks.int()
+            rows, columns, blocks = to_device(plan.new_blocks.T, self.blocks.device)
+            self.blocks[rows, columns] = blocks.int()
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a step, on the host."""
+
+    sequences: Ints  # [tokens] index of the token's sequence in the plan
+    positions: Ints  # [tokens]
+    bounds: Ints  # [sequences + 1]
+    last: Ints  # [sampling sequences] the token that the next one is chosen after
+
+
+def locate_tokens(plan: StepPlan) -> StepTokens:
+    sequences = np.repeat(np.arange(len(plan.rows)), plan.counts)
+    bounds = np.concatenate([[0], plan.counts.cumsum()])
+    positions = np.arange(len(sequences)) - bounds[sequences] + plan.starts[sequences]
+    return StepTokens(sequences, positions, bounds, (bounds[1:] - 1)[plan.samples])
 
 
 def to_device(columns: Ints | list[Ints], device: torch.device) -> torch.Tensor:
-    """Several columns of one length in one copy."""
+    """Copy several columns of one length at once."""
     return torch.from_numpy(np.ascontiguousarray(columns)).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Shares of the memory: the cache's and the adapters'."""
+"""The shares of memory that the cache and the adapters get."""
 
 import itertools
 
@@ -18,7 +18,7 @@ MOST_SAMPLED = 256  # rows of the head's output that are taken into account
 
 
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
-    """For adapters on the device."""
+    """Return the bytes for adapters on the device."""
     if config.adapter_bytes is not None:
         return config.adapter_bytes
     if device.type != "cuda":
@@ -27,7 +27,7 @@ def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def adapter_host_bytes(config: EngineConfig) -> int:
-    """On every rank, all of which are on this machine."""
+    """Return the bytes for adapters in host memory on every rank, all of which are on this machine."""
     return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_SHARE // config.tensor_parallel
 
 
@@ -37,12 +37,13 @@ def block_bytes(model: PagedCausalLM, block_size: int) -> int:
 
 
 def count_blocks(model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int) -> int:
-    """Blocks that fit, but not more than all sequences at once can ever need."""
+    """Count the blocks that fit, but not more than all sequences at once can ever need."""
     size = block_bytes(model, config.block_size)
     available = config.cache_bytes
-    if available is None:
-        is_gpu = model.device.type == "cuda"
-        available = _free_on_gpu(model, config, step_tokens, max_length) if is_gpu else _free_on_cpu()
+    if available is None and model.device.type == "cuda":
+        available = _free_on_gpu(model, config, step_tokens, max_length)
+    elif available is None:
+        available = free_bytes() // CPU_CACHE_SHARE
     count = min(available // size, -(-config.max_rows * max_length // config.block_size))
     if count < 1:
         raise ConfigError(
@@ -52,12 +53,8 @@ def count_blocks(model: PagedCausalLM, config: EngineConfig, step_tokens: int, m
     return count
 
 
-def _free_on_cpu() -> int:
-    return free_bytes() // CPU_CACHE_SHARE
-
-
 def _free_on_gpu(model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int) -> int:
-    """What is left beside the model, the adapters and the largest step."""
+    """Measure the memory that the model, the adapters and the largest step leave free."""
     torch.cuda.synchronize(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
@@ -69,7 +66,7 @@ def _free_on_gpu(model: PagedCausalLM, config: EngineConfig, step_tokens: int, m
 
 
 def largest_step(model: PagedCausalLM, step_tokens: int, max_length: int) -> None:
-    """A step that is full of prompts, as few and as long as they can be, through the model and its head."""
+    """Run a step full of prompts, as few and as long as they can be, through the model and its head."""
     block_size, device = 16, model.device
     full, rest = divmod(step_tokens, max_length)
     lengths = [max_length] * full + [rest] * (rest > 0)

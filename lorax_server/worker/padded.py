@@ -1,4 +1,4 @@
-"""Runs the steps of any HuggingFace model: plans of sequences that come and go, computed in a padded batch."""
+"""Runs the steps of any HuggingFace model, in a padded batch that sequences join and leave."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 
 
 def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) -> Capabilities:
-    """What a `PaddedRunner` of this model can do. There are no blocks in it, so there are enough for everything."""
+    """Describe a `PaddedRunner` of this model. It has no blocks; the engine is told of enough for everything."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
     return Capabilities(
@@ -36,7 +36,7 @@ def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) 
 
 
 class _Request(NamedTuple):
-    """A sequence to its batch, which knows it by its row."""
+    """A sequence of a batch, identified by its row in the plan."""
 
     id: int
     prefill_logprobs: bool
@@ -44,7 +44,7 @@ class _Request(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a step gives to one sequence."""
+    """The results of a step for one sequence."""
 
     token_id: int
     logprob: float
@@ -54,11 +54,11 @@ class _Outcome(NamedTuple):
 
 
 class PaddedRunner:
-    """A model and the batch that runs.
+    """A model and its running batch.
 
-    Every sequence that goes on must have its token in every plan: a step adds a column to the whole batch, so who is
-    not in a plan has ended, and its row is free. A scheduler that serves those that run before it lets others in keeps
-    to this if a step may have as many tokens as there are rows, and blocks do not run out.
+    Every running sequence must have its token in every plan: a step adds a column to the whole batch, so a sequence
+    that is not in a plan has ended, and its row is free. The scheduler serves running sequences before it admits new
+    ones. So it keeps to this if a step may have as many tokens as there are rows, and blocks do not run out.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -68,23 +68,23 @@ class PaddedRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Nothing is under way afterwards: what is handed out for `collect` is the result itself."""
+        """Compute a step. Nothing is under way afterwards: the ticket for `collect` is the result itself."""
         _check(plan)
-        parts = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
+        batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
         outcomes: dict[int, _Outcome] = {}
-        for batch in parts:
+        for batch in batches:
             outcomes.update(self._step(batch))
-        self._batch = CausalLMBatch.concatenate(parts) if len(parts) > 1 else next(iter(parts), None)
-        return _result(plan, outcomes)
+        self._batch = CausalLMBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
+        return _make_result(plan, outcomes)
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
 
     def _continue(self, plan: StepPlan) -> CausalLMBatch | None:
-        """The batch without those that have ended, in its own order: to follow the plan's would cost copies."""
-        new = {each.row for each in plan.new_rows}
+        """Return the batch without ended sequences, in its own order: to follow the plan's would cost copies."""
+        new_rows = {new.row for new in plan.new_rows}
         starts = zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
-        running = {row: start for row, start in starts if row not in new}
+        running = {row: start for row, start in starts if row not in new_rows}
         batch = self._batch
         held = {} if batch is None else dict(zip(batch.requests_idx_mapping, batch.input_lengths, strict=True))
         for row, start in running.items():
@@ -109,20 +109,20 @@ class PaddedRunner:
         )
 
     def _step(self, batch: CausalLMBatch) -> dict[int, _Outcome]:
-        """A token for each row of the batch, which then is ready for the next."""
+        """Choose a token for each row of the batch, and make it ready for the next step."""
         is_first = batch.past_key_values is None
-        chosen, logits, past = self._model.compute(batch)
-        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
+        sampled, logits, caches = self._model.compute(batch)
+        alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         outcomes = {}
-        rows = zip(batch.requests, chosen.token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
-        for place, (request, token_id, logprob) in enumerate(rows):
+        rows = zip(batch.requests, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
+        for row, (request, token_id, logprob) in enumerate(rows):
             asks = is_first and request.prefill_logprobs
-            of_prompt = _score_prompt(batch, place, logits) if asks else (None, None)
-            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(place), *of_prompt)
+            prompt_scores = _score_prompt(batch, row, logits) if asks else (None, None)
+            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(row), *prompt_scores)
         batch.append([outcome.token_id for outcome in outcomes.values()])
         for stop in batch.stopping_criterias:
             stop.current_tokens += 1
-        self._model.advance(batch, chosen.token_ids, past)
+        self._model.advance(batch, sampled.token_ids, caches)
         return outcomes
 
 
@@ -138,34 +138,34 @@ def _check(plan: StepPlan) -> None:
 
 
 def _room_for(new: NewRow) -> StoppingCriteria:
-    """Counts the tokens that are yet to come, for the batch to be wide enough; the engine decides who ends."""
+    """Count the tokens that are yet to come, for the batch to be wide enough. The engine decides when a row ends."""
     num_generated = len(new.token_ids) - new.prompt_length
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
 
 def _score_prompt(
-    batch: CausalLMBatch, place: int, logits: torch.Tensor
+    batch: CausalLMBatch, row: int, logits: torch.Tensor
 ) -> tuple[list[float], list[Alternatives] | None]:
-    """Of the prompt alone, also where tokens that were generated before are computed again after it."""
-    chooser = batch.next_token_choosers[place]
+    """Score the prompt alone, also where tokens that were generated before are computed again after it."""
+    chooser = batch.next_token_choosers[row]
     prompt_length, count = chooser.prompt_length, chooser.params.num_alternatives
-    num_generated = batch.input_lengths[place] - prompt_length
-    columns = logits[place, : logits.shape[1] - num_generated]
-    logprobs = prompt_logprobs(columns, batch.all_input_ids[place][:prompt_length, 0])
+    num_generated = batch.input_lengths[row] - prompt_length
+    columns = logits[row, : logits.shape[1] - num_generated]
+    logprobs = prompt_logprobs(columns, batch.all_input_ids[row][:prompt_length, 0])
     if not count:
         return logprobs, None
     best, ids = columns[-prompt_length:-1].float().log_softmax(-1).topk(min(count, columns.shape[-1]), dim=-1)
-    return logprobs, [Alternatives(*each) for each in zip(ids.tolist(), best.tolist(), strict=True)]
+    return logprobs, list(map(Alternatives, ids.tolist(), best.tolist()))
 
 
-def _result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
-    found = [outcomes[row] for row in plan.rows.tolist()]
-    asking = [each for each, asks in zip(found, plan.asks.tolist(), strict=True) if asks]
+def _make_result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
+    ordered = [outcomes[row] for row in plan.rows.tolist()]
+    asking = [outcomes[row] for row in plan.rows[plan.asks].tolist()]
     return StepResult(
         plan.step,
-        [each.token_id for each in found],
-        [each.logprob for each in found],
-        {place: each.alternatives for place, each in enumerate(found) if each.alternatives is not None},
-        [each.prompt_logprobs or [] for each in asking],
-        {place: each.prompt_alternatives for place, each in enumerate(asking) if each.prompt_alternatives is not None},
+        [outcome.token_id for outcome in ordered],
+        [outcome.logprob for outcome in ordered],
+        {i: outcome.alternatives for i, outcome in enumerate(ordered) if outcome.alternatives is not None},
+        [outcome.prompt_logprobs or [] for outcome in asking],
+        {i: outcome.prompt_alternatives for i, outcome in enumerate(asking) if outcome.prompt_alternatives is not None},
     )

@@ -1,4 +1,4 @@
-"""Makes adapters ready on a thread of its own, so that no step waits for a file, a cast or a norm."""
+"""Prepares adapters on a thread of its own, so that no step waits for a file, a cast or a norm."""
 
 import logging
 import threading
@@ -20,12 +20,15 @@ from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
 
-READY_S = 60.0  # how much later than the first rank another one may be
+READY_S = 60.0  # for another rank to have an adapter that the first rank has
 
 
 class Preparer:
-    """One rank's adapters in host memory. All ranks prepare the same ones in the same order, in a group of their own,
-    because what is summed over ranks here must not meet what a step sums."""
+    """One rank's adapters in host memory.
+
+    All ranks prepare the same adapters in the same order. Their group is not that of the steps, so that sums over ranks
+    made here never meet the sums of a step.
+    """
 
     def __init__(
         self, targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, *, pin: bool
@@ -35,7 +38,7 @@ class Preparer:
         self._dtype = dtype
         self._group = group
         self._pin = pin
-        self._problem: Exception | None = None  # after which nothing can be prepared
+        self._failure: Exception | None = None  # after which nothing can be prepared
         self._ready: dict[str, HostAdapter] = {}
         self._added = threading.Condition()  # to `_ready`
         self._is_closed = False
@@ -44,11 +47,11 @@ class Preparer:
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
 
-    def start(self, spec: AdapterSpec) -> None:
+    def enqueue(self, spec: AdapterSpec) -> None:
         self._specs.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
-        """One that the first rank has. All have agreed by then, but another one may hear of it a moment later."""
+        """Return an adapter that the first rank has. All ranks have agreed on it; this one may be a moment behind."""
         with self._added:
             self._added.wait_for(lambda: identity in self._ready, READY_S)
             return self._ready[identity]
@@ -57,14 +60,11 @@ class Preparer:
         self.get(identity)
         del self._ready[identity]
 
-    def take(self) -> list[Prepared]:
-        """What has become ready, or failed, since it was last asked."""
-        if self._problem is not None:
-            raise EngineError("the ranks do not agree on an adapter any more") from self._problem
-        taken = []
-        while self._results:
-            taken.append(self._results.popleft())
-        return taken
+    def take_results(self) -> list[Prepared]:
+        """Return the adapters that have become ready, or failed, since the last call."""
+        if self._failure is not None:
+            raise EngineError("the ranks do not agree on an adapter any more") from self._failure
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
         self._is_closed = True
@@ -80,10 +80,10 @@ class Preparer:
         try:
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
         except LoraxError as error:
-            return Prepared(spec.identity, error=copy(error))  # without its history, which holds what was read
-        except Exception as error:  # it must not take others along
+            return Prepared(spec.identity, error=copy(error))  # without its traceback, which holds the tensors
+        except Exception as error:  # one adapter must not end the thread
             if self._group.size() > 1:
-                self._problem = error  # other ranks may wait in the middle of it, so that all have to start anew
+                self._failure = error  # other ranks may wait in the middle of a sum: all must be started again
             return Prepared(spec.identity, error=_explain(spec, error))
         with self._added:
             self._ready[spec.identity] = host
@@ -91,14 +91,14 @@ class Preparer:
         return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
-        """All ranks open it or none does."""
+        """Open an adapter on all ranks or on none."""
         adapter: AdapterWeights | None = None
         refusal: LoraxError | None = None
         try:
             adapter = self._read(spec)
         except LoraxError as error:
             refusal = error
-        except Exception as error:  # the others must hear of it, or they would wait for this rank
+        except Exception as error:  # tell the other ranks, which would wait for this one
             refusal = _explain(spec, error)
         if self._group.size() > 1:
             flags = self._group.all_gather(torch.tensor([refusal is not None]), dim=0)
@@ -110,27 +110,27 @@ class Preparer:
         return adapter
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
-        parts = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
-        adapter = parts[0] if spec.merge is None else MergedAdapter(parts, spec.merge)
+        stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
+        adapter = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
         recent = [i for i, part in enumerate(spec.parts) if not part.is_settled]
         if self._group.size() == 1 and not recent:
             return adapter
         # A rank that fails to read in the middle would leave the others waiting: so all is read before.
         in_memory = _InMemory(adapter)
-        for i in recent:  # it may have changed once more without a new stamp
-            if parts[i].identify() != spec.parts[i].identity:
-                raise AdapterError(f"adapter {parts[i].name!r}: changed while it was read; try again")
+        for i in recent:  # the files may have changed once more without a new stamp
+            if stored[i].identify() != spec.parts[i].identity:
+                raise AdapterError(f"adapter {stored[i].name!r}: changed while it was read; try again")
         return in_memory
 
 
 def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:
-    """A bug of ours, or no memory."""
+    """Report an unexpected error: a bug of ours, or too little memory."""
     logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
     return AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
 
 
 class _InMemory:
-    """An adapter with all of its tensors read."""
+    """An adapter whose tensors have all been read."""
 
     def __init__(self, adapter: AdapterWeights) -> None:
         self.name = adapter.name

@@ -1,4 +1,4 @@
-"""One rank: its model and its adapters, and what it does when it is told to."""
+"""One rank: its model and its adapters, which follow the engine's plans."""
 
 import json
 import threading
@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 
 class Worker:
-    """Does what plans say: first to the adapters, then the step."""
+    """Executes plans: first the operations on adapters, then the step."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Worker:
         self.preparer = preparer
         self._runner = runner
         self._memory = memory
-        self._loading: list[int] = []  # what the engine has to hear of
+        self._loading: list[int] = []  # adapter indices whose load the engine has not heard the end of
         self._arrivals: _Arrivals | None = None
         self._tickets: deque[Any] = deque()
 
     def on_news(self, notify: Callable[[], None]) -> None:
-        """Call this, on any thread, when there is something for `take_prepared` or `take_loaded`."""
+        """Call `notify`, on any thread, when there is something for `take_prepared` or `take_loaded`."""
         if self.preparer is not None:
             self.preparer.notify = notify
             self._arrivals = _Arrivals(notify)
@@ -91,18 +91,18 @@ class Worker:
         return replace(result, loaded=loaded) if loaded else result
 
     def take_loaded(self) -> list[int]:
-        """Adapter indices whose load has ended since this, or the result of a step, last told."""
+        """Return the adapter indices whose load has ended since this, or the result of a step, last told."""
         loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
         self._loading = [index for index in self._loading if index not in loaded]
         return loaded
 
     def forget(self) -> None:
-        """Let go of the oldest step and its loads: another rank reports them."""
+        """Forget the oldest step and its loads: the first rank reports them."""
         self._tickets.popleft()
         self._loading.clear()
 
     def take_prepared(self) -> list[Prepared]:
-        return self.preparer.take() if self.preparer else []
+        return self.preparer.take_results() if self.preparer else []
 
     def close(self) -> None:
         if self.preparer is not None:
@@ -115,7 +115,7 @@ class Worker:
         assert self.preparer is not None
         match op:
             case Prepare():
-                self.preparer.start(op.spec)
+                self.preparer.enqueue(op.spec)
             case Load():
                 arrived = self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
@@ -136,8 +136,7 @@ class Arrival(Protocol):
 
 
 class _Arrivals:
-    """Waits for loads on a thread of its own, so that the engine need not ask again and again. Without loads that take
-    time there is no thread."""
+    """Waits for loads on a thread of its own, so that the engine need not poll. The first load starts the thread."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -162,7 +161,7 @@ class _Arrivals:
 
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
-    """Load this rank's part of the model, and take the memory that it may have."""
+    """Load this rank's part of the model, and allocate the memory that it may use."""
     if is_paged(config):
         group = group or FakeGroup()
         return paged_worker(get_model(config.model, group), config, group)
@@ -181,7 +180,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Wor
 
 
 def is_paged(config: EngineConfig) -> bool:
-    """Whether there is a model of our own for it. What is wrong with a config is said when it is loaded."""
+    """Return whether we have a model of our own for it. Errors in a config are reported when it is loaded."""
     try:
         return json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()).get("model_type") in MODELS
     except (OSError, ValueError, AttributeError, TypeError):
@@ -189,7 +188,7 @@ def is_paged(config: EngineConfig) -> bool:
 
 
 def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
-    """A rank around its part of a model."""
+    """Build a worker around this rank's part of a model."""
     device = model.device
     step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
     step_tokens = max(step_tokens, config.max_rows)
@@ -199,8 +198,8 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     memory = preparer = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, is_follower=group.rank() > 0)
-        beside = group.beside() if isinstance(group, TorchGroup) else group
-        preparer = Preparer(targets, dtype, beside, pin=device.type == "cuda")
+        host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
+        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length), group, device)
     capabilities = Capabilities(
@@ -231,7 +230,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:
-    """One engine counts the blocks, and the units for adapters, of all ranks."""
+    """Return the lowest count of all ranks: one engine hands out the blocks and units of all of them."""
     return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())
 
 
@@ -245,7 +244,7 @@ def _rope_rule(model: PagedCausalLM) -> RopeRule:
 
 
 def _max_length(model: PagedCausalLM) -> int:
-    """What the model was made for; what scales by length was made for more."""
+    """Return the length the model was made for; rotary scaling by length extends it."""
     length: int = model.config.max_position_embeddings
     stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
     return int(length * stretch)

@@ -88,7 +88,7 @@ def take(preparer: Preparer, count: int) -> list[Prepared]:
     taken: list[Prepared] = []
     until = time.monotonic() + WAIT_S
     while len(taken) < count and time.monotonic() < until:
-        taken += preparer.take()
+        taken += preparer.take_results()
         time.sleep(0.001)
     assert len(taken) == count
     return taken
@@ -115,14 +115,14 @@ def test_what_is_ready_is_what_preparing_gives(
     """Cover young files, which are read into memory as a whole first."""
     specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
     for spec in specs:
-        preparer.start(spec)
+        preparer.enqueue(spec)
     taken = take(preparer, len(specs))
     assert [each.identity for each in taken] == [spec.identity for spec in specs]  # in this order
     for name, spec, each in zip(NAMES, specs, taken, strict=True):
         expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
         assert_same(preparer.get(spec.identity), expected)
         assert each == Prepared(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
-    assert preparer.take() == []
+    assert preparer.take_results() == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_merges(merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarg
     folders = [originals / "plain", originals / "rank-pattern"]
     if merge.strategy != "linear":
         folders[1] = originals / "plain"
-    preparer.start(merged_spec(folders, targets, merge))
+    preparer.enqueue(merged_spec(folders, targets, merge))
     (taken,) = take(preparer, 1)
     merged = MergedAdapter([open_adapter(folder, targets) for folder in folders], merge)
     assert_same(preparer.get(taken.identity), prepare(merged, targets, torch.float32, FakeGroup()))
@@ -152,7 +152,7 @@ def test_merges_that_cannot_be(
     originals: Path,
 ) -> None:
     spec = merged_spec([originals / name for name in names], targets, Merge((1.0, 1.0), "ties", 0.5))
-    preparer.start(aged(spec, is_old))
+    preparer.enqueue(aged(spec, is_old))
     (taken,) = take(preparer, 1)
     assert isinstance(taken.error, InputError)
     assert message in str(taken.error)
@@ -162,15 +162,15 @@ def test_it_tells_whenever_there_is_something(preparer: Preparer, targets: Any, 
     told = threading.Semaphore(0)
     preparer.notify = told.release
     for name in ("plain", "dora"):
-        preparer.start(make_spec(originals / name, targets))
+        preparer.enqueue(make_spec(originals / name, targets))
         assert told.acquire(timeout=WAIT_S)
-        assert len(preparer.take()) == 1
+        assert len(preparer.take_results()) == 1
 
 
 def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets: Any, originals: Path) -> None:
     spec = make_spec(originals / "plain", targets)
     for _ in range(2):
-        preparer.start(spec)
+        preparer.enqueue(spec)
         take(preparer, 1)
         preparer.drop(spec.identity)
         assert not preparer._ready
@@ -194,7 +194,7 @@ def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets
             found.append(error)
 
     with mock.patch("lorax_server.worker.preparer.prepare", late):
-        preparer.start(spec)
+        preparer.enqueue(spec)
         reader = threading.Thread(target=load)
         reader.start()
         reader.join(0.1)  # time enough to fail
@@ -215,7 +215,7 @@ def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> No
 
     with mock.patch("lorax_server.worker.preparer.prepare", slow):
         for name in NAMES:
-            preparer.start(make_spec(originals / name, targets))
+            preparer.enqueue(make_spec(originals / name, targets))
         begun.wait(WAIT_S)
         closing = threading.Thread(target=preparer.close)
         closing.start()
@@ -257,8 +257,8 @@ def test_files_that_are_not_what_they_were(
 ) -> None:
     spec, other = (make_spec(folder / name, targets) for name in ("plain", "dora"))
     spoil(folder / "plain")
-    preparer.start(spec)
-    preparer.start(other)
+    preparer.enqueue(spec)
+    preparer.enqueue(other)
     failed, fine = take(preparer, 2)
     assert failed.identity == spec.identity
     assert isinstance(failed.error, AdapterError)
@@ -283,13 +283,13 @@ def test_a_file_that_changes_without_a_new_stamp(
         if is_merged:
             spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))
         spec = aged(replace(spec, parts=tuple(replace(part, stamp=stamp) for part in spec.parts)), is_old=False)
-        preparer.start(spec)
+        preparer.enqueue(spec)
         (before,) = take(preparer, 1)
         assert before.error is None
         with (plain / WEIGHTS_FILE).open("r+b") as file:  # of the same size
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
-        preparer.start(spec)
+        preparer.enqueue(spec)
         (after,) = take(preparer, 1)
     assert "changed while it was read" in str(after.error)
 
@@ -298,7 +298,7 @@ def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, Adap
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = float("inf")
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
-    preparer.start(make_spec(folder / "plain", targets))
+    preparer.enqueue(make_spec(folder / "plain", targets))
     assert "not finite" in str(take(preparer, 1)[0].error)
 
 
@@ -307,7 +307,7 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     next(iter(tensors.values()))[0, 0] = 1e6
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
     half = Preparer(targets, torch.float16, FakeGroup(), pin=False)
-    half.start(make_spec(folder / "plain", targets))
+    half.enqueue(make_spec(folder / "plain", targets))
     assert "float16 cannot hold" in str(take(half, 1)[0].error)
     half.close()
 
@@ -318,10 +318,10 @@ def test_a_bug_or_no_memory_takes_nobody_along(
 ) -> None:
     spec = make_spec(originals / "plain", targets)
     with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=MemoryError):
-        preparer.start(spec)
+        preparer.enqueue(spec)
         (failed,) = take(preparer, 1)
     assert str(failed.error) == "adapter 'plain': cannot be prepared: MemoryError"
-    preparer.start(spec)
+    preparer.enqueue(spec)
     assert take(preparer, 1)[0].error is None
 
 
@@ -331,7 +331,7 @@ def test_a_bug_or_no_memory_takes_nobody_along(
 def beside(group: TorchGroup, size: int) -> HostGroup | None:
     """Make a second group of the first ranks. All ranks have to call this."""
     if size == group.size():
-        return group.beside()
+        return group.make_host_group()
     made = dist.new_group(list(range(size)), backend="gloo")
     return HostGroup(made) if group.rank() < size else None
 
@@ -348,10 +348,10 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
         if spoilt:
             is_last = second.rank() == size - 1
             with spoiling(spoilt if is_last else ""):
-                preparer.start(spoil_part(specs[-1], folder, spoilt) if is_last else specs[-1])
+                preparer.enqueue(spoil_part(specs[-1], folder, spoilt) if is_last else specs[-1])
                 taken = take(preparer, 1)
         for spec in specs[:-1]:
-            preparer.start(spec)
+            preparer.enqueue(spec)
         if size == group.size():  # the steps have the other group, at the same time
             assert all(int(group.all_reduce(torch.ones(1))) == size for _ in range(200))
         taken += take(preparer, len(specs) - 1)

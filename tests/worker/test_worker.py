@@ -102,7 +102,7 @@ class Record:
     def collect(self, ticket: int) -> StepResult:
         return StepResult(ticket, [], [])
 
-    def take(self) -> list[Prepared]:
+    def take_results(self) -> list[Prepared]:
         return self.ready
 
 
@@ -123,7 +123,7 @@ def test_adapters_come_first_in_their_order(worker: Worker, record: Record) -> N
     worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
     assert record.said[:5] == [
         ("move", 1, 7, 2),
-        ("start", spec),
+        ("enqueue", spec),
         ("unload", 3),
         ("drop", "c"),
         ("load", 3, "host b", 9),
