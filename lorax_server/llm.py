@@ -28,8 +28,7 @@ from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
-from lorax_server.generation.answer import Answer
-from lorax_server.generation.completion import Chunk, Completion, Run
+from lorax_server.generation.generation import Completion, Generation, TokenEvent
 from lorax_server.models.pretrained import eos_token_ids, load_config, load_generation_eos
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
@@ -77,8 +76,8 @@ class LLM:
         self._lock = threading.Lock()  # of all below
         self._built: Engine | None = build_engine(EngineConfig(model_config, **settings))
         self._end = EngineError("this LLM is closed")  # why there is no engine, if there is none
-        self._runs: dict[int, Run] = {}
-        self._left: deque[Run] = deque()  # that nobody wants any more
+        self._runs: dict[int, Generation] = {}
+        self._left: deque[Generation] = deque()  # that nobody wants any more
         self._ids = itertools.count()
         self._num_ended = 0
         self._loaded: dict[str, set[str]] = {}  # who a name meant when it was asked to be loaded
@@ -106,7 +105,7 @@ class LLM:
         names = _spread(adapter, str, "adapters", len(listed))
         choices = _spread(params, SamplingParams, "params", len(listed))
         stops = _spread(stop, StopParams, "stops", len(listed))
-        runs: list[Run] = []
+        runs: list[Generation] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not _shows(progress, len(listed)), dynamic_ncols=True)
         try:
             found = self._resolve_all(names, on_error)
@@ -127,15 +126,15 @@ class LLM:
         stop: StopParams | None = None,
         *,
         adapter: str | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenEvent]:
         """Answer one prompt, token by token. Closing the iterator ends the request."""
         run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, False)
         try:
             self._start(run, "raise")
             while True:
                 with self._lock:  # another thread may be adding to it
-                    chunks, run.chunks, is_done = run.chunks, [], run.is_done
-                yield from chunks
+                    events, is_done = run.take_events(), run.is_done
+                yield from events
                 if run.completion.error is not None:
                     raise run.completion.error
                 if is_done:
@@ -195,7 +194,7 @@ class LLM:
         params: SamplingParams | None,
         stop: StopParams | None,
         prompt_logprobs: bool,
-    ) -> Run:
+    ) -> Generation:
         tokenizer, problem = self._tokenizer, who if isinstance(who, LoraxError) else None
         ids: list[int] = []
         try:
@@ -215,11 +214,11 @@ class LLM:
             identity,
             prompt_logprobs=prompt_logprobs,
         )
-        run = Run(request, Answer(tokenizer.detokenizer, ids, stop))
+        run = Generation(request, tokenizer.detokenizer)
         run.completion.error = problem
         return run
 
-    def _start(self, run: Run, on_error: str) -> None:
+    def _start(self, run: Generation, on_error: str) -> None:
         try:
             if run.completion.error is not None:
                 raise run.completion.error
@@ -231,7 +230,7 @@ class LLM:
                 raise
             run.completion.error = error
 
-    def _finish(self, runs: Sequence[Run], bar: Any, on_error: str) -> None:
+    def _finish(self, runs: Sequence[Generation], bar: Any, on_error: str) -> None:
         left = list(runs)
         while left:
             num_ended = self._num_ended
@@ -244,7 +243,7 @@ class LLM:
             while left and num_ended == self._num_ended:  # looking through all after each step takes long
                 self._step()
 
-    def _stop(self, runs: Sequence[Run]) -> None:
+    def _stop(self, runs: Sequence[Generation]) -> None:
         """Waits for nobody: an iterator that is forgotten is closed wherever Python happens to be, be it in a step."""
         self._left.extend(run for run in runs if run.request.request_id in self._runs)
         if self._left and self._lock.acquire(blocking=False):
@@ -277,7 +276,7 @@ class LLM:
                 run = self._runs.get(output.request_id)
                 if run is None:
                     continue
-                run.take(output)
+                run.append_output(output)
                 if run.is_done:
                     del self._runs[output.request_id]
                     self._num_ended += 1

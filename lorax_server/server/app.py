@@ -40,7 +40,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         methods.add(router.routes)
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
     _add_handlers(app, methods)
-    describe_limits(app, service.parts)
+    describe_limits(app, service)
     config = service.config
     app.add_middleware(RequestMiddleware, methods=methods, service=service, address=address)
     app.add_middleware(

@@ -134,14 +134,14 @@ class Shared:
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         """Nothing that a test before it did has been written down."""
-        self.bench.service.trail = Trail(self.bench.parts.metrics)
+        self.bench.service.trail = Trail(self.bench.service.metrics)
         self.bench.engine.sent.clear()
         self._runner.run(self._run(check))
 
     async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        async with listening(self._settings, self.bench.parts.metrics) as edge:
+        async with listening(self._settings, self.bench.service.metrics) as edge:
             await check(edge)
-        assert self.bench.service._calls == set()
+        assert self.bench.service.exchanges == set()
 
     def close(self) -> None:
         self._runner.run(self.bench.engine.close())

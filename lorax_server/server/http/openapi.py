@@ -9,9 +9,9 @@ from pydantic.json_schema import models_json_schema
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.http.middleware import PUBLIC
 from lorax_server.server.http.problems import OPENAI_PREFIX
-from lorax_server.server.parts import Parts
 from lorax_server.server.routes.lorax_schemas import ErrorResponse, StreamResponse
 from lorax_server.server.routes.openai_schemas import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
+from lorax_server.server.service import Service
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -32,29 +32,29 @@ STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 }
 
 
-def describe_limits(app: FastAPI, parts: Parts) -> None:
+def describe_limits(app: FastAPI, service: Service) -> None:
     """Fill in what is known only when the model is."""
     document = app.openapi()
     schemas = document["components"]["schemas"]
-    config = parts.config
-    _bound(schemas["GenerateParameters"], "max_new_tokens", parts.max_total_tokens - 1)
-    _bound(schemas["GenerateParameters"], "truncate", parts.max_input_length)
+    config = service.config
+    _bound(schemas["GenerateParameters"], "max_new_tokens", service.max_total_tokens - 1)
+    _bound(schemas["GenerateParameters"], "truncate", service.max_input_length)
     _bound(schemas["GenerateParameters"], "best_of", config.max_best_of)
     _bound(schemas["GenerateParameters"], "return_k_alternatives", config.max_logprobs)
     for name, field in (("CompletionRequest", "logprobs"), ("ChatCompletionRequest", "top_logprobs")):
-        _bound(schemas[name], "max_tokens", parts.max_total_tokens - 1)
+        _bound(schemas[name], "max_tokens", service.max_total_tokens - 1)
         _bound(schemas[name], "n", config.max_choices)
         _bound(schemas[name], field, config.max_logprobs)
         _bound(schemas[name], "stop", config.max_stop_sequences, "maxItems", "array")
     _bound(schemas["CompletionRequest"], "best_of", config.max_choices)
-    _bound(schemas["ChatCompletionRequest"], "max_completion_tokens", parts.max_total_tokens - 1)
+    _bound(schemas["ChatCompletionRequest"], "max_completion_tokens", service.max_total_tokens - 1)
     _bound(schemas["GenerateParameters"], "stop", config.max_stop_sequences, "maxItems", "array")
-    vocabulary = max(int(parts.engine.info.get("vocab_size") or 0), parts.tokenizers.base.num_ids)
+    vocabulary = max(int(service.engine.info.get("vocab_size") or 0), service.tokenizers.base.num_ids)
     _bound_ids(schemas["CompletionRequest"]["properties"]["prompt"], vocabulary - 1)
-    _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], parts.tokenizers.base.num_ids - 1)
+    _bound_ids(schemas["DetokenizeRequest"]["properties"]["ids"], service.tokenizers.base.num_ids - 1)
     _describe_streams(document)
     _describe_refusals(document)
-    _describe_keys(document, parts.keys)
+    _describe_keys(document, service.keys)
 
 
 def _bound(schema: dict[str, Any], field: str, most: int, word: str = "maximum", kind: str = "integer") -> None:

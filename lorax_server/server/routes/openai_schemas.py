@@ -113,6 +113,11 @@ class CompletionRequest(CommonRequest):
     )
     add_special_tokens: bool | None = True
 
+    @property
+    def is_scoring(self) -> bool:
+        """Only the prompt matters; the one token that is generated is not shown."""
+        return self.max_tokens == 0
+
 
 class TextPart(Schema):
     type: str
