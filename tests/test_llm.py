@@ -408,15 +408,15 @@ def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypa
     parts = [next(stream).text]
     inside, go_on = threading.Event(), threading.Event()
     run = next(iter(llm._runs.values()))
-    take = run.take
+    append_output = run.append_output
 
     def slowly(output: Any) -> None:
-        take(output)
+        append_output(output)
         if run.is_done:
             inside.set()
             go_on.wait(10)
 
-    monkeypatch.setattr(run, "take", slowly)
+    monkeypatch.setattr(run, "append_output", slowly)
     other = threading.Thread(target=lambda: llm.generate(TEXTS[1], stop=StopParams(max_new_tokens=30)))
     other.start()
     inside.wait(10)
