@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from lorax_server.server.access.folder import FolderWatch
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.routes.checks import pick_sampling
 from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters
 from lorax_server.server.telemetry.audit import Act, Trail
 from lorax_server.server.telemetry.metrics import Metrics
@@ -27,34 +29,30 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 MAX_ASKED = 1000  # identities in one question to the engine
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class Stoppable(Protocol):
     def stop(self, error: LoraxError) -> None: ...
 
 
+@dataclass(eq=False)
 class Service:
     """Everything that requests share. It belongs to one event loop, and `start` makes it."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        engine: EngineClient,
-        keys: KeyRing,
-        model_names: ModelNames,
-        tokenizers: Tokenizers,
-        defaults: GenerationDefaults,
-        tracer: Tracer,
-    ) -> None:
-        total = int(engine.info["max_length"] or 0)
-        self.config = config
-        self.engine = engine
-        self.keys = keys
-        self.model_names = model_names
-        self.tokenizers = tokenizers
-        self.defaults = defaults
-        self.tracer = tracer
+    config: ServerConfig
+    engine: EngineClient
+    keys: KeyRing
+    model_names: ModelNames
+    tokenizers: Tokenizers
+    defaults: GenerationDefaults
+    tracer: Tracer
+    seen: SeenAdapters = field(default_factory=SeenAdapters)
+    is_draining: bool = False
+    exchanges: set[Stoppable] = field(default_factory=set)
+    _closing: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        config, total = self.config, int(self.engine.info["max_length"] or 0)
         self.max_total_tokens = total
         self.max_input_length = min(config.max_input_length or total, total - 1)
         self.rate_limits = RateLimits(
@@ -62,10 +60,6 @@ class Service:
         )
         self.metrics = Metrics(max_input_length=self.max_input_length, max_total_tokens=total)
         self.trail = Trail(self.metrics)
-        self.seen = SeenAdapters()
-        self.is_draining = False
-        self.exchanges: set[Stoppable] = set()
-        self._closing = AsyncExitStack()
 
     @property
     def is_ready(self) -> bool:
@@ -134,11 +128,13 @@ class Service:
         self.check_is_open()
         return self.keys.identify(authorization)
 
-    def check_admin(self, http: Request, action: str, adapter_id: str) -> None:
-        """Let only admins do something. The audit log tells who did it, and how it ended."""
+    def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
+        """Return an admin's key, or refuse the caller. The audit log tells who did it, and how it ended."""
         act = http.state.act = Act(action, adapter_id)
         self.check_is_open()
-        act.key = self.keys.check_admin(http.headers.get("authorization")).name
+        key = self.keys.check_admin(http.headers.get("authorization"))
+        act.key = key.name
+        return key
 
     def check_is_open(self) -> None:
         if self.is_draining:
@@ -183,8 +179,7 @@ def _shutting_down() -> EngineError:
 
 def _check_defaults(defaults: GenerationDefaults) -> None:
     """Refuse settings of the model that no request could use."""
-    sampling = {name: value for name, value in defaults._asdict().items() if name in SAMPLING and value is not None}
     try:
-        SamplingParams(**sampling)
+        SamplingParams(**pick_sampling(defaults))
     except InputError as error:
         raise ConfigError(f"generation_config.json: {error}; mend the model's file") from error

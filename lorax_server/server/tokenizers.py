@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -185,8 +185,11 @@ class Tokenizers:
 
 
 class _Lane:
-    """Threads for what may take any time, a few at once. A process ends without them, while it would wait for those of
-    a ThreadPoolExecutor. Who stops waiting does not make room for more: the thread is still at it."""
+    """A few threads for work that may take any time.
+
+    The process ends without waiting for them, while it would wait for those of a ThreadPoolExecutor. A caller that
+    stops waiting does not free its thread, which is still at work.
+    """
 
     def __init__(self, name: str, num_threads: int = NUM_THREADS) -> None:
         self._name = name
@@ -194,27 +197,23 @@ class _Lane:
 
     async def run(self, work: Callable[[], _T]) -> _T:
         await self._turns.acquire()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[_T] = loop.create_future()
+        loop, result = asyncio.get_running_loop(), Future[_T]()
+        result.set_running_or_notify_cancel()  # so that cancelling the caller does not settle it
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._turns.release)
+
         try:
-            threading.Thread(target=self._work, args=(loop, result, work), name=self._name, daemon=True).start()
+            threading.Thread(target=run, name=self._name, daemon=True).start()
         except BaseException:
             self._turns.release()
             raise
-        return await result
-
-    def _work(self, loop: asyncio.AbstractEventLoop, result: asyncio.Future[_T], work: Callable[[], _T]) -> None:
-        try:
-            settle = partial(result.set_result, work())
-        except BaseException as error:  # whoever waits is to know
-            settle = partial(result.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed, nobody waits
-            loop.call_soon_threadsafe(self._finish, result, settle)
-
-    def _finish(self, result: asyncio.Future[_T], settle: Callable[[], None]) -> None:
-        self._turns.release()
-        if not result.cancelled():
-            settle()
+        return await asyncio.wrap_future(result)
 
 
 def _encode(tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None) -> list[int]:

@@ -71,10 +71,10 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
         """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
-        service.check_admin(http, "load", body.adapter_id)
+        key = service.check_admin(http, "load", body.adapter_id)
         names = service.model_names
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
-        identity = await _load(service, service.identify(http), choice, body.pin)
+        identity = await _load(service, key, choice, body.pin)
         if body.name:
             names.add(body.name, choice.refs[0].source, choice.refs[0].name)
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
@@ -83,9 +83,9 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     async def unload(http: Request, body: AdapterRequest) -> Response:
         """Unload an adapter as soon as no request needs it, also if it is pinned by this name. A request that names it
         loads it again, unless it had its name from here."""
-        service.check_admin(http, "unload", body.adapter_id)
-        await _unload(service, service.identify(http), body.adapter_id, body.adapter_source)
-        return json_response(await list_page(service, service.identify(http)))
+        key = service.check_admin(http, "unload", body.adapter_id)
+        await _unload(service, key, body.adapter_id, body.adapter_source)
+        return json_response(await list_page(service, key))
 
 
 def _add_vllm(router: APIRouter, service: Service) -> None:
@@ -97,10 +97,10 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter", response_class=Response, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
         """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
-        service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
+        key = service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.find(body.lora_path, source)
-        await _load(service, service.identify(http), choice, None)
+        await _load(service, key, choice, None)
         service.model_names.add(body.lora_name, source, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
@@ -112,8 +112,8 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     )
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: unload an adapter, and remove its name."""
-        service.check_admin(http, "unload", body.lora_name)
-        await _unload(service, service.identify(http), body.lora_name, None)
+        key = service.check_admin(http, "unload", body.lora_name)
+        await _unload(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 

@@ -15,22 +15,8 @@ from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import CHAT
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.routes import openai
 from lorax_server.server.routes.checks import check, not_yet
-from lorax_server.server.routes.openai import (
-    ERRORS,
-    TAG,
-    Frame,
-    check_count,
-    check_stopping,
-    choose_adapter,
-    count_usage,
-    finish_reason,
-    make_frame,
-    note_adapter,
-    refuse_unsupported,
-    stream_choices,
-    to_options,
-)
 from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.service import Service
 from lorax_server.text.detokenizer import Detokenizer
@@ -40,9 +26,11 @@ RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_toke
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[openai.TAG])
 
-    @router.post("/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=ERRORS)
+    @router.post(
+        "/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=openai.ERRORS
+    )
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
         exchange = Exchange(service, http)
@@ -52,31 +40,31 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
-    note_adapter(exchange, body)
+    openai.note_adapter(exchange, body)
     options = _to_options(exchange.service, body)
     exchange.admit(len(options.seeds), bool(body.stream))
-    model = await exchange.resolve(await choose_adapter(exchange, body))
+    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     prompt = await _render(exchange.service, model.tokenizer, body)
     generations = await exchange.prepare(model, prompt, options)
     if body.stream:
-        frame = make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
+        frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
         write = partial(_write_deltas, body, generations)
-        return await exchange.stream(stream_choices(exchange, body, frame, write))
+        return await exchange.stream(openai.stream_choices(exchange, body, frame, write))
     await finish_all(generations)
-    frame = make_frame(exchange, body, "chatcmpl", "chat.completion")
+    frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
     return await exchange.write(lambda: _write(exchange, body, frame))
 
 
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
-    refuse_unsupported(CHAT, body)
+    openai.refuse_unsupported(CHAT, body)
     not_yet(body.tools and body.tool_choice != "none", "`tools`")  # with "none", no answer may use them
     not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
-    check_stopping(service, body)
+    openai.check_stopping(service, body)
     count = 1 if body.n is None else body.n
-    check_count(service, count)
+    openai.check_count(service, count)
     max_new_tokens, total = body.max_completion_tokens, service.max_total_tokens
     if max_new_tokens is None:
         max_new_tokens = body.max_tokens
@@ -85,7 +73,9 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
         check(max_new_tokens >= 1, "`max_completion_tokens` must be at least 1")
         is_possible = body.max_tokens is None or 1 <= body.max_tokens < total
         check(is_possible, f"`max_tokens` must be 1 to {total - 1}, also where `max_completion_tokens` counts")
-    options = to_options(service, body, count, body.top_logprobs or 0, max_new_tokens, service.defaults.max_new_tokens)
+    options = openai.to_options(
+        service, body, count, body.top_logprobs or 0, max_new_tokens, service.defaults.max_new_tokens
+    )
     # The template adds the special tokens.
     return replace(options, add_special_tokens=False, logprobs=bool(body.logprobs))
 
@@ -136,17 +126,17 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def _write(exchange: Exchange, body: ChatCompletionRequest, frame: Frame) -> Response:
+def _write(exchange: Exchange, body: ChatCompletionRequest, frame: openai.Frame) -> Response:
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": generation.text, "refusal": None},
             "logprobs": _logprobs(body, generation, generation.events),
-            "finish_reason": finish_reason(generation.completion.finish_reason),
+            "finish_reason": openai.finish_reason(generation.completion.finish_reason),
         }
         for index, generation in enumerate(exchange.generations)
     ]
-    usage = count_usage(exchange)
+    usage = openai.count_usage(exchange)
     return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(usage["completion_tokens"]))
 
 
@@ -163,7 +153,7 @@ def _write_deltas(
     logprobs = _logprobs(body, generations[index], token_events)
     if text or logprobs is not None:
         deltas.append(_delta(index, {"content": text}, logprobs))
-    reason = finish_reason(token_events[-1].finish_reason)
+    reason = openai.finish_reason(token_events[-1].finish_reason)
     if reason is not None:
         deltas.append(_delta(index, {}, None, reason))
     return deltas

@@ -17,22 +17,8 @@ from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import COMPLETIONS
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import Prompt, RequestOptions
+from lorax_server.server.routes import openai
 from lorax_server.server.routes.checks import check
-from lorax_server.server.routes.openai import (
-    ERRORS,
-    TAG,
-    Frame,
-    check_count,
-    check_stopping,
-    choose_adapter,
-    count_usage,
-    finish_reason,
-    make_frame,
-    note_adapter,
-    refuse_unsupported,
-    stream_choices,
-    to_options,
-)
 from lorax_server.server.routes.openai_schemas import CompletionRequest, CompletionResponse
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer
@@ -60,9 +46,9 @@ class _TokenLogprob(NamedTuple):
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[openai.TAG])
 
-    @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=ERRORS)
+    @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
         exchange = Exchange(service, http)
@@ -72,21 +58,21 @@ def make_router(service: Service) -> APIRouter:
 
 
 async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
-    note_adapter(exchange, body)
+    openai.note_adapter(exchange, body)
     prompts = _list_prompts(body)
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     options = _to_options(exchange.service, body, len(prompts), num_choices, num_drawn)
     exchange.admit(num_drawn * len(prompts), bool(body.stream))
-    model = await exchange.resolve(await choose_adapter(exchange, body))
+    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     answers = []
     for prompt in prompts:
         generations = await exchange.prepare(model, prompt, options)
         answers.append(await _echo(exchange.service, body, model.tokenizer, prompt, generations))
         await asyncio.sleep(0)  # short prompts become tokens at once; others are not to wait for all of them
-    frame = make_frame(exchange, body, "cmpl", "text_completion")
+    frame = openai.make_frame(exchange, body, "cmpl", "text_completion")
     if body.stream:
         writer = _StreamWriter(body, answers)
-        return await exchange.stream(stream_choices(exchange, body, frame, writer.write))
+        return await exchange.stream(openai.stream_choices(exchange, body, frame, writer.write))
     await finish_all(exchange.generations)
     return await exchange.write(lambda: _write(exchange, body, answers, frame, num_choices))
 
@@ -101,11 +87,11 @@ def _list_prompts(body: CompletionRequest) -> list[Prompt]:
 def _to_options(
     service: Service, body: CompletionRequest, num_prompts: int, num_choices: int, num_drawn: int
 ) -> RequestOptions:
-    refuse_unsupported(COMPLETIONS, body)
-    check_stopping(service, body)
-    check_count(service, num_choices)
+    openai.refuse_unsupported(COMPLETIONS, body)
+    openai.check_stopping(service, body)
+    openai.check_count(service, num_choices)
     check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")
-    check_count(service, num_drawn * num_prompts)
+    openai.check_count(service, num_drawn * num_prompts)
     check(num_drawn == num_choices or not body.stream, "`best_of` other than `n` is not possible when streaming")
     check(body.logprobs is None or body.logprobs >= 0, "`logprobs` must not be negative")
     check(body.max_tokens is None or body.max_tokens >= (0 if body.echo else 1), "`max_tokens` must be at least 1")
@@ -113,7 +99,7 @@ def _to_options(
     max_new_tokens = 1 if body.is_scoring else body.max_tokens
     default = service.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
     return replace(
-        to_options(service, body, num_drawn, body.logprobs or 0, max_new_tokens, default),
+        openai.to_options(service, body, num_drawn, body.logprobs or 0, max_new_tokens, default),
         add_special_tokens=body.add_special_tokens is not False,
         logprobs=body.logprobs is not None,
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
@@ -146,12 +132,12 @@ async def _echo(
 
 
 def _write(
-    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: Frame, num_choices: int
+    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: openai.Frame, num_choices: int
 ) -> Response:
     chosen = [(answers, generation) for answers in all_answers for generation in _choose(answers, num_choices)]
     choices = [_choice(body, index, answers, generation) for index, (answers, generation) in enumerate(chosen)]
     num_shown = 0 if body.is_scoring else sum(len(generation.completion.token_ids) for _, generation in chosen)
-    usage = count_usage(exchange, body.is_scoring)
+    usage = openai.count_usage(exchange, body.is_scoring)
     return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(num_shown))
 
 
@@ -175,7 +161,7 @@ def _choice(body: CompletionRequest, index: int, answers: _Answers, generation: 
         "index": index,
         "text": answers.text + ("" if body.is_scoring else generation.text),
         "logprobs": logprobs,
-        "finish_reason": "length" if body.is_scoring else finish_reason(generation.completion.finish_reason),
+        "finish_reason": "length" if body.is_scoring else openai.finish_reason(generation.completion.finish_reason),
     }
 
 
@@ -195,7 +181,7 @@ class _StreamWriter:
             tokens = _prompt_logprobs(answers, generation) if is_echoed else []
             tokens += _logprobs(answers, generation, token_events)
             logprobs = _to_lists(tokens, self._body.logprobs)
-        reason = finish_reason(token_events[-1].finish_reason)
+        reason = openai.finish_reason(token_events[-1].finish_reason)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
 
 

@@ -195,12 +195,8 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 def list_pieces(pieces: Sequence[Piece]) -> Response:
     """A list of any length, written some at a time: to write all at once would hold Python's lock for long."""
     some = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
-    written = [msgspec.json.encode([_describe_piece(*piece) for piece in each])[1:-1] for each in some]
+    written = [msgspec.json.encode([piece._asdict() for piece in each])[1:-1] for each in some]
     return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
-
-
-def _describe_piece(token_id: int, text: str, start: int, stop: int) -> dict[str, Any]:
-    return {"id": token_id, "text": text, "start": start, "stop": stop}
 
 
 def _info(service: Service) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from lorax_server.server.routes.lorax_schemas import (
     GenerateResponse,
 )
 from lorax_server.server.service import Service
-from lorax_server.types import FinishReason
 
 TAG = "LoRAX"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -108,30 +107,28 @@ async def _stream(
             if generation.completion.finish_reason is not None:
                 prefix = body.inputs if parameters.return_full_text else ""
                 answers[-1]["generated_text"] = prefix + generation.text
-                answers[-1]["details"] = _stream_details(generation) if parameters.details else None
+                if parameters.details:
+                    prompt_tokens = len(generation.request.prompt_ids)
+                    answers[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
             if answers and first:
                 answers[0] |= first
                 first = {}
             yield b"".join(map(event, answers))
 
 
-def _stream_details(generation: RemoteGeneration) -> dict[str, Any]:
+def _summary(generation: RemoteGeneration) -> dict[str, Any]:
+    completion = generation.completion
+    assert completion.finish_reason is not None
     return {
-        "finish_reason": _reason(generation.completion.finish_reason),
-        "prompt_tokens": len(generation.request.prompt_ids),
-        "generated_tokens": len(generation.completion.token_ids),
+        "finish_reason": completion.finish_reason.name.lower(),
+        "generated_tokens": len(completion.token_ids),
         "seed": generation.seed,
     }
 
 
 def _details(generation: RemoteGeneration) -> dict[str, Any]:
-    return {
-        "finish_reason": _reason(generation.completion.finish_reason),
-        "generated_tokens": len(generation.completion.token_ids),
-        "seed": generation.seed,
-        "prefill": _prefill(generation),
-        "tokens": [_token(generation, token_event) for token_event in generation.events],
-    }
+    tokens = [_token(generation, token_event) for token_event in generation.events]
+    return _summary(generation) | {"prefill": _prefill(generation), "tokens": tokens}
 
 
 def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, Any]:
@@ -160,8 +157,3 @@ def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
     token_text = generation.tokenizer.detokenizer.token_text
     pairs = zip(generation.request.prompt_ids, [None, *logprobs], strict=True)
     return [{"id": token_id, "text": token_text(token_id), "logprob": logprob} for token_id, logprob in pairs]
-
-
-def _reason(reason: FinishReason | None) -> str:
-    assert reason is not None
-    return reason.name.lower()

@@ -9,7 +9,7 @@ from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
 from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.checks import check, check_stops, not_yet, to_bias
+from lorax_server.server.routes.checks import check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
 from lorax_server.server.service import Service
 from lorax_server.types import Merge, SamplingParams, StopParams
@@ -54,7 +54,13 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
     )
     _refuse_format(parameters.response_format)
     refuse_foreign(GENERATE, parameters.model_extra, vars(parameters))
-    sampling = _sampling(parameters)
+    sampling = SamplingParams(
+        **pick_sampling(parameters),
+        do_sample=_samples(parameters),
+        logit_bias=to_bias(parameters.logit_bias),
+        watermark=bool(parameters.watermark),
+        num_alternatives=parameters.return_k_alternatives or 0,
+    )
     stop = StopParams(
         max_new_tokens=parameters.max_new_tokens or service.max_total_tokens,
         min_new_tokens=parameters.min_new_tokens or 0,
@@ -129,23 +135,6 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
 
 def _is_penalty(value: float) -> bool:
     return -2 <= value <= 2
-
-
-def _sampling(parameters: GenerateParameters) -> SamplingParams:
-    return SamplingParams(
-        do_sample=_samples(parameters),
-        temperature=1.0 if parameters.temperature is None else parameters.temperature,
-        top_k=parameters.top_k or 0,
-        top_p=1.0 if parameters.top_p is None else parameters.top_p,
-        min_p=parameters.min_p or 0.0,
-        typical_p=1.0 if parameters.typical_p is None else parameters.typical_p,
-        repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
-        frequency_penalty=parameters.frequency_penalty or 0.0,
-        presence_penalty=parameters.presence_penalty or 0.0,
-        logit_bias=to_bias(parameters.logit_bias),
-        watermark=bool(parameters.watermark),
-        num_alternatives=parameters.return_k_alternatives or 0,
-    )
 
 
 def _samples(parameters: GenerateParameters, any_temperature: bool = False) -> bool:

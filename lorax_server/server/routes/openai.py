@@ -19,7 +19,7 @@ from lorax_server.server.generations import RemoteGeneration, count_cached, inte
 from lorax_server.server.http.foreign_fields import refuse_foreign
 from lorax_server.server.http.sse import DONE, event
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.checks import MAX_BIASES, check, check_stops, not_yet, to_bias
+from lorax_server.server.routes.checks import MAX_BIASES, check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
@@ -113,34 +113,23 @@ def to_options(
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
     """Log probabilities are the model's own, whatever the answer is sampled with."""
     defaults, max_logprobs = service.defaults, service.config.max_logprobs
-    usual = 0.0 if defaults.do_sample is False else defaults.temperature
-    temperature = _first(body.temperature, usual, 1.0)
-    check(0 <= temperature <= 2, "`temperature` must be >= 0 and <= 2")
+    fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | pick_sampling(body, defaults)
+    if body.temperature is None and defaults.do_sample is False:
+        fields["temperature"] = 0.0
+    check(0 <= fields["temperature"] <= 2, "`temperature` must be >= 0 and <= 2")
     check(
         num_alternatives <= max_logprobs,
         f"`return_k_alternatives` must be <= {max_logprobs}. Given: {num_alternatives}",
     )
-    top_k = _first(body.top_k, defaults.top_k, 0)
-    check(top_k >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
+    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
+    fields["top_k"] = max(0, fields["top_k"])
     return SamplingParams(
-        do_sample=temperature > 0,
-        temperature=temperature,
-        top_k=max(0, top_k),
-        top_p=_first(body.top_p, defaults.top_p, 1.0),
-        min_p=_first(body.min_p, defaults.min_p, 0.0),
-        typical_p=_first(body.typical_p, defaults.typical_p, 1.0),
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
+        **fields,
+        do_sample=fields["temperature"] > 0,
         logit_bias=to_bias(body.logit_bias),
         num_alternatives=num_alternatives,
         raw_logprobs=True,
     )
-
-
-def _first(*values: Any) -> Any:
-    """Return the first value that is not None."""
-    return next(value for value in values if value is not None)
 
 
 def _stop_strings(body: CommonRequest) -> list[str]:
