@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,8 +71,7 @@ async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
         await asyncio.sleep(0)  # short prompts become tokens at once; others are not to wait for all of them
     frame = openai.make_frame(exchange, body, "cmpl", "text_completion")
     if body.stream:
-        writer = _StreamWriter(body, answers)
-        return await exchange.stream(openai.stream_choices(exchange, body, frame, writer.write))
+        return await exchange.stream(_stream(exchange, body, answers, frame))
     await finish_all(exchange.generations)
     return await exchange.write(lambda: _write(exchange, body, answers, frame, num_choices))
 
@@ -135,7 +134,10 @@ def _write(
     exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: openai.Frame, num_choices: int
 ) -> Response:
     chosen = [(answers, generation) for answers in all_answers for generation in _choose(answers, num_choices)]
-    choices = [_choice(body, index, answers, generation) for index, (answers, generation) in enumerate(chosen)]
+    choices = []
+    for index, (answers, generation) in enumerate(chosen):
+        token_events = [] if body.is_scoring else generation.events
+        choices.append(_choice(body, index, answers, generation, token_events, length=len(generation.text)))
     num_shown = 0 if body.is_scoring else sum(len(generation.completion.token_ids) for _, generation in chosen)
     usage = openai.count_usage(exchange, body.is_scoring)
     return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(num_shown))
@@ -150,39 +152,38 @@ def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:
     return [generations[index] for index in order[:count]]
 
 
-def _choice(body: CompletionRequest, index: int, answers: _Answers, generation: RemoteGeneration) -> dict[str, Any]:
-    logprobs = None
+def _stream(
+    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: openai.Frame
+) -> AsyncGenerator[bytes, None]:
+    pairs = [(answers, generation) for answers in all_answers for generation in answers.generations]
+
+    def write(index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+        return [_choice(body, index, *pairs[index], token_events, is_first)]
+
+    return openai.stream_choices(exchange, body, frame, write)
+
+
+def _choice(
+    body: CompletionRequest,
+    index: int,
+    answers: _Answers,
+    generation: RemoteGeneration,
+    token_events: list[TokenEvent],
+    is_first: bool = True,
+    length: int = sys.maxsize,
+) -> dict[str, Any]:
+    """Describe new tokens of an answer with `length` characters in all."""
+    is_echoed, logprobs = is_first and bool(body.echo), None
     if body.logprobs is not None:
-        tokens = _prompt_logprobs(answers, generation) if body.echo else []
-        if not body.is_scoring:
-            tokens += _logprobs(answers, generation, generation.events, len(generation.text))
+        tokens = _prompt_logprobs(answers, generation) if is_echoed else []
+        tokens += _logprobs(answers, generation, token_events, length)
         logprobs = _to_lists(tokens, body.logprobs)
     return {
         "index": index,
-        "text": answers.text + ("" if body.is_scoring else generation.text),
+        "text": (answers.text if is_echoed else "") + "".join([token_event.text for token_event in token_events]),
         "logprobs": logprobs,
         "finish_reason": "length" if body.is_scoring else openai.finish_reason(generation.completion.finish_reason),
     }
-
-
-class _StreamWriter:
-    """Writes the choices of a stream."""
-
-    def __init__(self, body: CompletionRequest, all_answers: list[_Answers]) -> None:
-        self._body = body
-        self._answers = [(answers, generation) for answers in all_answers for generation in answers.generations]
-
-    def write(self, index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
-        answers, generation = self._answers[index]
-        is_echoed = is_first and bool(self._body.echo)
-        text = (answers.text if is_echoed else "") + "".join([token_event.text for token_event in token_events])
-        logprobs = None
-        if self._body.logprobs is not None:
-            tokens = _prompt_logprobs(answers, generation) if is_echoed else []
-            tokens += _logprobs(answers, generation, token_events)
-            logprobs = _to_lists(tokens, self._body.logprobs)
-        reason = openai.finish_reason(token_events[-1].finish_reason)
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
 
 
 # --- Log probabilities ------------------------------------------------------------------------------------------------
@@ -201,9 +202,9 @@ def _prompt_logprobs(answers: _Answers, generation: RemoteGeneration) -> list[_T
 
 
 def _logprobs(
-    answers: _Answers, generation: RemoteGeneration, token_events: list[TokenEvent], length: int = sys.maxsize
+    answers: _Answers, generation: RemoteGeneration, token_events: list[TokenEvent], length: int
 ) -> list[_TokenLogprob]:
-    """List tokens of an answer with `length` characters: a token may begin in a stop string that is not shown."""
+    """List tokens of an answer. A token may begin in a stop string that is not shown, beyond its `length`."""
     tokens = []
     for token_event in token_events:
         token, logprob = generation.tokenizer.detokenizer.token_text(token_event.token_id), token_event.logprob
