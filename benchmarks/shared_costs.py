@@ -29,8 +29,8 @@ from lorax_server.sampling.watermark import favour_green, hash_tokens
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.nearest import find_nearest
-from lorax_server.server.adapter_pages import Asked, list_page
-from lorax_server.server.parts import Seen
+from lorax_server.server.adapter_pages import PageQuery, list_page
+from lorax_server.server.seen_adapters import SeenAdapters
 from lorax_server.types import AdapterState
 
 COUNT = 10_000
@@ -68,7 +68,7 @@ def make_table(names: Sequence[str]) -> AdapterTable:
     return table
 
 
-def list_as_before(names: ModelNames, seen: Seen) -> list[str]:
+def list_as_before(names: ModelNames, seen: SeenAdapters) -> list[str]:
     """List adapters by the former loop, for one caller, while nothing is loaded yet."""
     states: dict[str, AdapterState] = {}
     listed, named = [], sorted(dict(names.adapters))
@@ -81,7 +81,7 @@ def list_as_before(names: ModelNames, seen: Seen) -> list[str]:
 
 
 def measure_list() -> list[Record]:
-    names, seen = ModelNames("base-model", default_source="local"), Seen()
+    names, seen = ModelNames("base-model", default_source="local"), SeenAdapters()
     names.set_folder(make_names())
     for name in names.adapters:
         seen.note(f"hash of {name}", Named("local", name))
@@ -92,22 +92,22 @@ def measure_list() -> list[Record]:
     async def answer(identities: Sequence[str]) -> list[AdapterState]:
         return [states[identity] for identity in identities]  # the engine's work is measured below
 
-    parts: Any = SimpleNamespace(model_names=names, seen=seen, engine=SimpleNamespace(list_adapters=answer))
+    service: Any = SimpleNamespace(model_names=names, seen=seen, engine=SimpleNamespace(list_adapters=answer))
     page = everything[:1000]
-    last = Asked(after=f"name:{names.listing.names[-1001]}")
+    last = PageQuery(after=f"name:{names.listing.names[-1001]}")
 
     def describe_all() -> None:
         for place in range(0, COUNT, len(page)):
             table.list_adapters(everything[place : place + len(page)])
 
-    def turn(asked: Asked) -> float:
-        return milliseconds(lambda: asyncio.run(list_page(parts, Key(), asked)))
+    def turn(asked: PageQuery) -> float:
+        return milliseconds(lambda: asyncio.run(list_page(service, Key(), asked)))
 
     return [
         record("the whole list, as before, event loop", milliseconds(lambda: list_as_before(names, seen), 3)),
-        record("a page of 1,000, event loop", turn(Asked()), 20),
+        record("a page of 1,000, event loop", turn(PageQuery()), 20),
         record("the last page, event loop", turn(last), 20),
-        record("a page of 100, event loop", turn(Asked(100)), 5),
+        record("a page of 100, event loop", turn(PageQuery(100)), 5),
         record("all states, as before, step thread", milliseconds(describe_all, 3)),
         record("a page's states of 1,000, step thread", milliseconds(lambda: table.list_adapters(page)), 5),
         record("a page's states of 100, step thread", milliseconds(lambda: table.list_adapters(page[:100])), 0.5),

@@ -27,8 +27,7 @@ from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
-from lorax_server.generation.answer import Answer
-from lorax_server.generation.completion import Chunk, Completion, Run
+from lorax_server.generation.generation import Completion, Generation, TokenEvent
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts
@@ -70,8 +69,8 @@ class LLM:
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device), **settings)
         self._built: Engine | None = build_engine(config)
         self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
-        self._runs: dict[int, Run] = {}
-        self._left: deque[Run] = deque()  # to be aborted
+        self._runs: dict[int, Generation] = {}
+        self._left: deque[Generation] = deque()  # to be aborted
         self._ids = itertools.count()
         self._num_ended = 0
         self._loaded: dict[str, set[str]] = {}  # identities by the adapter_id that was loaded
@@ -101,7 +100,7 @@ class LLM:
         stops = _spread(stop, StopParams, "stops", len(listed))
         if progress is None:
             progress = sys.stderr.isatty() and len(listed) > 1
-        runs: list[Run] = []
+        runs: list[Generation] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not progress, dynamic_ncols=True)
         try:
             resolved = self._resolve_all(adapter_ids, on_error)
@@ -122,15 +121,15 @@ class LLM:
         stop: StopParams | None = None,
         *,
         adapter: str | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenEvent]:
         """Answer one prompt, token by token. Closing the iterator ends the request."""
         run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, False)
         try:
             self._start(run, "raise")
             while True:
                 with self._lock:  # another thread may be adding to it
-                    chunks, run.chunks, is_done = run.chunks, [], run.is_done
-                yield from chunks
+                    events, is_done = run.take_events(), run.is_done
+                yield from events
                 if run.completion.error is not None:
                     raise run.completion.error
                 if is_done:
@@ -190,7 +189,7 @@ class LLM:
         params: SamplingParams | None,
         stop: StopParams | None,
         prompt_logprobs: bool,
-    ) -> Run:
+    ) -> Generation:
         tokenizer, ids, identity, failure = self._tokenizer, [], "", None
         try:
             if isinstance(resolved, LoraxError):
@@ -205,11 +204,11 @@ class LLM:
             stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
         sampling = params or SamplingParams()
         request = Request(next(self._ids), ids, sampling, stop, identity, prompt_logprobs=prompt_logprobs)
-        run = Run(request, Answer(tokenizer.detokenizer, ids, stop))
+        run = Generation(request, tokenizer.detokenizer)
         run.completion.error = failure
         return run
 
-    def _start(self, run: Run, on_error: str) -> None:
+    def _start(self, run: Generation, on_error: str) -> None:
         try:
             if run.completion.error is not None:
                 raise run.completion.error
@@ -221,7 +220,7 @@ class LLM:
                 raise
             run.completion.error = error
 
-    def _finish(self, runs: Sequence[Run], bar: Any, on_error: str) -> None:
+    def _finish(self, runs: Sequence[Generation], bar: Any, on_error: str) -> None:
         unfinished = list(runs)
         while unfinished:
             num_ended = self._num_ended
@@ -234,7 +233,7 @@ class LLM:
             while unfinished and num_ended == self._num_ended:  # a look at all of them after each step takes long
                 self._step()
 
-    def _stop(self, runs: Sequence[Run]) -> None:
+    def _stop(self, runs: Sequence[Generation]) -> None:
         """Abort requests without waiting: Python may close a forgotten iterator anywhere, even within a step."""
         self._left.extend(run for run in runs if run.request.request_id in self._runs)
         if self._left and self._lock.acquire(blocking=False):
@@ -250,7 +249,7 @@ class LLM:
                 self._engine.abort(request_id)
 
     def _step(self) -> None:
-        """Run one step of the engine, for all threads that wait."""
+        """Generation one step of the engine, for all threads that wait."""
         self._engine.wait()
         with self._held():
             engine = self._engine
@@ -267,7 +266,7 @@ class LLM:
                 run = self._runs.get(output.request_id)
                 if run is None:
                     continue
-                run.take(output)
+                run.append_output(output)
                 if run.is_done:
                     del self._runs[output.request_id]
                     self._num_ended += 1

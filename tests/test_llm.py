@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
-from lorax_server.generation.completion import Completion
+from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.models.registry import MODELS
 from lorax_server.text import adapter_tokenizers
@@ -413,15 +413,15 @@ def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypa
     parts = [next(stream).text]
     inside, go_on = threading.Event(), threading.Event()
     run = next(iter(llm._runs.values()))
-    take = run.take
+    append_output = run.append_output
 
     def slowly(output: Any) -> None:
-        take(output)
+        append_output(output)
         if run.is_done:
             inside.set()
             go_on.wait(10)
 
-    monkeypatch.setattr(run, "take", slowly)
+    monkeypatch.setattr(run, "append_output", slowly)
     other = threading.Thread(target=lambda: llm.generate(TEXTS[1], stop=StopParams(max_new_tokens=30)))
     other.start()
     inside.wait(10)

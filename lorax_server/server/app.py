@@ -40,17 +40,9 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         methods.add(router.routes)
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
     _add_handlers(app, methods)
-    describe_limits(app, service.parts)
-    config = service.config
+    describe_limits(app, service)
     app.add_middleware(RequestMiddleware, methods=methods, service=service, address=address)
-    app.add_middleware(
-        Cors,
-        allow_origins=config.cors.allow_origins,
-        allow_methods=config.cors.allow_methods,
-        allow_headers=config.cors.allow_headers,
-        expose_headers=config.cors.expose_headers,
-        allow_credentials=config.cors.allow_credentials,
-    )
+    app.add_middleware(Cors, **vars(service.config.cors))
     return app
 
 

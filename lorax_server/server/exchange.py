@@ -1,322 +1,232 @@
-"""One HTTP request for an answer, from its arrival to its last byte: who asks, what is asked of the engine, how it
-went.
+"""One HTTP request for an answer, from its arrival to its last byte: the caller, the generations, the outcome.
 
-`Service.answer` makes one for each; a route then says what it wants in three steps, `admit`, `find` and `ask`.
+A route makes an `Exchange` and hands its own work to `Exchange.answer`, which surrounds it with what all routes need:
+the caller's key, deadlines, errors, logs. The work itself calls `admit`, `resolve` and `prepare`.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lorax_server.errors import (
-    AdapterAccessError,
-    AdapterError,
-    AdapterNotFoundError,
-    ContextLengthError,
-    DeadlineError,
-    EngineError,
-    ForbiddenError,
-    InputError,
-    LoraxError,
-    OverloadedError,
-    SourceError,
-)
-from lorax_server.server.access.keys import HUB, Key
-from lorax_server.server.access.model_names import Choice, Named, unknown_model
-from lorax_server.server.access.nearest import with_nearest
+from lorax_server.errors import DeadlineError, InputError, LoraxError
+from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import Choice, Named
 from lorax_server.server.access.rate_limits import Permit
-from lorax_server.server.generations import Job, count_cached
+from lorax_server.server.adapter_lookup import AdapterLookup
+from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.connections import network
-from lorax_server.server.http.problems import OPENAI_PREFIX, Problem, describe
-from lorax_server.server.http.sse import event
-from lorax_server.server.parts import MERGES, Parts
-from lorax_server.server.routes.checks import check_logprobs, check_text
+from lorax_server.server.http.problems import Problem, describe
+from lorax_server.server.http.sse import EventStream, event, until_gone
+from lorax_server.server.prompts import Prompt, RequestOptions, encode_prompt, fit_stop
+from lorax_server.server.routes.checks import check_logprobs
+from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import AdapterRef, Request, Resolved, SamplingParams, StopParams
+from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)
 
+CLIENT_LEFT = 499  # for the log: there is no client to read it
 TIMEOUT_HEADER = "x-request-timeout"
 BEARER = "bearer "
-LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of what was fetched just now
-NOT_GIVEN = (SourceError, OverloadedError, EngineError)  # an adapter that may be given to who tries again
-MAX_LABEL = 256  # characters of a merge's label that are remembered
+SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
-class Found(NamedTuple):
-    """What answers: an adapter, or the base model by an empty identity, and the tokenizer that goes with it."""
+class ResolvedModel(NamedTuple):
+    """The model that answers: an adapter, or the base model by an empty identity, and its tokenizer."""
 
     adapter: Resolved
     tokenizer: TextTokenizer
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt and how it is to be answered, whichever route it came by."""
-
-    prompt: str | Sequence[int]
-    sampling: SamplingParams
-    seeds: Sequence[int]  # one for each answer that is wanted
-    max_new_tokens: int | None = None
-    default_new_tokens: int | None = None  # if that is None: so many, or fewer if they do not fit; None: all that do
-    min_new_tokens: int = 0
-    ignore_eos: bool = False
-    stop_strings: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    include_stop: bool = True
-    add_special_tokens: bool = True
-    truncate: int | None = None
-    logprobs: bool = False  # the answer lists those of its tokens
-    prompt_logprobs: bool = False
-    is_scoring: bool = False  # only the prompt matters, and the token that is drawn all the same is nobody's
-    salt: str = ""
-
-
 class Exchange:
-    """What is known of it, and all that it holds until it ends."""
+    """A request and all that it holds until it ends."""
 
-    def __init__(self, parts: Parts, http: HttpRequest) -> None:
-        self.parts = parts
+    def __init__(self, service: Service, http: HttpRequest) -> None:
+        self.service = service
         self.path = http.url.path
         self.key = Key()
-        self.jobs: list[Job] = []
+        self.generations: list[RemoteGeneration] = []
         self.record = RequestRecord(http.state.request_id, self.path, started_at=time.time())
         self.record.trace_parent = http.headers.get("traceparent")
+        self.timeout_s = service.config.request_timeout_s
         self._http = http
-        self._address = http.client.host if http.client is not None else ""
         self._began = time.monotonic()
         self._bearer: str | None = None
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()  # from outside, and why
-        self.timeout_s = parts.config.request_timeout_s
-        self.num_characters = 0
-        self.adapter_tier = ""  # where the adapter was when the request named it
-        self._is_stale = False  # the adapter is what was there before what is there now and cannot be served
+        self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
+        self._num_characters = 0
+        self._adapter_tier = ""  # where the adapter was when the request named it
+        self._is_stale = False  # the adapter's newest version cannot be served, so that an older one answers
         self._is_scoring = False
-        self._num_logprobs = 0  # that its answers may list
+        self._num_logprobs = 0  # upper bound of those in the answers
 
-    # --- What a route does, in this order -----------------------------------------------------------------------------
+    # --- Around a route's work ----------------------------------------------------------------------------------------
 
-    def identify(self) -> None:
-        """Who asks, and for how long. Where the server has no keys of its own, a bearer is meant for a source."""
+    async def answer(self, work: Coroutine[Any, Any, Response]) -> Response:
+        """Do a route's work and return its response; errors become responses, too.
+
+        A stream goes on after this has returned, and ends the exchange itself.
+        """
+        self.service.metrics.begin()
+        self.service.exchanges.add(self)
+        response: Response | None = None
+        try:
+            response = await self._work(work)
+        except Exception as error:
+            problem = self._note(error)
+            self.record.status = problem.status
+            response = problem.response(self.path)
+            response.headers.update(self._adapter_headers())
+        finally:
+            if isinstance(response, EventStream):
+                response.on_end = self._end
+            else:
+                self._end(has_left=response is None)
+        return Response(status_code=CLIENT_LEFT) if response is None else response
+
+    async def _work(self, work: Coroutine[Any, Any, Response]) -> Response | None:
+        """Return the work's response, or None if the client has left before."""
+        working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(self._http.receive))
+        try:
+            self.service.check_is_open()
+            self._identify()  # tasks begin only when this one waits
+            ends = (working, leaving, self._stopped)
+            await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if leaving.done():
+                return None
+            if self._stopped.done():
+                raise self._stopped.result()
+            raise self._too_late
+        finally:
+            leaving.cancel()
+            working.cancel()
+            await asyncio.wait((working, leaving))
+
+    def _identify(self) -> None:
+        """Find the caller's key and deadline. Where the server has no keys, a bearer is meant for a source."""
         self.timeout_s = _shorter(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
-        authorization = self._http.headers.get("authorization")
-        self.key = self.parts.keys.identify(authorization)
+        authorization = self._http.headers.get("authorization") or ""
+        self.key = self.service.keys.identify(self._http.headers.get("authorization"))
         self.record.key = self.key.name
-        is_bearer = authorization is not None and authorization.lower().startswith(BEARER)
-        if authorization is not None and is_bearer and self.parts.keys.is_open and not self.key.is_admin:
+        if authorization.lower().startswith(BEARER) and self.service.keys.is_open and not self.key.is_admin:
             self._bearer = authorization[len(BEARER) :].strip() or None
 
-    def admit(self, count: int, is_streamed: bool) -> None:
-        """Let so many answers in, or refuse them all."""
-        self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = self.parts.rate_limits.enter(self.key, count)
+    def stop(self, error: LoraxError) -> None:
+        """End the work, also before the engine is asked; its reader gets the error."""
+        if not self._stopped.done():
+            self._stopped.set_result(error)
+        for generation in self.generations:
+            generation.stop(error)
 
-    def expect(self, choice: Choice) -> None:
-        """Note whom the request names, before anything else of it is looked at: who is refused is counted there too."""
-        record, parts = self.record, self.parts
+    @property
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(f"there was no answer within {self.timeout_s:g} s")
+
+    # --- Steps of a route, in this order ------------------------------------------------------------------------------
+
+    def note_choice(self, choice: Choice) -> None:
+        """Note the adapter that a request names, before anything else: a refused request is counted there too."""
+        record, service = self.record, self.service
         record.adapter, record.source = choice.label, choice.source
-        is_listed = choice.asked_source is None and choice.label in parts.model_names.adapters
-        is_single = len(choice.refs) == 1  # anybody can make up merges, of names that are known too
-        record.is_known = is_single and (is_listed or bool(parts.seen.latest(Named(*choice.refs[0][:2]))))
+        is_listed = choice.asked_source is None and choice.label in service.model_names.adapters
+        is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
+        record.is_known = is_single and (is_listed or bool(service.seen.latest(Named(*choice.refs[0][:2]))))
 
-    async def find(self, choice: Choice) -> Found:
-        """Whoever is named, if the caller may use it."""
-        self.expect(choice)
-        record = self.record
-        if not choice.refs:
-            self.key.check_may_use_base()
-            return Found(Resolved(""), self.parts.tokenizers.base)
-        for ref, named in zip(choice.refs, choice.named, strict=True):
-            await self.check_may_use(named, ref.source == HUB, choice.asked_source)
-        resolved = await self._resolve(choice)
-        record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
-        self._is_stale = resolved.stale is not None
-        return Found(resolved, await self.parts.tokenizers.find(resolved))
+    def admit(self, count: int, is_streamed: bool) -> None:
+        """Let `count` answers in, or refuse them all."""
+        self.record.num_choices, self.record.is_streamed = count, is_streamed
+        self._permit = self.service.rate_limits.enter(self.key, count)
 
-    async def ask(self, found: Found, question: Question) -> list[Job]:
-        """Requests to the engine, one for each answer; none is sent yet."""
-        prompt_ids = await self._to_ids(found.tokenizer, question)
-        stop = self._stop_params(found.tokenizer, question, len(prompt_ids))
-        self._count_logprobs(question, len(prompt_ids), stop.max_new_tokens)
-        jobs = []
-        for seed in question.seeds:
-            jobs.append(self._make_job(found, question, prompt_ids, stop, seed))
-            self.jobs.append(jobs[-1])
-        self._is_scoring = question.is_scoring
-        self.record.max_new_tokens = 0 if question.is_scoring else stop.max_new_tokens
-        self.record.prompt_tokens += len(prompt_ids)
-        self.record.validation_s = time.monotonic() - self._began
-        if self.parts.config.log_prompts:
-            prompt = question.prompt if isinstance(question.prompt, str) else str(list(question.prompt))
-            self.record.prompt = prompt if self.record.prompt is None else f"{self.record.prompt}\n{prompt}"
-        self._set_timer()
-        return jobs
+    @cached_property
+    def lookup(self) -> AdapterLookup:
+        return AdapterLookup(self.service, self.key, self._bearer, self.path)
 
-    def _count_logprobs(self, question: Question, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A stream lists those of its tokens as they come, but those of its prompt at once."""
-        each, alternatives = 0, question.sampling.num_alternatives
-        if not self.record.is_streamed and (question.logprobs or alternatives):
-            each += num_tokens * (1 + alternatives)
-        if question.prompt_logprobs:
-            each += num_prompt_tokens * (1 + alternatives)
-        self._num_logprobs += each * len(question.seeds)
+    async def resolve(self, choice: Choice) -> ResolvedModel:
+        """Find the model that a request chose, if the caller may use it."""
+        self.note_choice(choice)
+        adapter = await self.lookup.resolve(choice)
+        self.record.adapter_hash, self._adapter_tier = adapter.identity, adapter.tier
+        self._is_stale = adapter.stale is not None
+        return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
+
+    async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
+        """Make a generation for each answer; none is sent to the engine yet."""
+        service, record = self.service, self.record
+        if isinstance(prompt, str):
+            self._num_characters += len(prompt)
+        ids = await encode_prompt(service, model.tokenizer, prompt, options)
+        stop = fit_stop(service, model.tokenizer, options, len(ids))
+        self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)
-
-    async def check_may_use(self, named: Named, has_revisions: bool, source: str | None) -> None:
-        """Refuse what the key may not use, in the same words whether it exists or not."""
-        try:
-            self.key.check_may_use(*named, self.parts.model_names.default_source, has_revisions)
-        except ForbiddenError as error:
-            raise await self.with_nearest(error, named.name, source) from None
-
-    async def with_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
-        """The error of a name that may be misspelt, with those that may have been meant."""
-        return await with_nearest(error, name, source, self.parts.model_names, self.key)
-
-    def _make_job(self, found: Found, question: Question, ids: list[int], stop: StopParams, seed: int) -> Job:
-        """A request of whoever has the key; without keys, of whoever is at the address."""
-        identity = found.adapter.identity
-        request = Request(
-            self.parts.engine.new_id(),
-            ids,
-            replace(question.sampling, seed=seed),
-            stop,
-            identity,
-            tenant=self.key.name or network(self._address),
-            first_id=self.jobs[0].request.request_id if self.jobs else None,
-            salt=self.key.salt(question.salt),
-            prompt_logprobs=question.prompt_logprobs,
-        )
-        return Job(self.parts.engine, request, found.tokenizer)
-
-    async def _resolve(self, choice: Choice) -> Resolved:
-        found = []
-        for ref, named in zip(choice.refs, choice.named, strict=True):
-            try:
-                found.append(await self._resolve_one(ref))
-            except AdapterNotFoundError as error:
-                told = self._in_words_of_models(error, ref, named)
-                raise await self.with_nearest(told, named.name, choice.asked_source) from None
-        if choice.merge is None:
-            return found[0][1]
-        merged = await self.parts.engine.resolve([ref for ref, _ in found], choice.merge)
-        self.parts.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
-        is_fetched = any(part.tier == FETCHED for _, part in found)  # by now the engine has them all
-        return merged._replace(tier=FETCHED) if is_fetched else merged
-
-    def _in_words_of_models(self, error: AdapterNotFoundError, ref: AdapterRef, named: Named) -> AdapterNotFoundError:
-        """OpenAI's callers know of models and not of folders. What a hub says of a name, they understand."""
-        is_folder = ref.source == LOCAL and self.path.startswith(OPENAI_PREFIX)
-        return unknown_model(named.name) if is_folder else error
-
-    async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """A name that is new here counts against the caller's quota, unless it could not be given now."""
-        place = Named(ref.source, ref.name)
-        with self.parts.rate_limits.fare(self.key, place) as fare:
-            if ref.source != LOCAL and not self.parts.seen.latest(place):
-                fare.take()
-            try:
-                ref, resolved = await self._ask_source(ref)
-            except NOT_GIVEN:
-                fare.give_back()
-                raise
-            except AdapterNotFoundError:
-                await self.parts.forget_unloaded(place)
-                raise
-            except AdapterError as error:
-                self.parts.note_failure(ref, error)
-                raise
-            if resolved.tier == FETCHED:
-                fare.owe()
-        self.parts.seen.note(resolved.identity, place)
-        if resolved.stale is not None:
-            self.parts.seen.fail(place, resolved.stale.message)
-        return ref, resolved
-
-    async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """The bearer is shown only to a source that refuses who comes without."""
-        try:
-            return ref, await self.parts.engine.resolve([ref])
-        except AdapterAccessError:
-            if ref.token is not None or self._bearer is None:
-                raise
-            ref = ref._replace(token=self._bearer)
-            return ref, await self.parts.engine.resolve([ref])
-
-    async def _to_ids(self, tokenizer: TextTokenizer, question: Question) -> list[int]:
-        if isinstance(question.prompt, str):
-            check_text(question.prompt)
-            self.num_characters += len(question.prompt)
-            self._refuse_too_long(tokenizer, question, question.prompt)
-            ids = await self.parts.tokenizers.encode(
-                tokenizer, question.prompt, question.add_special_tokens, question.truncate
+        address = self._http.client.host if self._http.client is not None else ""
+        generations = []
+        for seed in options.seeds:
+            request = Request(
+                service.engine.new_id(),
+                ids,
+                replace(options.sampling, seed=seed),
+                stop,
+                model.adapter.identity,
+                tenant=self.key.name or network(address),
+                first_id=self.generations[0].request.request_id if self.generations else None,
+                salt=self.key.salt(options.salt),
+                prompt_logprobs=options.prompt_logprobs,
             )
-        else:
-            ids = list(question.prompt)
-            most = max(self.parts.engine.info.vocab_size, tokenizer.num_ids)
-            if ids and not 0 <= min(ids) <= max(ids) < most:
-                raise InputError(f"`inputs` has tokens beyond the vocabulary of {most}")
-            if question.truncate is not None:
-                ids = ids[-question.truncate :]
-        if not ids:
-            raise InputError("`inputs` cannot be empty")
-        return ids
+            generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
+            self.generations.append(generations[-1])
+        self._is_scoring = options.is_scoring
+        record.max_new_tokens = 0 if options.is_scoring else stop.max_new_tokens
+        record.prompt_tokens += len(ids)
+        record.validation_s = time.monotonic() - self._began
+        if service.config.log_prompts:
+            text = prompt if isinstance(prompt, str) else str(list(prompt))
+            record.prompt = text if record.prompt is None else f"{record.prompt}\n{text}"
+        self._set_timer()
+        return generations
 
-    def _refuse_too_long(self, tokenizer: TextTokenizer, question: Question, text: str) -> None:
-        """Refuse a text that cannot fit before time and memory are spent on its tokens."""
-        count = tokenizer.count_at_least(text)
-        if question.truncate is None and count > self.parts.max_input_length:
-            self._stop_params(tokenizer, question, count, given="at least ")
+    def _set_timer(self) -> None:
+        if self.timeout_s is not None and self._timer is None:
+            left_s = self.timeout_s - (time.monotonic() - self._began)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.stop, self._too_late)
 
-    def _stop_params(self, tokenizer: TextTokenizer, question: Question, num_ids: int, given: str = "") -> StopParams:
-        total, most = self.parts.max_total_tokens, self.parts.max_input_length
-        left = max(total - num_ids, 1)
-        wanted = question.max_new_tokens or min(left, question.default_new_tokens or left)
-        if question.max_new_tokens is not None and num_ids + wanted > total:
-            raise ContextLengthError(
-                f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-                f"Given: {given}{num_ids} `inputs` tokens and {wanted} `max_new_tokens`"
-            )
-        if num_ids > most:
-            raise ContextLengthError(f"`inputs` must have less than {most} tokens. Given: {given}{num_ids}")
-        return StopParams(
-            max_new_tokens=wanted,
-            min_new_tokens=question.min_new_tokens,
-            eos_token_ids=self.parts.defaults.eos_token_ids | tokenizer.eos_token_ids,
-            ignore_eos=question.ignore_eos,
-            stop_token_ids=question.stop_token_ids,
-            stop_strings=question.stop_strings,
-            include_stop=question.include_stop,
-        )
+    # --- Responses ----------------------------------------------------------------------------------------------------
 
     async def write(self, make: Callable[[], Response]) -> Response:
-        """A whole answer, which may be large: others are not to wait while it is put together."""
-        size = sum(len(job.completion.token_ids) * (1 + job.request.sampling.num_alternatives) for job in self.jobs)
-        size += sum(len(job.completion.prompt_logprobs or ()) for job in self.jobs)
+        """Make a whole response, on another thread if it is large, so that other requests do not wait."""
+        size = 0
+        for generation in self.generations:
+            completion, sampling = generation.completion, generation.request.sampling
+            size += len(completion.token_ids) * (1 + sampling.num_alternatives)
+            size += len(completion.prompt_logprobs or ())
         return make() if size <= SMALL else await asyncio.to_thread(make)
 
-    # --- A stream -----------------------------------------------------------------------------------------------------
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+        return EventStream(await self.open_stream(events), self.service.config.keep_alive_s, self.stream_headers())
 
     async def open_stream(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The same events, of which the first is there already or takes long. So what goes wrong at once has a status
-        of its own; what goes wrong later becomes the last event."""
+        """Return the same events when the first is there, or takes long.
+
+        An error before that has a status of its own. A later error becomes the last event.
+        """
         first = asyncio.ensure_future(anext(events))
         try:
-            await asyncio.wait((first,), timeout=self.parts.config.keep_alive_s)
+            await asyncio.wait((first,), timeout=self.service.config.keep_alive_s)
             if first.done():
                 first.result()
         except BaseException:
@@ -326,7 +236,7 @@ class Exchange:
             await events.aclose()
             raise
         stream = self._with_errors(first, events)
-        await anext(stream)  # one that has not begun would close nothing when it is closed
+        await anext(stream)  # a generator that has not begun would close nothing when it is closed
         return stream
 
     async def _with_errors(
@@ -337,33 +247,24 @@ class Exchange:
             yield await first
             async for piece in events:
                 yield piece
-        except LoraxError as error:
-            yield event(self._note(error).body(self.path))
         except Exception as error:
-            logger.exception("request %s failed because of a mistake of the server", self.record.request_id)
             yield event(self._note(error).body(self.path))
         finally:
             first.cancel()
             await events.aclose()
 
-    # --- How it ends --------------------------------------------------------------------------------------------------
+    def _note(self, error: Exception) -> Problem:
+        if not isinstance(error, LoraxError):
+            logger.exception("request %s failed because of a mistake of the server", self.record.request_id)
+        problem = describe(error, self.path)
+        self.record.error_type, self.record.error = problem.error_type, str(error)
+        return problem
 
-    def stop(self, error: LoraxError) -> None:
-        """End whatever is done for it, also before the engine is asked; who reads it gets the error."""
-        if not self.stopped.done():
-            self.stopped.set_result(error)
-        for job in self.jobs:
-            job.stop(error)
+    # --- The end ------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: Exception) -> Response:
-        problem = self._note(error)
-        self.record.status = problem.status
-        response = problem.response(self.path)
-        response.headers.update(self.adapter_headers())
-        return response
-
-    def end(self, has_left: bool = False) -> None:
-        """Give back what it holds, and write down how it went."""
+    def _end(self, has_left: bool) -> None:
+        """Give back what the request holds, and write down how it went."""
+        self.service.exchanges.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         record = self.record
@@ -372,68 +273,56 @@ class Exchange:
         self._sum_up()
         if self._permit is not None:
             self._permit.leave(record.prompt_tokens + record.generated_tokens)
-        self.parts.metrics.end(record)
-        self.parts.tracer.end(record)
+        self.service.metrics.end(record)
+        self.service.tracer.end(record)
         log_request(record)
 
-    def _note(self, error: Exception) -> Problem:
-        problem = describe(error, self.path)
-        self.record.error_type, self.record.error = problem.error_type, str(error)
-        return problem
-
     def _sum_up(self) -> None:
-        record, jobs = self.record, self.jobs
-        record.generated_tokens = 0 if self._is_scoring else sum(len(job.completion.token_ids) for job in jobs)
-        reasons = [job.completion.finish_reason for job in jobs]
+        record, generations = self.record, self.generations
+        completions = [generation.completion for generation in generations]
+        record.generated_tokens = 0 if self._is_scoring else sum(len(each.token_ids) for each in completions)
+        reasons = [each.finish_reason for each in completions]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
-        if self.parts.config.log_prompts:
-            record.text = "\n".join(job.text for job in jobs)
-        begun = [(job, job.started) for job in jobs if job.started is not None]
-        if not begun:
-            return
-        job, started = begun[0]
-        record.cached_tokens = count_cached(jobs)
-        record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
-        assert job.sent_at is not None
-        assert job.first_at is not None
-        record.first_token_s = max(0.0, job.first_at - job.sent_at - started.queue_s)
-        record.inference_s = max(0.0, time.monotonic() - job.sent_at - started.queue_s)
-
-    def _set_timer(self) -> None:
-        if self.timeout_s is not None and self._timer is None:
-            left = self.timeout_s - (time.monotonic() - self._began)
-            error = DeadlineError(f"there was no answer within {self.timeout_s:g} s")
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self.stop, error)
+        if self.service.config.log_prompts:
+            record.text = "\n".join(generation.text for generation in generations)
+        record.cached_tokens = count_cached(generations)
+        for generation in generations:
+            started, sent_at, first_at = generation.started, generation.sent_at, generation.first_at
+            if started is not None and sent_at is not None and first_at is not None:
+                record.queue_s, record.adapter_s = started.queue_s, started.adapter_s
+                record.first_token_s = max(0.0, first_at - sent_at - started.queue_s)
+                record.inference_s = max(0.0, time.monotonic() - sent_at - started.queue_s)
+                return
 
     # --- Headers ------------------------------------------------------------------------------------------------------
 
-    def adapter_headers(self) -> dict[str, str]:
+    def _adapter_headers(self) -> dict[str, str]:
         record = self.record
         if not record.adapter_hash:
             return {}
         return {
-            "x-adapter-id": quote(record.adapter or "", safe="/@:,.-_ +"),
+            "x-adapter-id": quote(record.adapter or "", safe=SAFE),
             "x-adapter-source": quote(record.source),
             "x-adapter-hash": record.adapter_hash,
-            **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),
+            **({"x-adapter-tier": self._adapter_tier} if self._adapter_tier else {}),
             **({"x-adapter-version": "previous"} if self._is_stale else {}),
         }
 
     @property
     def first_event(self) -> dict[str, str]:
         """Fields that only the first event of a stream has, beside its token."""
-        return {"adapter_tier": self.adapter_tier} if self.adapter_tier else {}
+        return {"adapter_tier": self._adapter_tier} if self._adapter_tier else {}
 
     def stream_headers(self) -> dict[str, str]:
         return {
-            "x-compute-type": f"{self.parts.engine.info.device}+optimized",
-            "x-compute-characters": str(self.num_characters),
-            "x-model-id": quote(self.parts.config.model_id, safe="/@:,.-_ +"),
-            **self.adapter_headers(),
+            "x-compute-type": f"{self.service.engine.info.device}+optimized",
+            "x-compute-characters": str(self._num_characters),
+            "x-model-id": quote(self.service.config.model_id, safe=SAFE),
+            **self._adapter_headers(),
         }
 
     def headers(self, generated_tokens: int) -> dict[str, str]:
-        """Of a whole answer, with its times in milliseconds."""
+        """Return the headers of a whole answer, with its times in milliseconds."""
         self._sum_up()
         record = self.record
         total_s = time.monotonic() - self._began
@@ -454,11 +343,8 @@ class Exchange:
             "x-skipped-tokens": 0,
             "x-total-tokens": record.prompt_tokens + generated_tokens,
         }
-        return (
-            self.stream_headers()
-            | {name: str(int(value * 1000)) for name, value in milliseconds.items()}
-            | {name: str(value) for name, value in counts.items()}
-        )
+        values = {name: int(value * 1000) for name, value in milliseconds.items()} | counts
+        return self.stream_headers() | {name: str(value) for name, value in values.items()}
 
 
 def _shorter(limit_s: float | None, asked: str | None) -> float | None:

@@ -41,30 +41,29 @@ def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
     max_files = _raise_file_limit()
     try:
         config = _fit_connections(config, max_files)
-        service = Service(config, engine, keys)
         with _bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(service, listener))
+            return runner.run(_serve(config, engine, keys, listener))
     except LoraxError as error:
         logger.error("%s", error)
         return 1
 
 
-async def _serve(service: Service, listener: socket.socket) -> int:
-    starting = asyncio.create_task(service.start())
+async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, listener: socket.socket) -> int:
+    starting = asyncio.create_task(Service.start(config, engine, keys))
     loop = asyncio.get_running_loop()
-    for each in SIGNALS:
-        loop.add_signal_handler(each, starting.cancel)
-    logger.info("loading %s", service.config.model_id)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, starting.cancel)
+    logger.info("loading %s", config.model_id)
     seconds = 0.0
     while not (await asyncio.wait((starting,), timeout=PROGRESS_S))[0]:
         seconds += PROGRESS_S
         logger.info("still loading after %g s", seconds)
-    for each in SIGNALS:
-        loop.remove_signal_handler(each)
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
     if starting.cancelled():
         logger.info("stopped before it was ready")
         return 1
-    starting.result()
+    service = starting.result()
     try:
         await _Server(service, listener.getsockname()[0]).serve([listener])
     finally:
@@ -98,7 +97,7 @@ class _Server(uvicorn.Server):
 
 def _uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:
     config = service.config
-    connections = Connections(config.max_connections, config.max_connections_per_address, service.parts.metrics)
+    connections = Connections(config.max_connections, config.max_connections_per_address, service.metrics)
     return uvicorn.Config(
         make_app(service, address),
         http=make_protocol(config.body_timeout_s, connections, service.audit_log),
@@ -119,7 +118,7 @@ def _say_ready(service: Service, url: str) -> None:
     config = service.config
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
-        names, needs_key = sorted(service.parts.model_names.adapters), not service.parts.keys.is_open
+        names, needs_key = sorted(service.model_names.adapters), not service.keys.is_open
         print(write_greeting(url, config.model_id, names, config.examples, needs_key=needs_key), flush=True)
 
 

@@ -347,7 +347,7 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
     for rank in range(2):
         weights = memory_weights(tensors, rank=rank, ranks=2)
         shard = shard_evenly(weights.process_group, 8, "inputs")
-        row = TensorParallelAdapterRowLinear.load(weights, "o", shard, 4, bias=True).targets[0]
+        row = TensorParallelAdapterRowLinear(weights, "o", shard, 4, bias=True).targets[0]
         assert torch.equal(present(row.weight), shard.take(tensors["o.weight"], 1))
         assert row.adds_once == (rank == 0)
         assert torch.equal(present(row.bias), tensors["o.bias"])

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import cache
 from pathlib import Path
@@ -18,13 +18,12 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import ModelNames
 from lorax_server.server.access.rate_limits import RateLimits
-from lorax_server.server.exchange import Exchange, Question
-from lorax_server.server.generations import finish_all
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
-from lorax_server.server.parts import Parts
+from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults
@@ -39,11 +38,12 @@ from lorax_server.types import (
     SampledToken,
     SamplingParams,
     Started,
+    StopParams,
 )
 from tests.text.tokenizers import byte_level
 
 Message = dict[str, Any]
-Work = Callable[[Exchange], Awaitable[Response]]
+Work = Callable[[Exchange], Coroutine[Any, Any, Response]]
 INFO = EngineInfo(max_length=128, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
 
 
@@ -152,21 +152,11 @@ class Bench:
         self.engine = ScriptedClient()
         settings = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", **{"drain_s": 1000.0} | config)
         keys = KeyRing(settings.api_keys, settings.admin_key, settings.keys_file)
-        self.service = Service(settings, self.engine, keys)
-        self.rate_limits = RateLimits(PLACES)
-        self.service._parts = self.parts = Parts(
-            config=settings,
-            engine=self.engine,
-            keys=keys,
-            model_names=ModelNames("base"),
-            rate_limits=self.rate_limits,
-            tokenizers=Tokenizers(tokenizer(), Path("nowhere")),
-            defaults=GenerationDefaults(),
-            metrics=Metrics(max_input_length=127, max_total_tokens=128),
-            tracer=Tracer(None),
-            max_total_tokens=128,
-            max_input_length=127,
+        tokenizers = Tokenizers(tokenizer(), Path("nowhere"))
+        self.service = Service(
+            settings, self.engine, keys, ModelNames("base"), tokenizers, GenerationDefaults(), Tracer(None)
         )
+        self.service.rate_limits = self.rate_limits = RateLimits(PLACES)
         self.peer = Peer()
 
     def ask(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
@@ -183,46 +173,49 @@ class Bench:
         return asyncio.create_task(self._answer(http, work))
 
     async def _answer(self, http: HttpRequest, work: Work) -> Response:
-        return await self.service.answer(http, work)
+        exchange = Exchange(self.service, http)
+        return await exchange.answer(work(exchange))
 
     async def read(self, response: Response) -> None:
         await response({"type": "http"}, self.peer.receive, self.peer.send)
 
     def check_all_is_given_back(self) -> None:
         assert self.rate_limits.num_running == 0
-        assert not self.service._calls
+        assert not self.service.exchanges
         assert not self.engine._streams
 
 
 # --- Work of routes ---------------------------------------------------------------------------------------------------
 
 
-def question(prompt: str = "ask", count: int = 1) -> Question:
-    return Question(prompt, SamplingParams(), list(range(count)))
+async def prepare(call: Exchange) -> list[RemoteGeneration]:
+    model = await call.resolve(call.service.model_names.base)
+    options = RequestOptions(SamplingParams(), StopParams(max_new_tokens=128), [0], may_shorten=True)
+    return await call.prepare(model, "ask", options)
 
 
 async def whole(call: Exchange) -> Response:
     call.admit(1, False)
-    jobs = await call.ask(await call.find(call.parts.model_names.base), question())
-    await finish_all(jobs)
-    return json_response({"text": jobs[0].text}, 200, call.headers(1))
+    generations = await prepare(call)
+    await finish_all(generations)
+    return json_response({"text": generations[0].text}, 200, call.headers(1))
 
 
 async def streamed(call: Exchange) -> Response:
     call.admit(1, True)
-    (job,) = await call.ask(await call.find(call.parts.model_names.base), question())
+    (generation,) = await prepare(call)
 
     async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(job.chunks()) as stream:
-            async for chunks in stream:
-                yield event("".join(chunk.text for chunk in chunks))
+        async with aclosing(generation.stream()) as stream:
+            async for token_events in stream:
+                yield event("".join(token_event.text for token_event in token_events))
 
     return EventStream(await call.open_stream(events()), 1000.0, call.stream_headers())
 
 
 async def for_adapter(call: Exchange) -> Response:
     call.admit(1, False)
-    await call.find(call.parts.model_names.find("owner/it", None))
+    await call.resolve(call.service.model_names.find("owner/it", None))
     return json_response(call.record.adapter_hash)
 
 

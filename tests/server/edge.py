@@ -11,7 +11,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from lorax_server.server.run import _uvicorn_config
-from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
 from tests.server.bench import Bench
@@ -135,14 +134,14 @@ class Shared:
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         """Run a test on a server without records of earlier tests."""
-        self.bench.service.audit_log = AuditLog(self.bench.parts.metrics)
+        self.bench.service.audit_log = AuditLog(self.bench.service.metrics)
         self.bench.engine.sent.clear()
         self._runner.run(self._run(check))
 
     async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        async with listening(self._settings, self.bench.parts.metrics) as edge:
+        async with listening(self._settings, self.bench.service.metrics) as edge:
             await check(edge)
-        assert self.bench.service._calls == set()
+        assert self.bench.service.exchanges == set()
 
     def close(self) -> None:
         self._runner.run(self.bench.engine.close())

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,15 +62,14 @@ class Routes(Bench):
         **config: Any,
     ) -> None:
         super().__init__(**config)
-        keys = KeyRing(self.parts.config.api_keys, admin_key, keys_file)
-        names = ModelNames("base", default_source=default_source)
-        names.set_folder(folder or [])
-        rate_limits = RateLimits(1000, new_adapters_per_minute=new_adapters_per_minute)
-        self.parts = replace(self.parts, keys=keys, model_names=names, rate_limits=rate_limits)
+        service = self.service
+        service.keys = KeyRing(service.config.api_keys, admin_key, keys_file)
+        service.model_names = ModelNames("base", default_source=default_source)
+        service.model_names.set_folder(folder or [])
+        service.rate_limits = RateLimits(1000, new_adapters_per_minute=new_adapters_per_minute)
         self.answers: dict[str, Resolved | LoraxError] = {}
         self.engine._send = self._obey  # type: ignore[method-assign]
-        self.app, self.service = _shared()
-        self.service.engine, self.service._parts, self.service._keys = self.engine, self.parts, keys
+        self.app, self._served = _shared()
 
     def _obey(self, message: messages.ToEngine) -> None:
         try:
@@ -129,6 +127,7 @@ class Routes(Bench):
         async def take(message: Any) -> None:
             sent.append(message)
 
+        vars(self._served).update(vars(self.service))
         await self.app(scope, arrivals.get, take)
         start, *rest = sent
         named = {name.decode(): value.decode() for name, value in start["headers"]}

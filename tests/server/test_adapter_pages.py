@@ -10,7 +10,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.server import adapter_pages
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named
-from lorax_server.server.adapter_pages import MAX_ALSO, MAX_LIMIT, Asked, list_page, select
+from lorax_server.server.adapter_pages import MAX_ALSO, MAX_LIMIT, PageQuery, list_page, select_names
 from lorax_server.types import AdapterState
 from tests.server.bench import Bench
 
@@ -24,11 +24,11 @@ class Pages(Bench):
         super().__init__()
         self.asked: list[Sequence[str]] = []  # of the engine
         self.engine._send = self._reply  # type: ignore[method-assign]
-        self.parts.model_names.set_folder([f"a-{number:05}" for number in range(count)])
+        self.service.model_names.set_folder([f"a-{number:05}" for number in range(count)])
         for number in range(0, count, every):
-            self.parts.seen.note(f"hash-{number:05}", Named("local", f"a-{number:05}"))
+            self.service.seen.note(f"hash-{number:05}", Named("local", f"a-{number:05}"))
         for number in range(others):
-            self.parts.seen.note(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
+            self.service.seen.note(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
 
     def _reply(self, message: messages.ToEngine) -> None:
         assert isinstance(message, messages.ListAdapters)
@@ -37,7 +37,7 @@ class Pages(Bench):
         asyncio.get_running_loop().call_soon(self.engine._settle, messages.AdaptersReply(message.query_id, states))
 
     def page(self, key: Key = Key(), **asked: Any) -> dict[str, Any]:  # noqa: B008
-        return asyncio.run(list_page(self.parts, key, Asked(**asked)))
+        return asyncio.run(list_page(self.service, key, PageQuery(**asked)))
 
     def walk(self, key: Key = Key(), **asked: Any) -> list[list[str]]:  # noqa: B008
         """All pages' ids."""
@@ -100,9 +100,9 @@ def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.Mon
         return await to_thread(work)
 
     monkeypatch.setattr(asyncio, "to_thread", note)
-    assert len(asyncio.run(select(bench.parts.model_names, Key()))) == adapter_pages.FEW + 1
-    key = Key("k", adapters=("*-00007",))
-    assert [name for name, _ in asyncio.run(select(bench.parts.model_names, key, count=5))] == ["a-00007"]
+    assert len(asyncio.run(select_names(bench.service.model_names, Key()))) == adapter_pages.FEW + 1
+    key = Key(name="k", adapters=("*-00007",))
+    assert [name for name, _ in asyncio.run(select_names(bench.service.model_names, key, count=5))] == ["a-00007"]
     assert len(aside) == 2
 
 
@@ -130,7 +130,7 @@ def test_a_search_of_many_lets_others_have_their_turn(monkeypatch: pytest.Monkey
 
     async def search() -> dict[str, Any]:
         beside = asyncio.create_task(look())
-        page = await list_page(bench.parts, ADMIN, Asked(search="o-00024"))
+        page = await list_page(bench.service, ADMIN, PageQuery(search="o-00024"))
         beside.cancel()
         return page
 
@@ -160,15 +160,18 @@ def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own()
 def test_names_that_come_and_go_between_pages() -> None:
     bench = Pages(6)
     first = bench.page(limit=2)
-    bench.parts.model_names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
+    bench.service.model_names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
     second = bench.page(limit=9, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
 
 
 def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
     bench = Pages(1, others=1)
-    bench.engine._send = lambda message: asyncio.get_running_loop().call_soon(  # type: ignore[method-assign]
-        bench.engine._settle, messages.AdaptersReply(message.query_id, [])
-    )
+
+    def send(message: messages.ToEngine) -> None:
+        assert isinstance(message, messages.ListAdapters)
+        asyncio.get_running_loop().call_soon(bench.engine._settle, messages.AdaptersReply(message.query_id, []))
+
+    bench.engine._send = send  # type: ignore[method-assign]
     page = bench.page(ADMIN)
     assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

@@ -9,7 +9,7 @@ import pytest
 
 from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import AdapterError, DeadlineError, EngineError
-from lorax_server.server.generations import Job, count_cached, finish_all, interleave
+from lorax_server.server.generations import RemoteGeneration, count_cached, finish_all, interleave
 from lorax_server.types import (
     FinishReason,
     Output,
@@ -22,14 +22,16 @@ from lorax_server.types import (
 from tests.server.bench import ScriptedClient, ids, settle, tokenizer
 
 
-def make_jobs(engine: EngineClient, count: int = 1, sampling: SamplingParams | None = None, **stop: Any) -> list[Job]:
+def make_generations(
+    engine: EngineClient, count: int = 1, sampling: SamplingParams | None = None, **stop: Any
+) -> list[RemoteGeneration]:
     params = StopParams(**{"max_new_tokens": 100} | stop)
     requests = [Request(engine.new_id(), ids("ask"), sampling or SamplingParams(), params) for _ in range(count)]
-    return [Job(engine, request, tokenizer()) for request in requests]
+    return [RemoteGeneration(engine, request, tokenizer()) for request in requests]
 
 
-def text_of(chunks: Sequence[Any]) -> str:
-    return "".join(chunk.text for chunk in chunks)
+def text_of(events: Sequence[Any]) -> str:
+    return "".join(token_event.text for token_event in events)
 
 
 # --- One --------------------------------------------------------------------------------------------------------------
@@ -38,8 +40,8 @@ def text_of(chunks: Sequence[Any]) -> str:
 def test_what_has_come_meanwhile_comes_together() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine)
-        stream = job.chunks()
+        (generation,) = make_generations(engine)
+        stream = generation.stream()
         first = asyncio.ensure_future(anext(stream))
         await settle()
         assert [request.request_id for request in engine.added] == [1]
@@ -49,12 +51,12 @@ def test_what_has_come_meanwhile_comes_together() -> None:
         engine.give(1, *ids(" dog"), end=FinishReason.EOS_TOKEN)
         assert text_of(await anext(stream)) == " fox dog"
         assert [each async for each in stream] == []
-        assert job.text == job.completion.text == "quick brown fox dog"
-        assert job.completion.finish_reason is FinishReason.EOS_TOKEN
-        assert job.started == Started(0.25, 0.125, 3)
-        assert job.sent_at is not None
-        assert job.first_at is not None
-        assert job.sent_at <= job.first_at
+        assert generation.text == generation.completion.text == "quick brown fox dog"
+        assert generation.completion.finish_reason is FinishReason.EOS_TOKEN
+        assert generation.started == Started(0.25, 0.125, 3)
+        assert generation.sent_at is not None
+        assert generation.first_at is not None
+        assert generation.sent_at <= generation.first_at
         assert engine.aborted == []
 
     asyncio.run(check())
@@ -63,13 +65,13 @@ def test_what_has_come_meanwhile_comes_together() -> None:
 def test_a_stop_string_ends_the_engines_request_too() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine, stop_strings=("brown",), include_stop=False)
-        running = asyncio.create_task(job.finish())
+        (generation,) = make_generations(engine, stop_strings=("brown",), include_stop=False)
+        running = asyncio.create_task(generation.finish())
         await settle()
         engine.give(1, *ids("quick brown fox"))  # the last tokens came before the request was aborted
         completion = await running
         assert completion.finish_reason is FinishReason.STOP_SEQUENCE
-        assert completion.text == text_of(job.chunks_so_far) == "quick "
+        assert completion.text == text_of(generation.events) == "quick "
         assert len(completion.token_ids) < len(ids("quick brown fox"))
         assert engine.aborted == [1]
 
@@ -79,13 +81,13 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
 def test_one_step_may_bring_several_tokens() -> None:
     async def check(end: FinishReason | None, **stop: Any) -> Any:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine, **stop)
-        running = asyncio.create_task(job.finish())
+        (generation,) = make_generations(engine, **stop)
+        running = asyncio.create_task(generation.finish())
         await settle()
         tokens = tuple(SampledToken(token_id, -0.5) for token_id in ids("quick brown fox"))
         engine._deliver(Output(1, tokens, end))
         completion = await running
-        assert completion.text == text_of(job.chunks_so_far)
+        assert completion.text == text_of(generation.events)
         return completion
 
     whole = asyncio.run(check(FinishReason.LENGTH))
@@ -99,15 +101,15 @@ def test_one_step_may_bring_several_tokens() -> None:
 def test_who_stops_reading_ends_the_request() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine)
-        async with aclosing(job.chunks()) as stream:
+        (generation,) = make_generations(engine)
+        async with aclosing(generation.stream()) as stream:
             first = asyncio.ensure_future(anext(stream))
             await settle()
             engine.give(1, *ids("a"))
             await first
         assert engine.aborted == [1]
         engine.give(1, *ids("b"))  # tokens that were on their way are dropped
-        assert job.text == "a"
+        assert generation.text == "a"
 
     asyncio.run(check())
 
@@ -115,28 +117,28 @@ def test_who_stops_reading_ends_the_request() -> None:
 def test_who_is_told_to_stop_gets_what_came_before_and_then_the_reason() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine)
-        running = asyncio.create_task(job.finish())
+        (generation,) = make_generations(engine)
+        running = asyncio.create_task(generation.finish())
         await settle()
         engine.give(1, *ids("quick"))
-        job.stop(DeadlineError("too late"))
-        job.stop(DeadlineError("later still"))
+        generation.stop(DeadlineError("too late"))
+        generation.stop(DeadlineError("later still"))
         with pytest.raises(DeadlineError, match="too late"):
             await running
-        assert job.text == "quick"
+        assert generation.text == "quick"
         assert engine.aborted == [1]
 
     asyncio.run(check())
 
 
-def test_a_job_that_nobody_reads_is_not_sent() -> None:
+def test_a_generation_that_nobody_reads_is_not_sent() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        (job,) = make_jobs(engine)
-        await job.chunks().aclose()
-        job.stop(EngineError("nothing to stop"))
+        (generation,) = make_generations(engine)
+        await generation.stream().aclose()
+        generation.stop(EngineError("nothing to stop"))
         assert engine.sent == []
-        assert (job.started, job.sent_at, job.first_at) == (None, None, None)
+        assert (generation.started, generation.sent_at, generation.first_at) == (None, None, None)
 
     asyncio.run(check())
 
@@ -150,7 +152,7 @@ def test_a_job_that_nobody_reads_is_not_sent() -> None:
     ],
 )
 def test_only_what_is_drawn_has_a_seed(sampling: SamplingParams, seed: int | None) -> None:
-    assert make_jobs(ScriptedClient(), sampling=sampling)[0].seed == seed
+    assert make_generations(ScriptedClient(), sampling=sampling)[0].seed == seed
 
 
 # --- All at once ------------------------------------------------------------------------------------------------------
@@ -159,8 +161,8 @@ def test_only_what_is_drawn_has_a_seed(sampling: SamplingParams, seed: int | Non
 def test_all_are_finished_together() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        jobs = make_jobs(engine, 3)
-        running = asyncio.create_task(finish_all(jobs))
+        generations = make_generations(engine, 3)
+        running = asyncio.create_task(finish_all(generations))
         await settle()
         for request_id in (3, 1, 2):
             engine.give(request_id, *ids(f"number {request_id}"), end=FinishReason.LENGTH)
@@ -173,7 +175,7 @@ def test_all_are_finished_together() -> None:
 def test_the_first_that_fails_ends_the_others() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        running = asyncio.create_task(finish_all(make_jobs(engine, 4)))
+        running = asyncio.create_task(finish_all(make_generations(engine, 4)))
         await settle()
         engine.give(1, *ids("done"), end=FinishReason.LENGTH)
         engine.give(2, *ids("begun"))
@@ -188,7 +190,7 @@ def test_the_first_that_fails_ends_the_others() -> None:
 def test_who_waits_for_all_and_leaves_ends_all() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        running = asyncio.create_task(finish_all(make_jobs(engine, 3)))
+        running = asyncio.create_task(finish_all(make_generations(engine, 3)))
         await settle()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,14 +204,14 @@ def test_who_waits_for_all_and_leaves_ends_all() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_chunks_come_in_the_order_of_the_engine(count: int) -> None:
+def test_events_come_in_the_order_of_the_engine(count: int) -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        jobs, seen = make_jobs(engine, count), []
+        generations, seen = make_generations(engine, count), []
 
         async def read() -> None:
-            async for place, chunks in interleave(jobs):
-                seen.append((place, text_of(chunks)))
+            async for place, events in interleave(generations):
+                seen.append((place, text_of(events)))
 
         running = asyncio.create_task(read())
         await settle()
@@ -231,11 +233,11 @@ def test_chunks_come_in_the_order_of_the_engine(count: int) -> None:
 def test_what_came_before_a_failure_is_seen_and_the_others_end(count: int) -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        jobs, seen = make_jobs(engine, count), []
+        generations, seen = make_generations(engine, count), []
 
         async def read() -> None:
-            async for place, chunks in interleave(jobs):
-                seen.append((place, text_of(chunks)))
+            async for place, events in interleave(generations):
+                seen.append((place, text_of(events)))
 
         running = asyncio.create_task(read())
         await settle()
@@ -254,7 +256,7 @@ def test_what_came_before_a_failure_is_seen_and_the_others_end(count: int) -> No
 def test_who_leaves_in_the_middle_ends_all(count: int) -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        async with aclosing(interleave(make_jobs(engine, count))) as stream:
+        async with aclosing(interleave(make_generations(engine, count))) as stream:
             first = asyncio.ensure_future(anext(stream))
             await settle()
             engine.give(1, *ids("one"))
@@ -267,14 +269,14 @@ def test_who_leaves_in_the_middle_ends_all(count: int) -> None:
 def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
     async def check() -> None:
         engine = ScriptedClient()
-        running = asyncio.create_task(finish_all(make_jobs(engine, 2)))
+        running = asyncio.create_task(finish_all(make_generations(engine, 2)))
         await settle()
         engine._lose("the engine process ended", 2.0)
         with pytest.raises(EngineError, match="started again") as raised:
             await running
         assert raised.value.retry_after_s == 2.0
         with pytest.raises(EngineError, match="started again"):
-            await finish_all(make_jobs(engine, 2))
+            await finish_all(make_generations(engine, 2))
         assert not engine._streams
 
     asyncio.run(check())
@@ -283,10 +285,10 @@ def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
 def test_a_prompt_with_several_answers_is_found_in_the_cache_once() -> None:
     engine = ScriptedClient()
     prompts = [ids("ask"), ids("ask")]
-    jobs = []
+    generations = []
     for prompt, cached in ((prompts[0], None), (prompts[0], 2), (prompts[0], 3), (prompts[1], 1)):
         request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
-        jobs.append(Job(engine, request, tokenizer()))
-        jobs[-1].started = None if cached is None else Started(0.0, 0.0, cached)
-    assert count_cached(jobs) == 3 + 1
+        generations.append(RemoteGeneration(engine, request, tokenizer()))
+        generations[-1].started = None if cached is None else Started(0.0, 0.0, cached)
+    assert count_cached(generations) == 3 + 1
     assert count_cached([]) == 0

@@ -74,7 +74,7 @@ def with_template(routes: Routes) -> Routes:
     async def render(_: TextTokenizer, messages: list[dict[str, Any]], /, **__: Any) -> str:
         return "".join(str(message["content"]) for message in messages)
 
-    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    routes.service.tokenizers.render = render  # type: ignore[method-assign]
     return routes
 
 
@@ -243,13 +243,13 @@ def test_others_have_turns_between_the_prompts_of_a_request(monkeypatch: pytest.
 
     async def body() -> None:
         turns, routes = Turns(), Routes()
-        encode = routes.parts.tokenizers.encode
+        encode = routes.service.tokenizers.encode
 
         async def spied(*args: Any) -> list[int]:
             seen.append(turns.count)
             return await encode(*args)
 
-        monkeypatch.setattr(routes.parts.tokenizers, "encode", spied)
+        monkeypatch.setattr(routes.service.tokenizers, "encode", spied)
         answer = await routes._send("POST", COMPLETIONS, complete(prompt=["ask"] * 5), {})
         turns.close()
         assert answer.status == 200, answer.body
@@ -274,7 +274,7 @@ def test_a_short_list_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return work()
 
     routes = Routes()
-    monkeypatch.setattr(routes.parts.tokenizers, "run", run)
+    monkeypatch.setattr(routes.service.tokenizers, "run", run)
     routes.post(TOKENIZE, {"inputs": "a" * 10})
     routes.post(TOKENIZE, {"inputs": "a" * LONG})
     assert sizes[0] <= SHORT
@@ -299,7 +299,7 @@ def busy() -> Routes:
     async def render(*_: Any, **__: Any) -> str:
         raise BusyError("2 s went by", retry_after_s=4.2)
 
-    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    routes.service.tokenizers.render = render  # type: ignore[method-assign]
     return routes
 
 
@@ -307,6 +307,6 @@ def test_a_chat_that_cannot_be_rendered_now_may_come_back(busy: Routes) -> None:
     refused = busy.post(CHAT, chat())
     assert (refused.status, refused.headers["retry-after"]) == (503, "5")
     assert refused.json["error"] == {"message": "2 s went by", "type": "server_error", "param": None, "code": None}
-    counted = json.dumps(busy.parts.metrics.json())
+    counted = json.dumps(busy.service.metrics.json())
     assert "overloaded" in counted
     assert "template" not in counted

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, OverloadedError
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.exchange import Exchange
+from lorax_server.server.exchange import CLIENT_LEFT, Exchange
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
-from lorax_server.server.service import CLIENT_LEFT, Service
+from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import FIELDS
 from lorax_server.types import FinishReason, Resolved
 from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for_adapter, ids, settle, streamed, whole
@@ -40,7 +40,7 @@ def test_an_answer_is_noted_once_and_gives_back_its_place(records: Records) -> N
         bench = Bench()
         answer = bench.ask(whole)
         await settle()
-        assert (bench.rate_limits.num_running, len(bench.service._calls)) == (1, 1)
+        assert (bench.rate_limits.num_running, len(bench.service.exchanges)) == (1, 1)
         bench.engine.give(1, *ids("quick brown"), end=FinishReason.LENGTH)
         response = await answer
         assert (response.status_code, body_of(response)) == (200, {"text": "quick brown"})
@@ -386,9 +386,8 @@ def test_a_server_that_cannot_start_leaves_nothing_running(tmp_path: Path) -> No
     async def check() -> None:
         engine = ScriptedClient()
         config = ServerConfig(EngineConfig(ModelConfig(tmp_path)), "base")
-        service = Service(config, engine, KeyRing((), None, None))
         with pytest.raises(ConfigError):
-            await service.start()
+            await Service.start(config, engine, KeyRing((), None, None))
         assert engine.is_closed
         assert len(asyncio.all_tasks()) == 1
 

@@ -9,9 +9,9 @@ from pydantic.json_schema import models_json_schema
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.http.middleware import PUBLIC
 from lorax_server.server.http.problems import OPENAI_PREFIX
-from lorax_server.server.parts import Parts
 from lorax_server.server.routes.lorax_schemas import ErrorResponse, StreamResponse
 from lorax_server.server.routes.openai_schemas import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
+from lorax_server.server.service import Service
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -32,16 +32,16 @@ STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 }
 
 
-def describe_limits(app: FastAPI, parts: Parts) -> None:
+def describe_limits(app: FastAPI, service: Service) -> None:
     """Fill in what is known only once the model is loaded."""
     document = app.openapi()
-    config, schemas = parts.config, document["components"]["schemas"]
-    max_id = parts.tokenizers.base.num_ids - 1
-    limits = dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), parts.max_total_tokens - 1)
+    config, schemas = service.config, document["components"]["schemas"]
+    max_id = service.tokenizers.base.num_ids - 1
+    limits = dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), service.max_total_tokens - 1)
     limits |= dict.fromkeys(("return_k_alternatives", "logprobs", "top_logprobs"), config.max_logprobs)
     limits |= dict.fromkeys(("n", "best_of"), config.max_choices)
-    limits["truncate"] = parts.max_input_length
-    limits["prompt"] = max(parts.engine.info.vocab_size - 1, max_id)  # of token ids
+    limits["truncate"] = service.max_input_length
+    limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # of token ids
     for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest"):
         fields = schemas[name]["properties"]
         for field in limits.keys() & fields.keys():
@@ -50,7 +50,7 @@ def describe_limits(app: FastAPI, parts: Parts) -> None:
     _limit(schemas["GenerateParameters"]["properties"]["best_of"], "integer", "maximum", config.max_best_of)
     _limit(schemas["DetokenizeRequest"]["properties"]["ids"], "integer", "maximum", max_id)
     _describe_streams(document)
-    _describe_operations(document, parts.keys)
+    _describe_operations(document, service.keys)
 
 
 def _limit(schema: dict[str, Any], kind: str, word: str, limit: int) -> None:

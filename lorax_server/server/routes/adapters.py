@@ -1,4 +1,4 @@
-"""Routes for what is loaded: everybody may see the adapters that have names, an admin sees and changes all."""
+"""Routes for adapters: callers see those that have names, an admin sees and changes all."""
 
 from typing import Annotated, Any
 
@@ -9,9 +9,18 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictErro
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
 from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_pages import BY_NAME, MARK, MAX_ALSO, MAX_LIMIT, MAX_TEXT, Asked, describe, list_page
+from lorax_server.server.adapter_pages import (
+    BY_NAME,
+    MARK,
+    MAX_ALSO,
+    MAX_LIMIT,
+    MAX_TEXT,
+    PageQuery,
+    describe,
+    list_page,
+)
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.routes.completions import ERRORS
+from lorax_server.server.routes.openai import ERRORS
 from lorax_server.server.routes.openai_schemas import (
     Adapter,
     AdapterList,
@@ -24,7 +33,7 @@ from lorax_server.server.routes.openai_schemas import (
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
-MAX_HOLDERS = 5  # that a message names
+MAX_HOLDERS = 5  # names in a message
 HELD: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Adapters of a page.")]
 After = Annotated[
@@ -56,27 +65,27 @@ def _add_ours(router: APIRouter, service: Service) -> None:
     ) -> Response:
         """List adapters in pages: their place and their use. An admin sees all, others those with a name they
         may use, and those that they name by `also`."""
-        asked = Asked(limit, after, search, also)
-        return json_response(await list_page(service.parts, service.identify(http), asked))
+        query = PageQuery(limit, after, search, also)
+        return json_response(await list_page(service, service.identify(http), query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
         """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
-        service.check_admin(http, "load", body.adapter_id)
-        names = service.parts.model_names
+        key = service.check_admin(http, "load", body.adapter_id)
+        names = service.model_names
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
-        identity = await _load(service, service.identify(http), choice, body.pin)
+        identity = await _load(service, key, choice, body.pin)
         if body.name:
             names.add(body.name, choice.refs[0].source, choice.refs[0].name)
-        return json_response(await _one(service, identity, body.name or body.adapter_id))
+        return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
     @router.post("/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=HELD)
     async def unload(http: Request, body: AdapterRequest) -> Response:
-        """Let an adapter go as soon as no request needs it, also if it is pinned by this name. Who names it again gets
-        it again, unless it had its name from here."""
-        service.check_admin(http, "unload", body.adapter_id)
-        await _unload(service, service.identify(http), body.adapter_id, body.adapter_source)
-        return json_response(await list_page(service.parts, service.identify(http)))
+        """Unload an adapter as soon as no request needs it, also if it is pinned by this name. A request that names it
+        loads it again, unless it had its name from here."""
+        key = service.check_admin(http, "unload", body.adapter_id)
+        await _unload(service, key, body.adapter_id, body.adapter_source)
+        return json_response(await list_page(service, key))
 
 
 def _add_vllm(router: APIRouter, service: Service) -> None:
@@ -88,11 +97,11 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter", response_class=Response, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
         """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
-        service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
-        source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.parts.config.engine.sources.hub else "local"
-        choice = service.parts.model_names.find(body.lora_path, source)
-        await _load(service, service.identify(http), choice, None)
-        service.parts.model_names.add(body.lora_name, source, body.lora_path)
+        key = service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
+        source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
+        choice = service.model_names.find(body.lora_path, source)
+        await _load(service, key, choice, None)
+        service.model_names.add(body.lora_name, source, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @router.post(
@@ -102,78 +111,77 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         responses={**HELD, **as_text},
     )
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
-        """As in vLLM: let an adapter go, and its name with it."""
-        service.check_admin(http, "unload", body.lora_name)
-        await _unload(service, service.identify(http), body.lora_name, None)
+        """As in vLLM: unload an adapter, and remove its name."""
+        key = service.check_admin(http, "unload", body.lora_name)
+        await _unload(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
 async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
-    """Its source is asked again, whatever was known. What the name meant before is let go."""
-    engine, seen, (ref,) = service.engine, service.parts.seen, choice.refs
-    place = Named(ref.source, ref.name)
-    before = seen.identities(place)
+    """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
+    engine, seen, (ref,) = service.engine, service.seen, choice.refs
+    name = Named(ref.source, ref.name)
+    earlier = seen.identities(name)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
-        raise await with_nearest(error, choice.label, choice.asked_source, service.parts.model_names, key) from None
+        raise await with_nearest(error, choice.label, choice.asked_source, service.model_names, key) from None
     except AdapterError as error:
-        service.parts.note_failure(ref, error)
+        seen.note_failure(ref, error)
         raise
-    seen.note(identity, place)
+    seen.note(identity, name)
     await engine.load(identity, pin)
     if pin is not None:
-        seen.pin(identity, place) if pin else seen.unpin(identity)
-    for old in before:
-        if old != identity and not await _find_holders(service, old, place):
-            await _let_go(service, old)
+        seen.pin(identity, name) if pin else seen.unpin(identity)
+    for old in earlier:
+        if old != identity and not await _find_holders(service, old, name):
+            await _unload_identity(service, old)
     return identity
 
 
-async def _unload(service: Service, key: Key, name: str, source: str | None) -> None:
-    parts = service.parts
-    choice = parts.model_names.find(name, source)
+async def _unload(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
+    names, choice = service.model_names, service.model_names.find(adapter_id, source)
     (ref,) = choice.refs
-    place = Named(ref.source, ref.name)
-    identities = parts.seen.identities(place)
-    if not identities and choice.label not in parts.model_names.adapters:
-        error = AdapterNotFoundError(f"adapter {name[:64]!r} is not loaded; /v1/adapters lists those that are")
-        raise await with_nearest(error, name, source, parts.model_names, key)
-    held = {identity: await _find_holders(service, identity, place) for identity in identities}
-    if identities and held[identities[-1]]:
-        raise _conflict(choice.label, held[identities[-1]])
+    name = Named(ref.source, ref.name)
+    identities = service.seen.identities(name)
+    if not identities and choice.label not in names.adapters:
+        error = AdapterNotFoundError(f"adapter {adapter_id[:64]!r} is not loaded; /v1/adapters lists those that are")
+        raise await with_nearest(error, adapter_id, source, names, key)
+    holders = {identity: await _find_holders(service, identity, name) for identity in identities}
+    if identities and holders[identities[-1]]:
+        raise _conflict(choice.label, holders[identities[-1]])
     for identity in identities:
-        if not held[identity]:
-            await _let_go(service, identity)
-    await parts.forget_unloaded(place)
+        if not holders[identity]:
+            await _unload_identity(service, identity)
+    await service.forget_unloaded(name)
     if source is None:
-        parts.model_names.remove(choice.label)
+        names.remove(choice.label)
 
 
-async def _find_holders(service: Service, identity: str, place: Named) -> list[str]:
-    """The names of other places that have pinned an adapter, if it still is: an engine that starts anew has no pins."""
-    others = service.parts.seen.pinned_by(identity) - {place}
+async def _find_holders(service: Service, identity: str, name: Named) -> list[str]:
+    """List other names that have pinned an adapter, if it still is pinned: an engine that starts anew has no pins."""
+    others = service.seen.pinned_by(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []
-    given = service.parts.model_names.adapters
-    return sorted({name for name, each in given.items() if each in others} or {each.name for each in others})
+    aliases = {alias for alias, named in service.model_names.adapters.items() if named in others}
+    return sorted(aliases or {other.name for other in others})
 
 
-async def _let_go(service: Service, identity: str) -> None:
+async def _unload_identity(service: Service, identity: str) -> None:
     await service.engine.unload(identity)
-    service.parts.seen.unpin(identity)
+    service.seen.unpin(identity)
 
 
-def _conflict(name: str, holders: list[str]) -> ConflictError:
-    named = ", ".join(map(repr, holders[:MAX_HOLDERS]))
+def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
+    listed = ", ".join(map(repr, holders[:MAX_HOLDERS]))
     return ConflictError(
-        f"adapter {name[:64]!r} has the same content as {named}, which is pinned, so that it stays. Unload that one, "
-        'or load it with "pin": false, and then unload this one'
+        f"adapter {adapter_id[:64]!r} has the same content as {listed}, which is pinned, so that it stays. Unload that "
+        'one, or load it with "pin": false, and then unload this one'
     )
 
 
-async def _one(service: Service, identity: str, name: str) -> dict[str, Any]:
+async def _describe(service: Service, identity: str, alias: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
-        return describe(name, service.parts.seen.name(identity), state, None)
+        return describe(alias, service.seen.first_name(identity), state, None)
     raise LoraxError("the adapter has gone again")

@@ -1,139 +1,120 @@
 """OpenAI's `/v1/chat/completions`."""
 
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
-from lorax_server.generation.completion import Chunk
-from lorax_server.server.exchange import Exchange, Found, Question
-from lorax_server.server.generations import Job, finish_all, interleave
+from lorax_server.generation.generation import TokenEvent
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import CHAT
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import DONE, EventStream, event
+from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.routes import openai
 from lorax_server.server.routes.checks import check, not_yet
-from lorax_server.server.routes.completions import ERRORS, TAG
-from lorax_server.server.routes.openai_parameters import (
-    Heading,
-    check_count,
-    check_stopping,
-    choose_adapter,
-    expect_adapter,
-    finish_reason,
-    model_of,
-    refuse_unsupported,
-    sampling,
-    to_question,
-    usage,
-)
 from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.service import Service
 from lorax_server.text.detokenizer import Detokenizer
+from lorax_server.text.tokenizer import TextTokenizer
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[openai.TAG])
 
-    @router.post("/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=ERRORS)
+    @router.post(
+        "/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=openai.ERRORS
+    )
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
-        return await service.answer(http, lambda call: _chat(call, body))
+        exchange = Exchange(service, http)
+        return await exchange.answer(_chat(exchange, body))
 
     return router
 
 
-async def _chat(call: Exchange, body: ChatCompletionRequest) -> Response:
-    expect_adapter(body, call)
-    question = _question(call, body)
-    call.admit(len(question.seeds), bool(body.stream))
-    found = await call.find(await choose_adapter(body, call))
-    jobs = await call.ask(found, replace(question, prompt=await _render(call, found, body)))
-    model = model_of(body, call)
+async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
+    openai.note_adapter(exchange, body)
+    options = _to_options(exchange.service, body)
+    exchange.admit(len(options.seeds), bool(body.stream))
+    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
+    prompt = await _render(exchange.service, model.tokenizer, body)
+    generations = await exchange.prepare(model, prompt, options)
     if body.stream:
-        events = await call.open_stream(_events(call, body, Heading("chatcmpl", "chat.completion.chunk", model)))
-        return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
-    await finish_all(jobs)
-    heading = Heading("chatcmpl", "chat.completion", model)
-    return await call.write(lambda: _answer(call, body, heading))
+        frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
+        write = partial(_write_deltas, body, generations)
+        return await exchange.stream(openai.stream_choices(exchange, body, frame, write))
+    await finish_all(generations)
+    frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
+    return await exchange.write(lambda: _write(exchange, body, frame))
 
 
-def _answer(call: Exchange, body: ChatCompletionRequest, heading: Heading) -> Response:
-    used = usage(call.jobs, call.record.prompt_tokens)
-    choices = [_choice(body, index, job) for index, job in enumerate(call.jobs)]
-    return json_response(heading.of(choices) | {"usage": used}, 200, call.headers(used["completion_tokens"]))
-
-
-def _question(call: Exchange, body: ChatCompletionRequest) -> Question:
-    config, defaults = call.parts.config, call.parts.defaults
-    refuse_unsupported(CHAT, body)
-    not_yet(body.tools and body.tool_choice != "none", "`tools`")  # an answer without them is the one without tools
+def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
+    openai.refuse_unsupported(CHAT, body)
+    not_yet(body.tools and body.tool_choice != "none", "`tools`")  # with "none", no answer may use them
     not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
-    check_stopping(body, config)
+    openai.check_stopping(service, body)
     count = 1 if body.n is None else body.n
-    check_count(count, config)
-    most, total = body.max_completion_tokens, call.parts.max_total_tokens
-    if most is None:
-        most = body.max_tokens
-        check(most is None or most >= 1, "`max_tokens` must be at least 1")
+    openai.check_count(service, count)
+    max_new_tokens, total = body.max_completion_tokens, service.max_total_tokens
+    if max_new_tokens is None:
+        max_new_tokens = body.max_tokens
+        check(max_new_tokens is None or max_new_tokens >= 1, "`max_tokens` must be at least 1")
     else:
-        check(most >= 1, "`max_completion_tokens` must be at least 1")
+        check(max_new_tokens >= 1, "`max_completion_tokens` must be at least 1")
         is_possible = body.max_tokens is None or 1 <= body.max_tokens < total
         check(is_possible, f"`max_tokens` must be 1 to {total - 1}, also where `max_completion_tokens` counts")
-    how = sampling(body, defaults, config, body.top_logprobs or 0)
-    # The template says which special tokens there are.
-    return replace(
-        to_question(body, "", how, count),
-        max_new_tokens=most,
-        default_new_tokens=defaults.max_new_tokens,
-        add_special_tokens=False,
-        logprobs=bool(body.logprobs),
+    options = openai.to_options(
+        service, body, count, body.top_logprobs or 0, max_new_tokens, service.defaults.max_new_tokens
     )
+    # The template adds the special tokens.
+    return replace(options, add_special_tokens=False, logprobs=bool(body.logprobs))
 
 
-async def _render(call: Exchange, found: Found, body: ChatCompletionRequest) -> str:
-    tokenizers = call.parts.tokenizers
-    if body.guideline is None and re.search(r"\bguideline\b", tokenizers.template_of(found.tokenizer) or ""):
+async def _render(service: Service, tokenizer: TextTokenizer, body: ChatCompletionRequest) -> str:
+    template = service.tokenizers.template_of(tokenizer) or ""
+    if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # spelt as LoRAX does
     variables = dict(body.chat_template_kwargs or {})
     for name in RESERVED:
         check(name not in variables, f"`chat_template_kwargs` must not have `{name}`")
     if body.guideline is not None:
         variables["guideline"] = body.guideline
-    knows_developers = "developer" in (tokenizers.template_of(found.tokenizer) or "")
-    messages = [_message(place, message, knows_developers) for place, message in enumerate(body.messages)]
-    return await tokenizers.render(
-        found.tokenizer, messages, **{"add_generation_prompt": body.add_generation_prompt is not False, **variables}
-    )
+    variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    has_developer = "developer" in template
+    messages = [_message(index, message, has_developer) for index, message in enumerate(body.messages)]
+    return await service.tokenizers.render(tokenizer, messages, **variables)
 
 
-def _message(place: int, message: Message, knows_developers: bool) -> dict[str, Any]:
-    """As chat templates expect it: what is not there is left out, and text is one string. OpenAI's newer name of
-    `system` is for templates that have it."""
-    content = _text(place, message.content) if isinstance(message.content, list) else message.content
+def _message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
+    """Write a message as chat templates expect it: fields that are not there are left out, and text is one string.
+
+    `developer`, OpenAI's newer name of `system`, is for templates that know it.
+    """
+    content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
     if content is None and not message.tool_calls:
         content = ""
-    role = "system" if message.role == "developer" and not knows_developers else message.role
+    role = "system" if message.role == "developer" and not has_developer else message.role
     if message.name is None and message.tool_calls is None and message.tool_call_id is None:
-        return {"role": role, "content": content}  # as nearly all are, and there may be thousands
+        return {"role": role, "content": content}  # the usual form, of which there may be thousands
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
     return {"role": role, "content": content, **others}
 
 
-def _text(message: int, parts: list[TextPart | dict[str, Any]]) -> str:
+def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> str:
     texts = []
-    for place, part in enumerate(parts):
-        kind, text = (part.type, part.text) if isinstance(part, TextPart) else (part.get("type"), part.get("text"))
-        where = f"`messages[{message}].content[{place}]`"
+    for index, item in enumerate(content):
+        kind, text = (item.type, item.text) if isinstance(item, TextPart) else (item.get("type"), item.get("text"))
+        where = f"`messages[{message_index}].content[{index}]`"
         if kind != "text":
             raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; only text is")
         if not isinstance(text, str):
@@ -142,24 +123,58 @@ def _text(message: int, parts: list[TextPart | dict[str, Any]]) -> str:
     return "".join(texts)
 
 
-def _choice(body: ChatCompletionRequest, index: int, job: Job) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": job.text, "refusal": None},
-        "logprobs": _logprobs(job, job.chunks_so_far, body.top_logprobs or 0) if body.logprobs else None,
-        "finish_reason": finish_reason(job.completion.finish_reason),
-    }
+# --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def _logprobs(job: Job, chunks: list[Chunk], count: int) -> dict[str, Any]:
-    detokenizer = job.tokenizer.detokenizer
-    content = []
-    for chunk in chunks:
-        top = zip(*(chunk.alternatives or ((), ())), strict=True)
-        content.append(
-            _logprob(detokenizer, chunk.token_id, chunk.logprob)
-            | {"top_logprobs": [_logprob(detokenizer, *each) for each in list(top)[:count]]}
-        )
+def _write(exchange: Exchange, body: ChatCompletionRequest, frame: openai.Frame) -> Response:
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": generation.text, "refusal": None},
+            "logprobs": _logprobs(body, generation, generation.events),
+            "finish_reason": openai.finish_reason(generation.completion.finish_reason),
+        }
+        for index, generation in enumerate(exchange.generations)
+    ]
+    usage = openai.count_usage(exchange)
+    return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(usage["completion_tokens"]))
+
+
+def _write_deltas(
+    body: ChatCompletionRequest,
+    generations: list[RemoteGeneration],
+    index: int,
+    token_events: list[TokenEvent],
+    is_first: bool,
+) -> list[dict[str, Any]]:
+    """Write up to three choices: the role at first, new text, and the end."""
+    deltas = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
+    text = "".join([token_event.text for token_event in token_events])
+    logprobs = _logprobs(body, generations[index], token_events)
+    if text or logprobs is not None:
+        deltas.append(_delta(index, {"content": text}, logprobs))
+    reason = openai.finish_reason(token_events[-1].finish_reason)
+    if reason is not None:
+        deltas.append(_delta(index, {}, None, reason))
+    return deltas
+
+
+def _delta(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(
+    body: ChatCompletionRequest, generation: RemoteGeneration, token_events: list[TokenEvent]
+) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    detokenizer, content = generation.tokenizer.detokenizer, []
+    for token_event in token_events:
+        alternatives = list(zip(*(token_event.alternatives or ((), ())), strict=True))
+        top = [_logprob(detokenizer, *alternative) for alternative in alternatives[: body.top_logprobs or 0]]
+        content.append(_logprob(detokenizer, token_event.token_id, token_event.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -169,43 +184,3 @@ def _logprob(detokenizer: Detokenizer, token_id: int, logprob: float) -> dict[st
         "logprob": logprob,
         "bytes": list(detokenizer.token_bytes(token_id)),
     }
-
-
-async def _events(call: Exchange, body: ChatCompletionRequest, heading: Heading) -> AsyncGenerator[bytes, None]:
-    jobs, has_begun, first = call.jobs, [False] * len(call.jobs), call.first_event
-    num_left = len(jobs)
-    async with aclosing(interleave(jobs)) as stream:
-        async for place, chunks in stream:
-            deltas = _deltas(body, jobs[place], place, chunks, is_first=not has_begun[place])
-            has_begun[place] = True
-            num_left -= chunks[-1].finish_reason is not None
-            answers = [heading.of([delta]) | ({"usage": None} if body.wants_usage else {}) for delta in deltas]
-            if body.says_nothing_of_usage and not num_left:
-                answers[-1]["usage"] = usage(jobs, call.record.prompt_tokens)
-            if answers:
-                answers[0] |= first
-                first = {}
-                yield b"".join(map(event, answers))
-    if body.wants_usage:
-        yield event(heading.of([]) | {"usage": usage(jobs, call.record.prompt_tokens)})
-    yield DONE
-
-
-def _deltas(
-    body: ChatCompletionRequest, job: Job, place: int, chunks: list[Chunk], is_first: bool
-) -> list[dict[str, Any]]:
-    """Who speaks, what is said, that it is over: whatever of it there is."""
-    deltas = [_delta(place, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
-    text, reason = "".join([chunk.text for chunk in chunks]), finish_reason(chunks[-1].finish_reason)
-    logs = _logprobs(job, chunks, body.top_logprobs or 0) if body.logprobs else None
-    if text or logs is not None:
-        deltas.append(_delta(place, {"content": text}, logs))
-    if reason is not None:
-        deltas.append(_delta(place, {}, None, reason))
-    return deltas
-
-
-def _delta(
-    place: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

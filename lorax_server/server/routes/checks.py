@@ -9,6 +9,16 @@ from lorax_server.errors import InputError, NotSupportedError
 MAX_STOP_LENGTH = 1024  # characters: each is looked for in every text, and prepared for while others wait
 MAX_LOGPROBS = 1_000_000  # that are in memory at once for one request
 MAX_BIASES = 1024
+SAMPLING = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+]
 
 
 def check(holds: bool, message: str) -> None:
@@ -47,6 +57,15 @@ def to_bias(given: Mapping[str, Any] | None) -> dict[int, float]:
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         check(is_number and -100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
     return {int(token_id): bias for token_id, bias in given.items()}
+
+
+def pick_sampling(*sources: object) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that sources set; of several sources the first one counts."""
+    fields: dict[str, Any] = {}
+    for source in reversed(sources):
+        values = {name: getattr(source, name, None) for name in SAMPLING}
+        fields |= {name: value for name, value in values.items() if value is not None}
+    return fields
 
 
 def check_logprobs(count: int) -> None:

@@ -17,10 +17,9 @@ from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_pages import FEW, off_loop, select
+from lorax_server.server.adapter_pages import FEW, off_loop, select_names
 from lorax_server.server.http.problems import Problem, json_response
 from lorax_server.server.routes.checks import check_text
-from lorax_server.server.routes.completions import ERRORS as OPENAI_ERRORS
 from lorax_server.server.routes.lorax import ERRORS
 from lorax_server.server.routes.lorax_schemas import (
     DetokenizeRequest,
@@ -29,6 +28,7 @@ from lorax_server.server.routes.lorax_schemas import (
     SimpleToken,
     TokenizeRequest,
 )
+from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
 from lorax_server.server.routes.openai_schemas import Model, ModelList
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import Piece
@@ -70,7 +70,7 @@ def make_router(service: Service) -> APIRouter:
     async def models(http: Request) -> Response:
         """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
         key = service.identify(http)
-        allowed = await select(service.parts.model_names, key)
+        allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
             return json_response({"object": "list", "data": _models(service, key, created, allowed)})
@@ -81,10 +81,10 @@ def make_router(service: Service) -> APIRouter:
     async def model(http: Request, model: str) -> Response:
         """One of them."""
         key = service.identify(http)
-        found = _find_model(service, key, created, model)
-        if found is not None:
-            return json_response(found)
-        raise await with_nearest(unknown_model(model), model, None, service.parts.model_names, key)
+        described = _find_model(service, key, created, model)
+        if described is not None:
+            return json_response(described)
+        raise await with_nearest(unknown_model(model), model, None, service.model_names, key)
 
     def refuse(http: Request) -> Response:
         raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
@@ -155,14 +155,14 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
         """For Prometheus; as JSON to who accepts that."""
-        parts, engine, status = service.parts, service.engine, None
+        engine, written, status = service.engine, service.metrics, None
         with suppress(LoraxError, TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 status = await engine.status()
-        parts.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
+        written.engine.update(status, engine.is_healthy, engine.num_restarts)
         if JSON in http.headers.get("accept", ""):
-            return json_response(parts.metrics.json())
-        return Response(parts.metrics.prometheus(), headers={"content-type": parts.metrics.content_type})
+            return json_response(written.json())
+        return Response(written.prometheus(), headers={"content-type": written.content_type})
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -175,36 +175,32 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         check_text(body.inputs)
-        tokenizer, with_special = service.parts.tokenizers.base, body.add_special_tokens is not False
+        tokenizer, with_special = service.tokenizers.base, body.add_special_tokens is not False
 
         def write() -> Response:
             return list_pieces(tokenizer.pieces(body.inputs, with_special))
 
-        with service.parts.rate_limits.enter(key):
-            return await service.parts.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
+        with service.rate_limits.enter(key):
+            return await service.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """The text that tokens stand for."""
         key = service.identify(http)
-        tokenizer, skip_special = service.parts.tokenizers.base, body.skip_special_tokens is not False
-        with service.parts.rate_limits.enter(key):
-            return json_response({"text": await service.parts.tokenizers.decode(tokenizer, body.ids, skip_special)})
+        tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
+        with service.rate_limits.enter(key):
+            return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 
 def list_pieces(pieces: Sequence[Piece]) -> Response:
     """A list of any length, written some at a time: to write all at once would hold Python's lock for long."""
     some = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
-    written = [msgspec.json.encode([_describe_piece(*piece) for piece in each])[1:-1] for each in some]
+    written = [msgspec.json.encode([piece._asdict() for piece in each])[1:-1] for each in some]
     return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
 
 
-def _describe_piece(token_id: int, text: str, start: int, stop: int) -> dict[str, Any]:
-    return {"id": token_id, "text": text, "start": start, "stop": stop}
-
-
 def _info(service: Service) -> dict[str, Any]:
-    parts, config, engine = service.parts, service.config, service.engine.info
+    config, engine = service.config, service.engine.info
     return {
         "model_id": config.model_id,
         "model_sha": config.model_revision,
@@ -214,8 +210,8 @@ def _info(service: Service) -> dict[str, Any]:
         "max_concurrent_requests": config.max_concurrent_requests,
         "max_best_of": config.max_best_of,
         "max_stop_sequences": config.max_stop_sequences,
-        "max_input_length": parts.max_input_length,
-        "max_total_tokens": parts.max_total_tokens,
+        "max_input_length": service.max_input_length,
+        "max_total_tokens": service.max_total_tokens,
         "waiting_served_ratio": 0.0,  # this and the next three: nothing waits for the like here
         "max_batch_total_tokens": engine.num_blocks * engine.block_size,
         "max_waiting_tokens": 0,
@@ -230,7 +226,7 @@ def _info(service: Service) -> dict[str, Any]:
 
 def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
     """Those that the caller may use."""
-    names, config = service.parts.model_names, service.config
+    names, config = service.model_names, service.config
     found = []
     if key.base_model:
         bases = (names.primary, *(name for name in config.served_names if name != names.primary))
@@ -240,7 +236,7 @@ def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, N
 
 def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
     """One of them, without a look at the others."""
-    names, config = service.parts.model_names, service.config
+    names, config = service.model_names, service.config
     if name in (names.primary, *config.served_names) and key.base_model:
         return _model(service, created, name, config.model_id, None)
     place = names.adapters.get(name)
@@ -250,6 +246,6 @@ def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str
 
 
 def _model(service: Service, created: int, name: str, root: str, parent: str | None) -> dict[str, Any]:
-    length = service.parts.max_total_tokens
+    length = service.max_total_tokens
     whole = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
     return {"id": name, **whole, "root": root, "parent": parent}

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.generation.candidates import sort_candidates
-from lorax_server.generation.completion import Chunk
+from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.exchange import Exchange
-from lorax_server.server.generations import Job, finish_all
+from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import refuse_misplaced
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import EventStream, event
-from lorax_server.server.routes.lorax_parameters import choose_adapter, to_question
+from lorax_server.server.http.sse import event
+from lorax_server.server.routes.lorax_parameters import choose_adapter, to_options
 from lorax_server.server.routes.lorax_schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -23,7 +23,6 @@ from lorax_server.server.routes.lorax_schemas import (
     GenerateResponse,
 )
 from lorax_server.server.service import Service
-from lorax_server.types import FinishReason
 
 TAG = "LoRAX"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -37,125 +36,124 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt."""
-        return await service.answer(http, lambda call: _whole(call, body, as_list=False))
+        exchange = Exchange(service, http)
+        return await exchange.answer(_answer_whole(exchange, body, as_list=False))
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt token by token. Each event is a `StreamResponse`; the last one has `generated_text`."""
-        return await service.answer(http, lambda call: _stream(call, body))
+        exchange = Exchange(service, http)
+        return await exchange.answer(_answer_stream(exchange, body))
 
     async def compat(http: Request, body: CompatGenerateRequest) -> Response:
         """Answer a prompt, in a list of one answer; or token by token if `stream` is true."""
-        if body.stream:
-            return await service.answer(http, lambda call: _stream(call, body))
-        return await service.answer(http, lambda call: _whole(call, body, as_list=True))
+        exchange = Exchange(service, http)
+        work = _answer_stream(exchange, body) if body.stream else _answer_whole(exchange, body, as_list=True)
+        return await exchange.answer(work)
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
     return router
 
 
-async def _ask(call: Exchange, body: GenerateRequest, is_streamed: bool) -> list[Job]:
-    parts, parameters = call.parts, body.parameters or GenerateParameters()
-    choice = choose_adapter(parameters, parts.model_names)
-    call.expect(choice)
+async def _prepare(exchange: Exchange, body: GenerateRequest, is_streamed: bool) -> list[RemoteGeneration]:
+    service, parameters = exchange.service, body.parameters or GenerateParameters()
+    choice = choose_adapter(parameters, service.model_names)
+    exchange.note_choice(choice)
     refuse_misplaced(body.model_extra, GenerateParameters.model_fields)
-    question = to_question(body.inputs, parameters, parts.config, parts.max_input_length, is_streamed)
-    call.admit(len(question.seeds), is_streamed)
-    return await call.ask(await call.find(choice), question)
+    options = to_options(service, body.inputs, parameters, is_streamed)
+    exchange.admit(len(options.seeds), is_streamed)
+    return await exchange.prepare(await exchange.resolve(choice), body.inputs, options)
 
 
-async def _whole(call: Exchange, body: GenerateRequest, as_list: bool) -> Response:
-    jobs = await _ask(call, body, is_streamed=False)
-    await finish_all(jobs)
-    return await call.write(lambda: _answer(call, body, jobs, as_list))
+async def _answer_whole(exchange: Exchange, body: GenerateRequest, as_list: bool) -> Response:
+    generations = await _prepare(exchange, body, is_streamed=False)
+    await finish_all(generations)
+    return await exchange.write(lambda: _write(exchange, body, generations, as_list))
 
 
-def _answer(call: Exchange, body: GenerateRequest, jobs: list[Job], as_list: bool) -> Response:
-    best, *others = [jobs[place] for place in sort_candidates([job.completion.logprobs for job in jobs])]
+def _write(exchange: Exchange, body: GenerateRequest, generations: list[RemoteGeneration], as_list: bool) -> Response:
+    order = sort_candidates([generation.completion.logprobs for generation in generations])
+    best, *others = [generations[index] for index in order]
     parameters = body.parameters or GenerateParameters()
-    before = body.inputs if parameters.return_full_text else ""
-    answer: dict[str, Any] = {"generated_text": before + best.text}
+    prefix = body.inputs if parameters.return_full_text else ""
+    answer: dict[str, Any] = {"generated_text": prefix + best.text}
     if parameters.details or parameters.decoder_input_details:
-        details = _sequence(best) | {"prompt_tokens": len(best.request.prompt_ids), "skipped_tokens": 0}
+        details = _details(best) | {"prompt_tokens": len(best.request.prompt_ids), "skipped_tokens": 0}
         if others:
-            details["best_of_sequences"] = [_sequence(job) | {"generated_text": before + job.text} for job in others]
+            details["best_of_sequences"] = [
+                _details(other) | {"generated_text": prefix + other.text} for other in others
+            ]
         answer["details"] = details
-    headers = call.headers(len(best.completion.token_ids))
+    headers = exchange.headers(len(best.completion.token_ids))
     return json_response([answer] if as_list else answer, 200, headers)
 
 
-async def _stream(call: Exchange, body: GenerateRequest) -> Response:
-    jobs = await _ask(call, body, is_streamed=True)
-    events = await call.open_stream(_events(call, jobs[0], body))
-    return EventStream(events, call.parts.config.keep_alive_s, call.stream_headers())
+async def _answer_stream(exchange: Exchange, body: GenerateRequest) -> Response:
+    (generation,) = await _prepare(exchange, body, is_streamed=True)
+    return await exchange.stream(_stream(exchange, generation, body))
 
 
-async def _events(call: Exchange, job: Job, body: GenerateRequest) -> AsyncGenerator[bytes, None]:
-    parameters, first = body.parameters or GenerateParameters(), call.first_event
-    async with aclosing(job.chunks()) as stream:
-        async for chunks in stream:
+async def _stream(
+    exchange: Exchange, generation: RemoteGeneration, body: GenerateRequest
+) -> AsyncGenerator[bytes, None]:
+    parameters, first = body.parameters or GenerateParameters(), exchange.first_event
+    async with aclosing(generation.stream()) as stream:
+        async for token_events in stream:
             answers: list[dict[str, Any]] = [
-                {"token": _token(job, chunk), "generated_text": None, "details": None} for chunk in chunks
+                {"token": _token(generation, token_event), "generated_text": None, "details": None}
+                for token_event in token_events
             ]
-            if job.completion.finish_reason is not None:
-                answers[-1]["generated_text"] = (body.inputs if parameters.return_full_text else "") + job.text
-                answers[-1]["details"] = _stream_details(job) if parameters.details else None
+            if generation.completion.finish_reason is not None:
+                prefix = body.inputs if parameters.return_full_text else ""
+                answers[-1]["generated_text"] = prefix + generation.text
+                if parameters.details:
+                    prompt_tokens = len(generation.request.prompt_ids)
+                    answers[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
             if answers and first:
                 answers[0] |= first
                 first = {}
             yield b"".join(map(event, answers))
 
 
-def _sequence(job: Job) -> dict[str, Any]:
-    """One answer in detail."""
-    completion = job.completion
+def _summary(generation: RemoteGeneration) -> dict[str, Any]:
+    completion = generation.completion
+    assert completion.finish_reason is not None
     return {
-        "finish_reason": _reason(completion.finish_reason),
+        "finish_reason": completion.finish_reason.name.lower(),
         "generated_tokens": len(completion.token_ids),
-        "seed": job.seed,
-        "prefill": _prefill(job),
-        "tokens": [_token(job, chunk) for chunk in job.chunks_so_far],
+        "seed": generation.seed,
     }
 
 
-def _stream_details(job: Job) -> dict[str, Any]:
-    return {
-        "finish_reason": _reason(job.completion.finish_reason),
-        "prompt_tokens": len(job.request.prompt_ids),
-        "generated_tokens": len(job.completion.token_ids),
-        "seed": job.seed,
-    }
+def _details(generation: RemoteGeneration) -> dict[str, Any]:
+    tokens = [_token(generation, token_event) for token_event in generation.events]
+    return _summary(generation) | {"prefill": _prefill(generation), "tokens": tokens}
 
 
-def _token(job: Job, chunk: Chunk) -> dict[str, Any]:
-    detokenizer = job.tokenizer.detokenizer
-    is_special = detokenizer.is_special(chunk.token_id)
+def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, Any]:
+    detokenizer = generation.tokenizer.detokenizer
+    is_special = detokenizer.is_special(token_event.token_id)
     token = {
-        "id": chunk.token_id,
-        "text": detokenizer.token_text(chunk.token_id) if is_special else chunk.text,
-        "logprob": chunk.logprob,
+        "id": token_event.token_id,
+        "text": detokenizer.token_text(token_event.token_id) if is_special else token_event.text,
+        "logprob": token_event.logprob,
         "special": is_special,
         "skipped": False,
     }
-    if chunk.alternatives is not None:
+    if token_event.alternatives is not None:
         token["alternative_tokens"] = [
             {"id": token_id, "text": detokenizer.token_text(token_id), "logprob": logprob}
-            for token_id, logprob in zip(*chunk.alternatives, strict=True)
+            for token_id, logprob in zip(*token_event.alternatives, strict=True)
         ]
     return token
 
 
-def _prefill(job: Job) -> list[dict[str, Any]]:
-    """The prompt's tokens; nothing says how likely the first one was."""
-    logprobs = job.completion.prompt_logprobs
+def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
+    """Describe the prompt's tokens; the first one has no log probability."""
+    logprobs = generation.completion.prompt_logprobs
     if logprobs is None:
         return []
-    text = job.tokenizer.detokenizer.token_text
-    pairs = zip(job.request.prompt_ids, [None, *logprobs], strict=True)
-    return [{"id": token_id, "text": text(token_id), "logprob": logprob} for token_id, logprob in pairs]
-
-
-def _reason(reason: FinishReason | None) -> str:
-    assert reason is not None
-    return reason.name.lower()
+    token_text = generation.tokenizer.detokenizer.token_text
+    pairs = zip(generation.request.prompt_ids, [None, *logprobs], strict=True)
+    return [{"id": token_id, "text": token_text(token_id), "logprob": logprob} for token_id, logprob in pairs]

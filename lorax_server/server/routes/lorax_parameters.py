@@ -1,4 +1,4 @@
-"""From LoRAX's parameters to what the engine understands. The rules, their order and their words are LoRAX's."""
+"""From LoRAX's parameters to options of a request. The rules, their order and their words are LoRAX's."""
 
 import secrets
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.adapters.resolver import MAX_MERGED
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
-from lorax_server.server.exchange import Question
 from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
-from lorax_server.server.routes.checks import check, check_stops, not_yet, to_bias
+from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.routes.checks import check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
-from lorax_server.types import Merge, SamplingParams
+from lorax_server.server.service import Service
+from lorax_server.types import Merge, SamplingParams, StopParams
 
 
 def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> Choice:
@@ -37,15 +38,13 @@ def choose_merged(
     return names.merged(merged.ids, _merge(merged, weights, seed), source, token)
 
 
-def to_question(
-    inputs: str, parameters: GenerateParameters, config: ServerConfig, max_input_length: int, is_streamed: bool
-) -> Question:
-    _check_parameters(parameters, config)
+def to_options(service: Service, inputs: str, parameters: GenerateParameters, is_streamed: bool) -> RequestOptions:
+    _check_parameters(parameters, service.config)
     check(bool(inputs), "`inputs` cannot be empty")
-    truncate = parameters.truncate
+    truncate, max_length = parameters.truncate, service.max_input_length
     check(
-        truncate is None or 1 <= truncate <= max_input_length,
-        f"`truncate` must be strictly positive and less than {max_input_length}. Given: {truncate}",
+        truncate is None or 1 <= truncate <= max_length,
+        f"`truncate` must be strictly positive and less than {max_length}. Given: {truncate}",
     )
     best_of = parameters.best_of or 1
     check(not is_streamed or best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
@@ -53,34 +52,47 @@ def to_question(
         not (is_streamed and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
-    refuse_format(parameters.response_format)
+    _refuse_format(parameters.response_format)
     refuse_foreign(GENERATE, parameters.model_extra, vars(parameters))
-    seed = secrets.randbits(64) if parameters.seed is None else parameters.seed
-    return Question(
-        inputs,
-        _sampling(parameters),
-        [candidate_seed(seed, place) for place in range(best_of)],
-        max_new_tokens=parameters.max_new_tokens,
+    sampling = SamplingParams(
+        **pick_sampling(parameters),
+        do_sample=_samples(parameters),
+        logit_bias=to_bias(parameters.logit_bias),
+        watermark=bool(parameters.watermark),
+        num_alternatives=parameters.return_k_alternatives or 0,
+    )
+    stop = StopParams(
+        max_new_tokens=parameters.max_new_tokens or service.max_total_tokens,
         min_new_tokens=parameters.min_new_tokens or 0,
         ignore_eos=bool(parameters.ignore_eos_token),
         stop_strings=tuple(parameters.stop or ()),
+    )
+    seed = secrets.randbits(64) if parameters.seed is None else parameters.seed
+    return RequestOptions(
+        sampling,
+        stop,
+        [candidate_seed(seed, index) for index in range(best_of)],
+        may_shorten=parameters.max_new_tokens is None,
         truncate=truncate,
         logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
     )
 
 
-def refuse_format(asked: ResponseFormat | None) -> None:
-    """`text` asks for nothing; LoRAX took it for JSON all the same."""
-    if asked is not None and (asked.type.lower() != "text" or asked.schema_ is not None):
-        not_yet(True, f"`response_format` {asked.type[:32]!r}")
+def _refuse_format(response_format: ResponseFormat | None) -> None:
+    """Refuse every format but `text`, which asks for nothing. LoRAX took it for JSON."""
+    if response_format is not None:
+        is_text = response_format.type.lower() == "text" and response_format.schema_ is None
+        not_yet(not is_text, f"`response_format` {response_format.type[:32]!r}")
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
-    """The request's seed chooses what DARE drops. Without one the choice is always the same, as it is where nothing is
-    drawn: a merge that is made anew for each request could be shared by none."""
+    """Use the request's seed only where DARE drops numbers by chance.
+
+    Without a seed the choice is always the same: merges with seeds of their own could not be shared by requests.
+    """
     strategy = (merged.merge_strategy or "linear").lower()
-    # LoRAX's default keeps nothing of the adapters; what is meant by not saying is all of them.
+    # LoRAX's default of 0 keeps nothing of the adapters; clients who leave it out want all of them.
     density = merged.density or 1.0
     is_drawn = strategy.startswith("dare") and density < 1
     sign_method = (merged.majority_sign_method or "total").lower()
@@ -99,55 +111,43 @@ def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> N
     check(not is_several or parameters.seed is None, "`seed` must not be set when `best_of` > 1")
 
 
-def _check_ranges(given: GenerateParameters, config: ServerConfig) -> None:
-    check(_holds(given.temperature, lambda value: value >= 0), "`temperature` must be non-negative")
-    check(_holds(given.repetition_penalty, lambda value: value > 0), "`repetition_penalty` must be strictly positive")
-    for name in ("frequency_penalty", "presence_penalty"):
-        check(_holds(getattr(given, name), lambda value: -2 <= value <= 2), f"`{name}` must be >= -2.0 and <= 2.0")
-    check(_holds(given.top_p, lambda value: 0 < value <= 1), "`top_p` must be > 0.0 and < 1.0")
-    check(_holds(given.typical_p, lambda value: 0 < value < 1), "`typical_p` must be > 0.0 and < 1.0")
-    check(_holds(given.top_k, lambda value: 1 <= value < 2**31), "`top_k` must be strictly positive")
-    alternatives = given.return_k_alternatives
-    check(_holds(alternatives, lambda value: value >= 1), "`return_k_alternatives` must be strictly positive")
-    check(
-        _holds(alternatives, lambda value: value <= config.max_logprobs),
-        f"`return_k_alternatives` must be <= {config.max_logprobs}. Given: {alternatives}",
+def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
+    alternatives, most = parameters.return_k_alternatives, config.max_logprobs
+    rules: tuple[tuple[float | None, Callable[[float], bool], str], ...] = (
+        (parameters.temperature, lambda value: value >= 0, "`temperature` must be non-negative"),
+        (parameters.repetition_penalty, lambda value: value > 0, "`repetition_penalty` must be strictly positive"),
+        (parameters.frequency_penalty, _is_penalty, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        (parameters.presence_penalty, _is_penalty, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        (parameters.top_p, lambda value: 0 < value <= 1, "`top_p` must be > 0.0 and < 1.0"),
+        (parameters.typical_p, lambda value: 0 < value < 1, "`typical_p` must be > 0.0 and < 1.0"),
+        (parameters.top_k, lambda value: 1 <= value < 2**31, "`top_k` must be strictly positive"),
+        (alternatives, lambda value: value >= 1, "`return_k_alternatives` must be strictly positive"),
+        (
+            alternatives,
+            lambda value: value <= most,
+            f"`return_k_alternatives` must be <= {most}. Given: {alternatives}",
+        ),
+        (parameters.max_new_tokens, lambda value: value >= 1, "`max_new_tokens` must be strictly positive"),
     )
-    check(_holds(given.max_new_tokens, lambda value: value >= 1), "`max_new_tokens` must be strictly positive")
+    for value, holds, message in rules:
+        check(value is None or holds(value), message)  # no rule holds for NaN
 
 
-def _sampling(given: GenerateParameters) -> SamplingParams:
-    return SamplingParams(
-        do_sample=_samples(given),
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_k=given.top_k or 0,
-        top_p=1.0 if given.top_p is None else given.top_p,
-        min_p=given.min_p or 0.0,
-        typical_p=1.0 if given.typical_p is None else given.typical_p,
-        repetition_penalty=1.0 if given.repetition_penalty is None else given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty or 0.0,
-        presence_penalty=given.presence_penalty or 0.0,
-        logit_bias=to_bias(given.logit_bias),
-        watermark=bool(given.watermark),
-        num_alternatives=given.return_k_alternatives or 0,
-    )
+def _is_penalty(value: float) -> bool:
+    return -2 <= value <= 2
 
 
-def _samples(given: GenerateParameters, any_temperature: bool = False) -> bool:
-    """A temperature of 1 alone changes nothing, so LoRAX does not draw for it; but it says that one wants to."""
-    temperature = given.temperature
+def _samples(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
+    """Tell whether parameters ask for sampling. A temperature of 1 alone changes nothing, so LoRAX does not sample for
+    it, but accepts it as a wish to (`any_temperature`)."""
+    temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))
-    top_p, typical_p = given.top_p, given.typical_p
+    top_p, typical_p = parameters.top_p, parameters.typical_p
     return bool(
-        given.do_sample
+        parameters.do_sample
         or by_temperature
-        or given.top_k is not None
-        or given.min_p
+        or parameters.top_k is not None
+        or parameters.min_p
         or (top_p is not None and (any_temperature or top_p < 1))
         or (typical_p is not None and (any_temperature or typical_p < 1))
     )
-
-
-def _holds(value: float | None, rule: Callable[[float], bool]) -> bool:
-    """NaN keeps no rule."""
-    return value is None or rule(value)

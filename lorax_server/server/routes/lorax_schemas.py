@@ -1,6 +1,6 @@
 """What LoRAX's own routes take and give. Names, types and what may be left out are the wire's, not ours to choose.
 
-What a field allows is written in the schema for its readers only; `native_parameters` checks it, with LoRAX's words.
+What a field allows is written in the schema for its readers only; `lorax_parameters` checks it, with LoRAX's words.
 """
 
 from collections.abc import Callable
@@ -142,10 +142,8 @@ class PrefillToken(Schema):
     logprob: float | None = None
 
 
-class AlternativeToken(Schema):
-    id: int
-    text: str
-    logprob: float | None = None
+class AlternativeToken(PrefillToken):
+    pass
 
 
 class Token(Schema):
@@ -157,21 +155,24 @@ class Token(Schema):
     alternative_tokens: list[AlternativeToken] | None = None
 
 
-class BestOfSequence(Schema):
-    generated_text: str
+class _Summary(Schema):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
+
+
+class BestOfSequence(_Summary):
+    generated_text: str
     prefill: list[PrefillToken]
     tokens: list[Token]
 
 
-class Details(Schema):
-    finish_reason: FinishReason
+class StreamDetails(_Summary):
     prompt_tokens: int
-    generated_tokens: int
+
+
+class Details(StreamDetails):
     skipped_tokens: int
-    seed: int | None
     prefill: list[PrefillToken]
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] | None = None
@@ -180,13 +181,6 @@ class Details(Schema):
 class GenerateResponse(Schema):
     generated_text: str
     details: Details | None = None
-
-
-class StreamDetails(Schema):
-    finish_reason: FinishReason
-    prompt_tokens: int
-    generated_tokens: int
-    seed: int | None
 
 
 Tier = Annotated[

@@ -113,6 +113,11 @@ class CompletionRequest(CommonRequest):
     )
     add_special_tokens: bool | None = True
 
+    @property
+    def is_scoring(self) -> bool:
+        """Only the prompt matters; the one token that is generated is not shown."""
+        return self.max_tokens == 0
+
 
 class TextPart(Schema):
     type: str
@@ -161,6 +166,13 @@ class Usage(Schema):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+class _Answer(Schema):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+
+
 class CompletionLogprobs(Schema):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -175,14 +187,10 @@ class CompletionChoice(Schema):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionResponse(Schema):
-    id: str
+class CompletionResponse(_Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    system_fingerprint: str | None = None
 
 
 class CompletionChunk(CompletionResponse):
@@ -219,14 +227,10 @@ class ChatChoice(Schema):
     finish_reason: Literal["stop", "length"]
 
 
-class ChatCompletionResponse(Schema):
-    id: str
+class ChatCompletionResponse(_Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
 
 
 class ChatDelta(Schema):
@@ -242,16 +246,12 @@ class ChatChunkChoice(Schema):
     finish_reason: Literal["stop", "length"] | None
 
 
-class ChatCompletionChunk(Schema):
+class ChatCompletionChunk(_Answer):
     """An event of a stream. The last one is `[DONE]` instead."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    system_fingerprint: str | None = None
     adapter_tier: Tier | None = None
 
 

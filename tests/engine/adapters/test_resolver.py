@@ -259,7 +259,7 @@ def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) 
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
     expected = answers(spec)
-    spec.parts[0].config._patterns._left_s = 0.0  # a copy has a time budget of its own
+    spec.parts[0].config._patterns._seconds_left = 0.0  # a copy has a time budget of its own
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
     assert answers(copied) == expected

@@ -19,7 +19,7 @@ class Templated(Routes):
     def __init__(self) -> None:
         super().__init__(["poet"])
         self.answers["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
-        self.parts.tokenizers.render = self._render  # type: ignore[method-assign]
+        self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
     async def _render(self, _: Any, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         return "".join(str(message["content"]) for message in messages)

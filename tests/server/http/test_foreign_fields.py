@@ -24,7 +24,7 @@ class Templated(Routes):
     def __init__(self, **options: Any) -> None:
         super().__init__(["poet", "pirate"], **options)
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self.parts.tokenizers.render = self._render  # type: ignore[method-assign]
+        self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
     async def _render(self, _: Any, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         self.rendered.append((messages, variables))
@@ -227,7 +227,7 @@ def test_tools_that_must_not_be_used_pass(routes: Templated) -> None:
 def test_a_developer_is_a_system_where_a_template_knows_none(
     template: str, role: str, routes: Templated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes.parts.tokenizers, "template_of", lambda _: template)
+    monkeypatch.setattr(routes.service.tokenizers, "template_of", lambda _: template)
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "ask"}]
     assert ask(routes, CHAT, messages=messages).status == 200
     assert [message["role"] for message in routes.rendered[-1][0]] == [role, "user"]

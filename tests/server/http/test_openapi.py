@@ -78,7 +78,7 @@ def test_events_are_as_described(path: str) -> None:
     async def render(*_: Any, **__: Any) -> str:
         return "ask"
 
-    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    routes.service.tokenizers.render = render  # type: ignore[method-assign]
     details = {"details": True, "return_k_alternatives": 2}
     body = {
         "/generate_stream": generate(adapter_id="poet", **details),

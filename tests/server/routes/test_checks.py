@@ -6,10 +6,11 @@ import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
-from lorax_server.server.routes import lorax_parameters, openai_parameters
+from lorax_server.server.routes import lorax_parameters, openai
 from lorax_server.server.routes.checks import MAX_LOGPROBS, MAX_STOP_LENGTH, check_logprobs, check_stops, not_yet
 from lorax_server.server.routes.lorax_schemas import GenerateParameters
 from lorax_server.server.routes.openai_schemas import CompletionRequest
+from tests.server.bench import Bench
 
 CONFIG = ServerConfig(EngineConfig(ModelConfig(Path("model"))), "model")
 
@@ -23,14 +24,15 @@ def test_stops_are_few_and_short() -> None:
 
 
 def test_both_surfaces_look_at_stops() -> None:
+    service = Bench().service
     long = ["a" * (MAX_STOP_LENGTH + 1)]
     with pytest.raises(InputError, match="1025"):
-        lorax_parameters.to_question("hello", GenerateParameters(stop=long), CONFIG, 10, False)
+        lorax_parameters.to_options(service, "hello", GenerateParameters(stop=long), False)
     with pytest.raises(InputError, match="1025"):
-        openai_parameters.check_stopping(CompletionRequest(model="", prompt="a", stop=long), CONFIG)
+        openai.check_stopping(service, CompletionRequest(model="", prompt="a", stop=long))
     many = CompletionRequest(model="", prompt="a", stop_token_ids=list(range(1025)))
     with pytest.raises(InputError, match="`stop_token_ids` has at most 1024 tokens"):
-        openai_parameters.check_stopping(many, CONFIG)
+        openai.check_stopping(service, many)
 
 
 def test_log_probabilities_fit_into_memory() -> None:

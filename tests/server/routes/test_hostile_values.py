@@ -76,10 +76,10 @@ def routes() -> Iterator[Routes]:
     async def render(*_: Any, **__: Any) -> str:
         return "ask"
 
-    made.parts.tokenizers.render = render  # type: ignore[method-assign]
+    made.service.tokenizers.render = render  # type: ignore[method-assign]
     yield made
-    assert made.parts.rate_limits.num_running == 0
-    assert set(made.parts.model_names.adapters) == {"poet"}
+    assert made.service.rate_limits.num_running == 0
+    assert set(made.service.model_names.adapters) == {"poet"}
     assert made.post(NATIVE, generate(adapter_id="poet")).status == 200
 
 

@@ -214,7 +214,7 @@ def _give_template(routes: Routes) -> None:
     async def render(*_: Any, **__: Any) -> str:
         return "ask"
 
-    routes.parts.tokenizers.render = render  # type: ignore[method-assign]
+    routes.service.tokenizers.render = render  # type: ignore[method-assign]
 
 
 # --- New adapters -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from lorax_server.generation.answer import locate_tokens
+from lorax_server.generation.generation import locate_tokens
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import FinishReason, Output, Resolved, SampledToken, Started
 from tests.server.bench import settle
@@ -36,18 +36,18 @@ class Scored(Routes):
 
     def __init__(self, base: str, answer: str, own: str | None = None) -> None:
         super().__init__(["own"])
-        tokenizers = copy.copy(self.parts.tokenizers)
+        tokenizers = copy.copy(self.service.tokenizers)
         tokenizers.base = with_ends(base)
         tokenizers.find = self._find  # type: ignore[method-assign]
-        object.__setattr__(self.parts, "tokenizers", tokenizers)
+        self.service.tokenizers = tokenizers
         self.own, self.text = own, answer
 
     async def _find(self, adapter: Resolved) -> TextTokenizer:
-        return with_ends(self.own or "")
+        return with_ends(self.own or "") if adapter.identity else self.service.tokenizers.base
 
     async def _give(self, request_id: int, *_: int) -> None:
         (request,) = (each for each in self.engine.added if each.request_id == request_id)
-        tokenizer = self.parts.tokenizers.base if not request.adapter_identity else with_ends(self.own or "")
+        tokenizer = self.service.tokenizers.base if not request.adapter_identity else with_ends(self.own or "")
         tokens = tokenizer.encode(self.text, add_special_tokens=False)[: request.stop.max_new_tokens]
         prompt = [-1.0] * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
         for place, token_id in enumerate(tokens):

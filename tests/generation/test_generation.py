@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lorax_server.generation.answer import Answer
-from lorax_server.text.detokenizer import make_detokenizer
-from lorax_server.types import FinishReason, StopParams
+from lorax_server.generation.generation import Generation
+from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
+from lorax_server.types import FinishReason, Output, Request, SamplingParams, StopParams
 from tests.text.tokenizers import BYTE_KINDS, EOS, OTHER_KINDS, Kind, byte_level, random_texts, shown, streamed
 
 TOKENIZERS = {name: lambda make=make: make().tokenizer for name, make in BYTE_KINDS.items()} | OTHER_KINDS
@@ -19,12 +19,21 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))
 
 
-def feed(answer: Answer, ids: Sequence[int]) -> tuple[str, int]:
-    """Feed tokens; return the text shown, and the number of tokens taken."""
+def generation(detokenizer: Detokenizer, prompt_ids: Sequence[int], stop: StopParams) -> Generation:
+    return Generation(Request(0, prompt_ids, SamplingParams(), stop), detokenizer)
+
+
+def append(answer: Generation, token_id: int) -> str:
+    answer.append_output(Output(0, (SampledToken(token_id, 0.0),)))
+    return answer.events[-1].text
+
+
+def feed(answer: Generation, ids: Sequence[int]) -> tuple[str, int]:
+    """All that was shown, and how many tokens it took."""
     parts = []
     for token_id in ids:
-        parts.append(answer.take(token_id))
-        if answer.finish_reason is not None:
+        parts.append(append(answer, token_id))
+        if answer.completion.finish_reason is not None:
             break
     assert answer.text == "".join(parts)
     return answer.text, len(parts)
@@ -40,11 +49,11 @@ def test_the_text_is_that_of_all_tokens(name: str) -> None:
         if not ids:
             continue
         prompt = chance.randrange(len(ids))
-        answer = Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids) - prompt))
+        answer = generation(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids) - prompt))
         found, count = feed(answer, ids[prompt:])
         assert found == streamed(detokenizer, ids, range(prompt, len(ids) + 1))
-        assert (count, answer.finish_reason) == (len(ids) - prompt, FinishReason.LENGTH)
-        assert answer.token_ids == ids[prompt:]
+        assert (count, answer.completion.finish_reason) == (len(ids) - prompt, FinishReason.LENGTH)
+        assert answer.completion.token_ids == ids[prompt:]
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
@@ -56,7 +65,7 @@ def test_the_text_is_that_of_the_bytes(name: str) -> None:
         prompt, end = sorted((chance.randrange(len(ids)), chance.randrange(1, len(ids) + 1)))
         if prompt == end:
             continue
-        found, _ = feed(Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=end - prompt)), ids[prompt:end])
+        found, _ = feed(generation(detokenizer, ids[:prompt], StopParams(max_new_tokens=end - prompt)), ids[prompt:end])
         assert shown(kind.joined(ids[:prompt])) + found == kind.joined(ids[:end]).decode(errors="replace")
 
 
@@ -67,12 +76,12 @@ def test_a_long_answer_takes_no_more_room(name: str) -> None:
     ids = [token_id for text in random_texts(200, seed=6) for token_id in encode(tokenizer, text)][:3000]
     assert len(ids) > 1500
     prompt = 500
-    answer = Answer(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids)))
+    answer = generation(detokenizer, ids[:prompt], StopParams(max_new_tokens=len(ids)))
     most, parts = 0, []
     for token_id in ids[prompt:]:
-        parts.append(answer.take(token_id))
+        parts.append(append(answer, token_id))
         most = max(most, len(answer._ids))
-        assert answer._shift + len(answer._ids) == prompt + len(answer.token_ids)
+        assert answer._shift + len(answer._ids) == prompt + len(answer.completion.token_ids)
     assert most < 60
     assert "".join(parts) == streamed(detokenizer, ids, range(prompt, len(ids) + 1)).removesuffix(
         detokenizer.pending(answer._ids, answer._prefix - answer._shift, answer._read - answer._shift)
@@ -84,7 +93,7 @@ def test_tokens_without_text_in_between() -> None:
     eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "naïve 日本語")
     mixed = [each for token_id in ids for each in (eos, eos, token_id)]
-    answer = Answer(detokenizer, [eos], StopParams(max_new_tokens=len(mixed)))
+    answer = generation(detokenizer, [eos], StopParams(max_new_tokens=len(mixed)))
     assert feed(answer, mixed)[0] == "naïve 日本語"
 
 
@@ -115,10 +124,10 @@ def test_stop_strings_are_found_wherever_they_end(name: str, include_stop: bool)
         places = [sorted(chance.choices(range(len(spelled) + 1), k=2)) for _ in range(3)]
         wanted = tuple(spelled[start : min(end, start + 6)] for start, end in places if start < end)
         stop = StopParams(max_new_tokens=len(ids), stop_strings=wanted, include_stop=include_stop)
-        answer = Answer(detokenizer, prompt, stop)
+        answer = generation(detokenizer, prompt, stop)
         expected = plain_stop(kind, prompt, ids, stop)
         assert feed(answer, ids) == expected
-        num_stopped += answer.finish_reason is FinishReason.STOP_SEQUENCE
+        num_stopped += answer.completion.finish_reason is FinishReason.STOP_SEQUENCE
     assert num_stopped > 100
 
 
@@ -127,17 +136,17 @@ def test_a_token_that_ends_it(include_stop: bool) -> None:
     kind = byte_level()
     eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "The quick brown fox")
-    ended = Answer(detokenizer, ids, StopParams(eos_token_ids=frozenset({eos}), include_stop=include_stop))
+    ended = generation(detokenizer, ids, StopParams(eos_token_ids=frozenset({eos}), include_stop=include_stop))
     assert feed(ended, [*ids[:2], eos, *ids]) == (kind.joined(ids[:2]).decode(), 3)
-    assert ended.finish_reason is FinishReason.EOS_TOKEN
-    stopped = Answer(detokenizer, ids, StopParams(stop_token_ids=frozenset({ids[2]}), include_stop=include_stop))
+    assert ended.completion.finish_reason is FinishReason.EOS_TOKEN
+    stopped = generation(detokenizer, ids, StopParams(stop_token_ids=frozenset({ids[2]}), include_stop=include_stop))
     assert feed(stopped, ids) == (kind.joined(ids[: 3 if include_stop else 2]).decode(), 3)
-    assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
+    assert stopped.completion.finish_reason is FinishReason.STOP_SEQUENCE
 
 
 def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     kind = byte_level()
     token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
     ids = [token[bytes([byte])] for byte in "é日".encode()]
-    answer = Answer(make_detokenizer(kind.tokenizer), [], StopParams(max_new_tokens=4))
-    assert [answer.take(token_id) for token_id in ids[:4]] == ["", "é", "", "\ufffd"]
+    answer = generation(make_detokenizer(kind.tokenizer), [], StopParams(max_new_tokens=4))
+    assert [append(answer, token_id) for token_id in ids[:4]] == ["", "é", "", "\ufffd"]

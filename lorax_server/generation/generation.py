@@ -1,0 +1,127 @@
+"""One generation: the outputs of an engine for one request become text, until a stop rule ends it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lorax_server.errors import LoraxError
+from lorax_server.generation.stopping import StoppingCriteria
+from lorax_server.text.detokenizer import Detokenizer
+from lorax_server.types import Alternatives, FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
+
+
+class TokenEvent(NamedTuple):
+    """A token of a generation and the text that it added."""
+
+    text: str
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+    alternatives: Alternatives | None = None
+    offset: int = 0  # of the token's text in that of the generation
+
+
+@dataclass
+class Completion:
+    """The answer to a prompt."""
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)  # of each token, if the request asks for them
+    prompt_logprobs: list[float] | None = None  # from the second token on, if the request asks for them
+    finish_reason: FinishReason | None = None
+    error: LoraxError | None = None
+    prompt_alternatives: list[Alternatives] | None = None  # of the same tokens as `prompt_logprobs`
+
+
+class Generation:
+    """A request and its completion so far. Stop strings are found here, since the engine sees no text."""
+
+    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
+        self.request = request
+        self.completion = Completion(list(request.prompt_ids))
+        self.events: list[TokenEvent] = []  # that were not taken yet
+        self._detokenizer = detokenizer
+        self._criteria = StoppingCriteria(request.stop)
+        self._prefix, self._read = detokenizer.start(request.prompt_ids)
+        self._ids = list(request.prompt_ids[self._prefix :])  # tokens that further text depends on
+        self._shift = self._prefix  # number of tokens before them
+
+    @property
+    def text(self) -> str:
+        """All text so far that can be shown."""
+        return self._criteria.current_output
+
+    @property
+    def num_characters(self) -> int:
+        """The offset of the next token's text, counting text that is held back."""
+        return self._criteria.num_characters
+
+    @property
+    def is_done(self) -> bool:
+        return self.completion.finish_reason is not None or self.completion.error is not None
+
+    def append_output(self, output: Output) -> None:
+        completion = self.completion
+        if output.failure is not None:
+            completion.text = self.text
+            completion.error = output.failure.to_error()
+            return
+        if output.prompt_logprobs is not None:
+            completion.prompt_logprobs = output.prompt_logprobs
+            completion.prompt_alternatives = output.prompt_alternatives
+        for token in output.tokens:
+            is_last = token is output.tokens[-1]
+            self._append_event(token, output.finish_reason if is_last else None)
+            if self.is_done:
+                return
+
+    def _append_event(self, token: SampledToken, reason: FinishReason | None) -> None:
+        completion, offset = self.completion, self.num_characters
+        text = self.append_token(token.token_id)
+        completion.logprobs.append(token.logprob)
+        if token.alternatives is not None:
+            completion.alternatives.append(token.alternatives)
+        if self._criteria.finish_reason is not None:
+            reason = self._criteria.finish_reason
+        self.events.append(TokenEvent(text, token.token_id, token.logprob, reason, token.alternatives, offset))
+        if reason is not None:
+            completion.text = self.text
+            completion.finish_reason = reason  # last: a thread that waits for it then finds all the rest
+
+    def append_token(self, token_id: int) -> str:
+        """Return the text that a token adds."""
+        self.completion.token_ids.append(token_id)
+        self._ids.append(token_id)
+        prefix, read = self._prefix - self._shift, self._read - self._shift
+        progress = self._detokenizer.advance(self._ids, prefix, read)
+        pending = ""
+        if self._criteria.may_end_with(token_id):
+            pending = self._detokenizer.pending(self._ids, progress.prefix_offset, progress.read_offset)
+        self._criteria(token_id, progress.text, pending)
+        self._prefix, self._read = progress.prefix_offset + self._shift, progress.read_offset + self._shift
+        self._forget_tokens(progress.prefix_offset)
+        return self._criteria.new_text
+
+    def take_events(self) -> list[TokenEvent]:
+        """Return the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def _forget_tokens(self, count: int) -> None:
+        """Drop tokens that no text depends on. Only now and then, since it takes the time of all that stay."""
+        if count > 2 * len(self._ids) // 3:
+            del self._ids[:count]
+            self._shift += count
+
+
+def locate_tokens(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
+    """Return the offset of each token's text in the text of all; tokens that are not shown have none of their own."""
+    stop = StopParams(max_new_tokens=max(1, len(ids)))
+    starts, generation = [], Generation(Request(0, (), SamplingParams(), stop), detokenizer)
+    for token_id in ids:
+        starts.append(generation.num_characters)
+        generation.append_token(token_id)
+    return starts

@@ -1,0 +1,103 @@
+"""From the name of an adapter to its identity, on behalf of one request: access, quotas and tokens of sources."""
+
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    EngineError,
+    ForbiddenError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
+from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.model_names import Choice, Named, unknown_model
+from lorax_server.server.access.nearest import with_nearest
+from lorax_server.server.http.problems import OPENAI_PREFIX
+from lorax_server.server.seen_adapters import MERGES
+from lorax_server.server.service import Service
+from lorax_server.types import AdapterRef, Resolved
+
+LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of an adapter fetched just now
+TRANSIENT = (SourceError, OverloadedError, EngineError)  # errors after which the same name may be found
+MAX_LABEL = 256  # characters of a merge's label that are remembered
+
+
+class AdapterLookup:
+    """Finds adapters for a caller."""
+
+    def __init__(self, service: Service, key: Key, bearer: str | None, path: str) -> None:
+        self._service = service
+        self._key = key
+        self._bearer = bearer
+        self._path = path
+
+    async def resolve(self, choice: Choice) -> Resolved:
+        """Resolve the adapter that a request chose, if the caller may use it; the base model has no identity."""
+        if not choice.refs:
+            self._key.check_may_use_base()
+            return Resolved("")
+        for ref, named in zip(choice.refs, choice.named, strict=True):
+            await self.check_may_use(named, ref.source == HUB, choice.asked_source)
+        refs, adapters = [], []
+        for ref, named in zip(choice.refs, choice.named, strict=True):
+            try:
+                authorized_ref, adapter = await self._resolve_one(ref)
+            except AdapterNotFoundError as error:
+                is_folder = ref.source == LOCAL and self._path.startswith(OPENAI_PREFIX)
+                unknown = unknown_model(named.name) if is_folder else error  # OpenAI's clients do not know folders
+                raise await self.add_nearest(unknown, named.name, choice.asked_source) from None
+            refs.append(authorized_ref)
+            adapters.append(adapter)
+        if choice.merge is None:
+            return adapters[0]
+        merged = await self._service.engine.resolve(refs, choice.merge)
+        self._service.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
+        is_fetched = any(adapter.tier == FETCHED for adapter in adapters)  # by now the engine has them all
+        return merged._replace(tier=FETCHED) if is_fetched else merged
+
+    async def check_may_use(self, named: Named, has_revisions: bool, source: str | None) -> None:
+        """Refuse an adapter that the key may not use, in the same words whether it exists or not."""
+        try:
+            self._key.check_may_use(*named, self._service.model_names.default_source, has_revisions)
+        except ForbiddenError as error:
+            raise await self.add_nearest(error, named.name, source) from None
+
+    async def add_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
+        """Return the error of a name that may be misspelt, with similar names."""
+        return await with_nearest(error, name, source, self._service.model_names, self._key)
+
+    async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+        """Resolve one name. A new name counts against the caller's quota, unless the failure is transient."""
+        service, name = self._service, Named(ref.source, ref.name)
+        with service.rate_limits.fare(self._key, name) as fare:
+            if ref.source != LOCAL and not service.seen.latest(name):
+                fare.take()
+            try:
+                ref, adapter = await self._ask_source(ref)
+            except TRANSIENT:
+                fare.give_back()
+                raise
+            except AdapterNotFoundError:
+                await service.forget_unloaded(name)
+                raise
+            except AdapterError as error:
+                service.seen.note_failure(ref, error)
+                raise
+            if adapter.tier == FETCHED:
+                fare.owe()
+        service.seen.note(adapter.identity, name)
+        if adapter.stale is not None:
+            service.seen.set_error(name, adapter.stale.message)
+        return ref, adapter
+
+    async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+        """Show the caller's bearer only to a source that refuses requests without one."""
+        engine = self._service.engine
+        try:
+            return ref, await engine.resolve([ref])
+        except AdapterAccessError:
+            if ref.token is not None or self._bearer is None:
+                raise
+            ref = ref._replace(token=self._bearer)
+            return ref, await engine.resolve([ref])

@@ -1,0 +1,210 @@
+"""What OpenAI's two routes share: the rules of their parameters, and the frame of their answers."""
+
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorax_server import __version__
+from lorax_server.errors import AdapterNotFoundError, LoraxError
+from lorax_server.generation.candidates import candidate_seed
+from lorax_server.generation.generation import TokenEvent
+from lorax_server.server.access.keys import HUB
+from lorax_server.server.access.model_names import Choice, ModelNames, Named
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
+from lorax_server.server.http.foreign_fields import refuse_foreign
+from lorax_server.server.http.sse import DONE, event
+from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.routes.checks import MAX_BIASES, check, check_stops, not_yet, pick_sampling, to_bias
+from lorax_server.server.routes.lorax_parameters import choose_merged
+from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
+from lorax_server.server.service import Service
+from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams
+
+TAG = "OpenAI Compatible"
+STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorResponse} for status in STATUSES}
+FINGERPRINT = f"lorax-{__version__}"
+
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+
+def note_adapter(exchange: Exchange, body: CommonRequest) -> None:
+    """Note the adapter that is named, so that a refused request is counted there; a name that cannot exist is not."""
+    with suppress(LoraxError):
+        exchange.note_choice(_choose(body, exchange.service.model_names))
+
+
+async def choose_adapter(exchange: Exchange, body: CommonRequest) -> Choice:
+    names = exchange.service.model_names
+    try:
+        return _choose(body, names)
+    except AdapterNotFoundError as error:
+        named = Named(names.default_source, body.adapter_id or names.without_base(body.model))
+        # First, so that a caller who may not use the name does not learn that it is missing.
+        await exchange.lookup.check_may_use(named, named.source == HUB, None)
+        raise await exchange.lookup.add_nearest(error, named.name, None) from None
+
+
+def _choose(body: CommonRequest, names: ModelNames) -> Choice:
+    """Choose what `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
+    model, token = names.without_base(body.model), body.api_token or None
+    if body.merged_adapters is not None:
+        check(not model, "`model` and `merged_adapters` name different adapters; name one")
+        check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
+        seed = None if body.seed is None else body.seed & MAX_SEED
+        return choose_merged(body.merged_adapters, body.adapter_source, token, names, seed)
+    if body.adapter_id and body.adapter_id != model:
+        check(not model, "`model` and `adapter_id` name different adapters; name one")
+        return names.by_adapter(body.adapter_id, body.adapter_source, token)
+    return names.by_model(body.model, body.adapter_source, token)
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(route: str, body: CommonRequest) -> None:
+    response_format = body.response_format
+    if response_format is not None:
+        kind = response_format.get("type")
+        not_yet(kind != "text", f"`response_format` {str(kind)[:32]!r}")
+    refuse_foreign(route, body.model_extra, vars(body))
+
+
+def check_stopping(service: Service, body: CommonRequest) -> None:
+    check_stops(_stop_strings(body), service.config)
+    count = len(body.stop_token_ids or ())
+    check(count <= MAX_BIASES, f"`stop_token_ids` has at most {MAX_BIASES} tokens. Given: {count}")
+
+
+def check_count(service: Service, count: int) -> None:
+    most = service.config.max_choices
+    check(count >= 1, "`n` must be at least 1")
+    check(count <= most, f"`n`: at most {most} answers are given to a request, not {count}")
+
+
+def to_options(
+    service: Service,
+    body: CommonRequest,
+    count: int,
+    num_alternatives: int,
+    max_new_tokens: int | None,
+    default_new_tokens: int | None,
+) -> RequestOptions:
+    """Return the options that both routes have in common; each adds its own."""
+    sampling = _sampling(service, body, num_alternatives)
+    stop = StopParams(
+        max_new_tokens=max_new_tokens or default_new_tokens or service.max_total_tokens,
+        min_new_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos_token or body.ignore_eos),
+        stop_strings=tuple(_stop_strings(body)),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=False,
+    )
+    seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
+    seeds = [candidate_seed(seed, index) for index in range(count)]
+    return RequestOptions(sampling, stop, seeds, may_shorten=max_new_tokens is None, salt=body.cache_salt or "")
+
+
+def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
+    """Log probabilities are the model's own, whatever the answer is sampled with."""
+    defaults, max_logprobs = service.defaults, service.config.max_logprobs
+    fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | pick_sampling(body, defaults)
+    if body.temperature is None and defaults.do_sample is False:
+        fields["temperature"] = 0.0
+    check(0 <= fields["temperature"] <= 2, "`temperature` must be >= 0 and <= 2")
+    check(
+        num_alternatives <= max_logprobs,
+        f"`return_k_alternatives` must be <= {max_logprobs}. Given: {num_alternatives}",
+    )
+    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
+    fields["top_k"] = max(0, fields["top_k"])
+    return SamplingParams(
+        **fields,
+        do_sample=fields["temperature"] > 0,
+        logit_bias=to_bias(body.logit_bias),
+        num_alternatives=num_alternatives,
+        raw_logprobs=True,
+    )
+
+
+def _stop_strings(body: CommonRequest) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else body.stop or []
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The fields that surround the choices of an answer, and of each of its events."""
+
+    prefix: str
+    object: str
+    model: str
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def put(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.key}",
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def make_frame(exchange: Exchange, body: CommonRequest, prefix: str, kind: str) -> Frame:
+    """Name the model as the request does."""
+    return Frame(prefix, kind, body.adapter_id or body.model or exchange.service.model_names.primary)
+
+
+def count_usage(exchange: Exchange, is_scoring: bool = False) -> dict[str, Any]:
+    """Count the tokens of all answers, also of those that were generated and not chosen."""
+    generations: Sequence[RemoteGeneration] = exchange.generations
+    num_prompt_tokens = exchange.record.prompt_tokens
+    num_generated = 0 if is_scoring else sum(len(generation.completion.token_ids) for generation in generations)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt_tokens + num_generated,
+        "prompt_tokens_details": {"cached_tokens": count_cached(generations)},
+    }
+
+
+def finish_reason(reason: FinishReason | None) -> str | None:
+    if reason is None:
+        return None
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+async def stream_choices(
+    exchange: Exchange,
+    body: CommonRequest,
+    frame: Frame,
+    write: Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]],
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. `write` makes choices of a generation's index, its new tokens, and whether they are
+    its first."""
+    begun, num_left, first = set[int](), len(exchange.generations), exchange.first_event
+    async with aclosing(interleave(exchange.generations)) as stream:
+        async for index, token_events in stream:
+            choices = write(index, token_events, index not in begun)
+            begun.add(index)
+            num_left -= token_events[-1].finish_reason is not None
+            answers = [frame.put([choice]) | ({"usage": None} if body.wants_usage else {}) for choice in choices]
+            if body.says_nothing_of_usage and not num_left:
+                answers[-1]["usage"] = count_usage(exchange)
+            if answers:
+                answers[0] |= first
+                first = {}
+                yield b"".join(map(event, answers))
+    if body.wants_usage:
+        yield event(frame.put([]) | {"usage": count_usage(exchange)})
+    yield DONE
