@@ -8,7 +8,7 @@ import pytest
 
 from lorax_server.generation.generation import Generation
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
-from lorax_server.types import FinishReason, Output, Request, SamplingParams, StopParams
+from lorax_server.types import FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
 from tests.text.tokenizers import BYTE_KINDS, EOS, OTHER_KINDS, Kind, byte_level, random_texts, shown, streamed
 
 TOKENIZERS = {name: lambda make=make: make().tokenizer for name, make in BYTE_KINDS.items()} | OTHER_KINDS

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from lorax_server.server.run import _uvicorn_config
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
 from tests.server.bench import Bench
