@@ -43,8 +43,8 @@ FITTING = {
 
 
 def read(line: str = "", environ: dict[str, str] | None = None, command: str = "serve") -> Parsed:
-    given = line.split()
-    return parse(given if "--model-id" in given else ["--model-id", "owner/model", *given], environ or {}, command)
+    words = line.split()
+    return parse(words if "--model-id" in words else ["--model-id", "owner/model", *words], environ or {}, command)
 
 
 def config(line: str = "", environ: dict[str, str] | None = None, machine: Machine | None = None) -> ServerConfig:
@@ -60,8 +60,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def put(model: Path, **changes: Any) -> None:
-    found = json.loads((model / "config.json").read_text()) | changes
-    (model / "config.json").write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+    fields_of_model = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(
+        json.dumps({name: value for name, value in fields_of_model.items() if value is not None})
+    )
 
 
 # --- the table
@@ -127,16 +129,16 @@ def test_every_flag_can_be_given_and_set(flag: Flag, command: str) -> None:
     """A flag and its variable mean the same. One without effect warns; one that sets a field sets it."""
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
-    given = parse([*base, flag.name, text], {}, command)
-    assert bool(given.warnings) == bool(flag.unused)
-    assert all(flag.unused in warning for warning in given.warnings)
+    parsed = parse([*base, flag.name, text], {}, command)
+    assert bool(parsed.warnings) == bool(flag.unused)
+    assert all(flag.unused in warning for warning in parsed.warnings)
     if flag.variables:
-        assert parse(base, {flag.variables[0]: text}, command).values == given.values
+        assert parse(base, {flag.variables[0]: text}, command).values == parsed.values
     if flag.settings and flag.field not in ("static_adapter", "preload"):  # these become pairs with a source
-        made = given.make_config(Path("/model"))
+        made = parsed.make_config(Path("/model"))
         settings = {ModelConfig: made.engine.model, EngineConfig: made.engine, SourceConfig: made.engine.sources}
         owner = (settings | {CorsConfig: made.cors}).get(flag.settings, made)
-        assert getattr(owner, flag.field) == given.values[flag.key]
+        assert getattr(owner, flag.field) == parsed.values[flag.key]
 
 
 def test_nothing_given_is_the_default_of_the_settings() -> None:
@@ -155,8 +157,8 @@ def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
     assert (launched.cors.allow_origins, launched.allowed_hosts) == (("*",), ("*",))
-    given = read("--cors-allow-origin http://a --allowed-host b", command="launcher").make_config(Path("/model"))
-    assert (given.cors.allow_origins, given.allowed_hosts) == (("http://a",), ("b",))
+    chosen = read("--cors-allow-origin http://a --allowed-host b", command="launcher").make_config(Path("/model"))
+    assert (chosen.cors.allow_origins, chosen.allowed_hosts) == (("http://a",), ("b",))
     for command, shown in (("serve", "only the server's own pages"), ("launcher", "*")):
         assert f"; repeatable (default: {shown}) [CORS_ALLOW_ORIGIN]" in re.sub(
             r"\s+", " ", build_parser(command).format_help()
@@ -215,9 +217,9 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_what_repeats() -> None:
-    found = read("--preloaded-adapter-ids a --preloaded-adapter-ids b", {"CORS_ALLOW_ORIGIN": "http://a, http://b,"})
-    assert found.values["preloaded_adapter_ids"] == ("a", "b")
-    assert found.values["cors_allow_origin"] == ("http://a", "http://b")
+    parsed = read("--preloaded-adapter-ids a --preloaded-adapter-ids b", {"CORS_ALLOW_ORIGIN": "http://a, http://b,"})
+    assert parsed.values["preloaded_adapter_ids"] == ("a", "b")
+    assert parsed.values["cors_allow_origin"] == ("http://a", "http://b")
     assert read("", {"LORAX_API_KEY": "a,b"}).values["api_key"] == ("a,b",), "a key may hold a comma"
 
 
@@ -283,20 +285,20 @@ def test_problems_are_found_before_a_model_is_fetched() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    found = read("--api-key secret1 --admin-key secret2", {"HF_TOKEN": "secret3", "LORAX_USE_GLOBAL_HF_TOKEN": "1"})
-    assert found.adapter_token == "secret3"
-    assert "secret" not in repr(found) + repr(found.make_config(Path("/model")))
+    parsed = read("--api-key secret1 --admin-key secret2", {"HF_TOKEN": "secret3", "LORAX_USE_GLOBAL_HF_TOKEN": "1"})
+    assert parsed.adapter_token == "secret3"
+    assert "secret" not in repr(parsed) + repr(parsed.make_config(Path("/model")))
 
 
 def test_what_has_no_effect_is_said_once_it_is_given() -> None:
-    found = read("--compile --eager-prefill false", {"NGROK_AUTHTOKEN": "secret", "REQUEST_LOGGER_URL": "http://x"})
-    assert [warning.partition(":")[0] for warning in found.warnings] == [
+    parsed = read("--compile --eager-prefill false", {"NGROK_AUTHTOKEN": "secret", "REQUEST_LOGGER_URL": "http://x"})
+    assert [warning.partition(":")[0] for warning in parsed.warnings] == [
         "--compile has no effect",
         "--eager-prefill has no effect",
         "the environment variable NGROK_AUTHTOKEN has no effect",
         "the environment variable REQUEST_LOGGER_URL has no effect",
     ]
-    assert "secret" not in str(found.warnings)
+    assert "secret" not in str(parsed.warnings)
     assert not read().warnings
 
 
@@ -304,9 +306,9 @@ def test_what_has_no_effect_is_said_once_it_is_given() -> None:
 
 
 def test_defaults_of_the_commands() -> None:
-    found = parse([], {}, "launcher")
-    made = found.make_config(Path("/model"))
-    assert (found.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
+    parsed = parse([], {}, "launcher")
+    made = parsed.make_config(Path("/model"))
+    assert (parsed.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
     assert config().host == "127.0.0.1"
 
 
@@ -320,9 +322,9 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
-    found = parse([], {}, "serve")
-    made = found.make_config(Path("/model"))
-    assert found.is_demo
+    parsed = parse([], {}, "serve")
+    made = parsed.make_config(Path("/model"))
+    assert parsed.is_demo
     assert made.model_id == "lorax-demo"
     assert made.examples == demo.EXAMPLES
     assert made.adapters_dir == demo.SETTINGS["adapters_dir"]
@@ -374,8 +376,8 @@ def test_an_installation_without_the_demo_says_so(shipped: Path) -> None:
     ],
 )
 def test_revisions(line: str, expected: tuple[str, str | None]) -> None:
-    found = read(line)
-    assert (found.model_id, found.revision) == expected
+    parsed = read(line)
+    assert (parsed.model_id, parsed.revision) == expected
 
 
 @pytest.mark.parametrize(
@@ -405,8 +407,8 @@ def test_revisions_that_cannot_be(line: str, message: str) -> None:
     ],
 )
 def test_models_of_s3(line: str, environ: dict[str, str], location: str) -> None:
-    found = read(f"{line} --source s3", environ)
-    assert (found.model_source, found.model_location) == ("s3", location)
+    parsed = read(f"{line} --source s3", environ)
+    assert (parsed.model_source, parsed.model_location) == ("s3", location)
 
 
 @pytest.mark.parametrize(
@@ -430,9 +432,9 @@ def test_models_of_s3(line: str, environ: dict[str, str], location: str) -> None
 )
 def test_number_of_shards(line: str, visible: str, ranks: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
-        found = read(line, {name: visible})
-        assert found.make_config(Path("/model"), GPU).engine.tensor_parallel == ranks
-        assert not found.warnings
+        parsed = read(line, {name: visible})
+        assert parsed.make_config(Path("/model"), GPU).engine.tensor_parallel == ranks
+        assert not parsed.warnings
 
 
 def test_shards_that_cannot_be() -> None:
@@ -445,9 +447,9 @@ def test_shards_that_cannot_be() -> None:
             read(line, environ)
     with pytest.raises(ConfigError, match="--num-shard = 0 must be at least 1"):
         read("--num-shard 0")
-    found = read("--sharded false --num-shard 2")
-    assert found.make_config(Path("/model")).engine.tensor_parallel == 1
-    assert found.warnings == ("--num-shard has no effect: --sharded is false",)
+    parsed = read("--sharded false --num-shard 2")
+    assert parsed.make_config(Path("/model")).engine.tensor_parallel == 1
+    assert parsed.warnings == ("--num-shard has no effect: --sharded is false",)
 
 
 def test_the_device_is_the_best_there_is() -> None:
@@ -568,9 +570,9 @@ def test_where_adapters_of_requests_come_from(line: str, source: str) -> None:
 
 @pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
 def test_the_token_of_the_hub(name: str) -> None:
-    found = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
-    assert found.token == "hf_x"
-    assert found.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"
+    parsed = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
+    assert parsed.token == "hf_x"
+    assert parsed.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"
     shared = read("", {name: "hf_x", "LORAX_USE_GLOBAL_HF_TOKEN": "1"})
     assert shared.make_config(Path("/model")).engine.sources.hub_token == "hf_x"
 
