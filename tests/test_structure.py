@@ -1,0 +1,65 @@
+"""The shape of the package: sizes of folders, files and functions, one meaning for each class name."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lorax_server
+
+PACKAGE = Path(lorax_server.__file__).parent
+MAX_TOP_MODULES = 10  # without __init__.py
+MAX_MODULES = 12  # of any folder, likewise
+MAX_LINES, MAX_FUNCTION_LINES = 350, 45
+GENERATED = "pb"
+# Second meanings that are not ours to rename: a contract of `CausalLM`, and a name of the OpenAPI document.
+TWO_MEANINGS = {"Generation", "Model"}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if GENERATED not in path.relative_to(PACKAGE).parts)
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_folders_are_small() -> None:
+    modules = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.name != "__init__.py")
+    assert modules.pop(".") <= MAX_TOP_MODULES
+    assert {folder: count for folder, count in modules.items() if count > MAX_MODULES} == {}
+
+
+def test_a_folder_says_what_it_is_for() -> None:
+    assert [name for name, tree in TREES.items() if name.endswith("__init__.py") and not ast.get_docstring(tree)] == []
+
+
+def test_files_are_short() -> None:
+    lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, tree in TREES.items()
+        for node in functions(tree)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def test_no_class_name_means_two_things() -> None:
+    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == TWO_MEANINGS
+
+
+@pytest.mark.parametrize("words", [("what", "who", "whoever", "whether", "how", "where", "which", "whose")])
+def test_a_docstring_begins_with_a_verb_or_a_noun(words: tuple[str, ...]) -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        f"{name}:{getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    }
+    assert [place for place, text in docstrings.items() if text.split(" ")[0].lower().strip(".,:;'") in words] == []
