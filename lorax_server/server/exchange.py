@@ -128,7 +128,7 @@ class Exchange:
     def expect(self, choice: Choice) -> None:
         """Note whom the request names, before anything else of it is looked at: who is refused is counted there too."""
         record, parts = self.record, self.parts
-        record.adapter, record.source = choice.label, choice.source
+        record.adapter_id, record.source = choice.label, choice.source
         is_listed = choice.asked_source is None and choice.label in parts.model_names.adapters
         is_single = len(choice.refs) == 1  # anybody can make up merges, of names that are known too
         record.is_known = is_single and (is_listed or bool(parts.seen.latest(Named(*choice.refs[0][:2]))))
@@ -143,7 +143,7 @@ class Exchange:
         for ref, named in zip(choice.refs, choice.named, strict=True):
             await self.check_may_use(named, ref.source == HUB, choice.asked_source)
         resolved = await self._resolve(choice)
-        record.adapter_hash, self.adapter_tier = resolved.identity, resolved.tier
+        record.identity, self.adapter_tier = resolved.identity, resolved.tier
         self._is_stale = resolved.stale is not None
         return Found(resolved, await self.parts.tokenizers.find(resolved))
 
@@ -409,12 +409,12 @@ class Exchange:
 
     def adapter_headers(self) -> dict[str, str]:
         record = self.record
-        if not record.adapter_hash:
+        if not record.identity:
             return {}
         return {
-            "x-adapter-id": quote(record.adapter or "", safe="/@:,.-_ +"),
+            "x-adapter-id": quote(record.adapter_id or "", safe="/@:,.-_ +"),
             "x-adapter-source": quote(record.source),
-            "x-adapter-hash": record.adapter_hash,
+            "x-adapter-hash": record.identity,
             **({"x-adapter-tier": self.adapter_tier} if self.adapter_tier else {}),
             **({"x-adapter-version": "previous"} if self._is_stale else {}),
         }

@@ -212,7 +212,7 @@ async def streamed(call: Exchange) -> Response:
 async def for_adapter(call: Exchange) -> Response:
     call.admit(1, False)
     await call.find(call.parts.model_names.find("owner/it", None))
-    return json_response(call.record.adapter_hash)
+    return json_response(call.record.identity)
 
 
 def body_of(response: Response) -> Any:

@@ -141,7 +141,7 @@ class Metrics:
         self._validation.observe(_amount(record.validation_s))
         self._queue.observe(_amount(record.queue_s))
         self._inference.observe(_amount(record.inference_s))
-        if record.adapter:
+        if record.adapter_id:
             self._adapter.observe(_amount(record.adapter_s))
         self._input_length.observe(_amount(record.prompt_tokens))
         self._generated.observe(_amount(record.generated_tokens))
@@ -195,12 +195,12 @@ class _AdapterMetrics:
 
     def _adapter_label(self, record: RequestRecord, failure: str | None) -> str:
         """Return a label. Names that mean no adapter must not use up the labels: any client can make them up."""
-        if record.adapter == "":
+        if record.adapter_id == "":
             return BASE
-        is_found = record.status != 404 and (failure is None or record.adapter_hash)
-        if record.adapter is None or not (is_found or record.is_known):
+        is_found = record.status != 404 and (failure is None or record.identity)
+        if record.adapter_id is None or not (is_found or record.is_known):
             return UNKNOWN
-        return self._label(record.adapter, self._names)
+        return self._label(record.adapter_id, self._names)
 
     def _label(self, name: str, labels: set[str]) -> str:
         label = clean(name)
@@ -220,8 +220,8 @@ def failure_kind(record: RequestRecord) -> str | None:
         return "dropped"
     if not record.error_type and record.status < 400:
         return None
-    if record.adapter and record.error_type == "generation" and record.status in ADAPTER_STATUSES:
-        return "load_adapter" if record.adapter_hash else "download_adapter"
+    if record.adapter_id and record.error_type == "generation" and record.status in ADAPTER_STATUSES:
+        return "load_adapter" if record.identity else "download_adapter"
     return FAILURE_OF_TYPE.get(record.error_type, "bad_request" if 400 <= record.status < 500 else "generation")
 
 
