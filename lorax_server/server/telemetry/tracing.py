@@ -9,7 +9,7 @@ or away costs spans, and nothing else.
 import logging
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lorax_server.errors import ConfigError
@@ -28,23 +28,16 @@ SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_CHARACTERS = 256  # of a value that a client chose
 NS = 1_000_000_000
-
-
-class Stage(NamedTuple):
-    """A part of a request's time, in seconds since its start."""
-
-    name: str
-    begin_s: float
-    end_s: float
+SERVICE = "lorax.server"
 
 
 class Tracer:
     """Sends a trace of each request that ends, if there is an endpoint. `model` is the base model's name."""
 
-    def __init__(self, endpoint: str | None, service: str = "lorax.server", model: str = "") -> None:
+    def __init__(self, endpoint: str | None, model: str = "") -> None:
         self._model = model
         self._exporter = None if endpoint is None else _make_exporter(_traces_url(endpoint))
-        self._provider = None if self._exporter is None else _make_provider(self._exporter, service)
+        self._provider = None if self._exporter is None else _make_provider(self._exporter)
 
     def end(self, record: RequestRecord) -> None:
         """Trace a request that ended. A failure of tracing must not become the client's."""
@@ -81,23 +74,23 @@ class Tracer:
             start_time=_ns(record, 0.0),
         )
         context = trace.set_span_in_context(root, Context())
-        for stage in list_stages(record):
-            child = tracer.start_span(stage.name, context=context, start_time=_ns(record, stage.begin_s))
-            child.end(_ns(record, stage.end_s))
+        for name, begin_s, end_s in list_stages(record):
+            child = tracer.start_span(name, context=context, start_time=_ns(record, begin_s))
+            child.end(_ns(record, end_s))
         problem = problem_of(record)
         if problem:
             root.set_status(trace.Status(trace.StatusCode.ERROR, problem))
         root.end(_ns(record, record.total_s))
 
 
-def list_stages(record: RequestRecord) -> list[Stage]:
-    """List the stages of a request, one after the other, as far as it came."""
+def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
+    """List the stages of a request, as far as it came, with begin and end in seconds since its start."""
     queued_s = record.validation_s + record.queue_s
-    stages = [Stage("validation", 0.0, record.validation_s)]
+    stages = [("validation", 0.0, record.validation_s)]
     if record.queue_s > 0 or record.inference_s > 0:
-        stages.append(Stage("queue", record.validation_s, queued_s))
+        stages.append(("queue", record.validation_s, queued_s))
     if record.inference_s > 0:
-        stages.append(Stage("inference", queued_s, queued_s + record.inference_s))
+        stages.append(("inference", queued_s, queued_s + record.inference_s))
     return stages
 
 
@@ -168,11 +161,11 @@ def _make_exporter(url: str) -> "SpanExporter":
     return OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)
 
 
-def _make_provider(exporter: "SpanExporter", service: str) -> "TracerProvider":
+def _make_provider(exporter: "SpanExporter") -> "TracerProvider":
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
