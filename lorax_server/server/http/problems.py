@@ -41,7 +41,7 @@ OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class Wording(NamedTuple):
-    """What clients read about a kind of error."""
+    """The words of a kind of error."""
 
     error_type: str  # LoRAX's
     code: str | None = None  # OpenAI's

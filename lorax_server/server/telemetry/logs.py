@@ -20,12 +20,8 @@ FIELDS = "fields"  # their name in `extra`
 PLAIN_VALUE = re.compile(r"[\w./:@,+*~()\[\]-]+")
 MAX_CHARACTERS = 1024  # of a value that a client chose, except for prompts and texts, which are logged whole
 HASH_CHARACTERS = 12
-ABOUT_CONTENT = (
-    "validation",
-    "template_error",
-    "missing_template_variable",
-    "tool_error",
-)  # errors whose messages may quote the request
+# Errors whose messages may quote the request.
+ABOUT_CONTENT = ("validation", "template_error", "missing_template_variable", "tool_error")
 
 
 def configure(level: str, json_logs: bool, stream: TextIO | None = None) -> None:

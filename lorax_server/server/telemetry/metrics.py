@@ -35,8 +35,6 @@ ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 FAILURE_OF_TYPE = {
     "authentication": "authentication",
-    "classification_failure": "classification_failure",
-    "embedding_failure": "embedding_failure",
     "generation": "generation",
     "healthcheck": "unavailable",
     "incomplete_generation": "incomplete",
@@ -85,9 +83,7 @@ class Metrics:
         self._adapter = duration("lorax_request_adapter_duration", "Seconds of these that it waited for its adapter")
         self._inference = duration("lorax_request_inference_duration", "Seconds from its first step to the end")
         self._mean = duration("lorax_request_mean_time_per_token_duration", "Seconds of inference for each token")
-        self._first = duration(
-            "lorax_request_time_to_first_token_duration", "Seconds from a request to its first token"
-        )
+        self._first = duration("lorax_request_time_to_first_token_duration", "Seconds until its first token")
         self._later = duration("lorax_request_time_per_output_token_duration", "Seconds for each token after the first")
         tokens = partial(Histogram, registry=registry)
         inputs, outputs = _steps(max_input_length), _steps(max_total_tokens)
