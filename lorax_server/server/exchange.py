@@ -143,7 +143,7 @@ class Exchange:
     def note_choice(self, choice: Choice) -> None:
         """Note the adapter that a request names, before anything else: a refused request is counted there too."""
         record, service = self.record, self.service
-        record.adapter, record.source = choice.label, choice.source
+        record.adapter_id, record.source = choice.label, choice.source
         is_listed = choice.asked_source is None and choice.label in service.model_names.adapters
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
         record.is_known = is_single and (is_listed or bool(service.seen.latest(Named(*choice.refs[0][:2]))))
@@ -161,7 +161,7 @@ class Exchange:
         """Find the model that a request chose, if the caller may use it."""
         self.note_choice(choice)
         adapter = await self.lookup.resolve(choice)
-        self.record.adapter_hash, self._adapter_tier = adapter.identity, adapter.tier
+        self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
         return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
 
@@ -298,12 +298,12 @@ class Exchange:
 
     def _adapter_headers(self) -> dict[str, str]:
         record = self.record
-        if not record.adapter_hash:
+        if not record.identity:
             return {}
         return {
-            "x-adapter-id": quote(record.adapter or "", safe=SAFE),
+            "x-adapter-id": quote(record.adapter_id or "", safe=SAFE),
             "x-adapter-source": quote(record.source),
-            "x-adapter-hash": record.adapter_hash,
+            "x-adapter-hash": record.identity,
             **({"x-adapter-tier": self._adapter_tier} if self._adapter_tier else {}),
             **({"x-adapter-version": "previous"} if self._is_stale else {}),
         }

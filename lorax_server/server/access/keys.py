@@ -1,4 +1,4 @@
-"""API keys: what each may use, and how much of it.
+"""API keys, the adapters that each may use, and how much it may ask for.
 
 The server keeps digests of secrets only, so that none can turn up in a log, an error or a dump. A keys file is TOML or
 JSON:
@@ -48,7 +48,7 @@ Pattern = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Permissions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a key may use, and how much of it. The fields are those of a keys file."""
+    """The adapters and rates that a key may use. The fields are those of a keys file."""
 
     adapters: tuple[Pattern, ...] | None = None
     """Patterns of adapters that it may use. None: all."""
@@ -228,8 +228,8 @@ def _parse(path: Path) -> dict[str, Any]:
         return parse(content)
     except (ValueError, RecursionError) as error:
         position = re.search(r"\(?(?:at )?line \d+,? column \d+", str(error))
-        told = f" {position[0]}" if position else ""
-        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}{told}") from None
+        where = f" {position[0]}" if position else ""
+        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}{where}") from None
 
 
 def _read_key(where: str, name: str, table: object) -> tuple[bytes, Key]:

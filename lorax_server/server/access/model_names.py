@@ -1,4 +1,4 @@
-"""What a request's `model` or `adapter_id` means: the base model, an adapter by a name that the operator gave, or one
+"""Meaning of a request's `model` or `adapter_id`: the base model, an adapter by a name of the operator, or an adapter
 by a name of its source."""
 
 import logging
@@ -17,7 +17,7 @@ from lorax_server.types import AdapterRef, Merge
 
 logger = logging.getLogger(__name__)
 
-BASE_MODEL = "__base_model__"  # what LoRAX's clients may call it
+BASE_MODEL = "__base_model__"  # a name of LoRAX's clients
 MAX_ALIASES = 100_000
 MAX_SIGNED = 20_000
 MAX_SIGNED_CHARACTERS = 128
@@ -26,8 +26,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
 
 
 def signature_of(name: str) -> int:
-    """A number with a bit for each character of a name, and for each pair of neighbours. Names that look alike have
-    most bits in common."""
+    """Return a number with a bit for each character of a name, and for each pair of neighbours. Names that look alike
+    have most bits in common."""
     codes = name[:MAX_SIGNED_CHARACTERS].casefold().encode(errors="replace")
     signature = 0
     for code, following in zip(codes, codes[1:] + b"\0", strict=True):
@@ -36,7 +36,7 @@ def signature_of(name: str) -> int:
 
 
 def unknown_model(name: str) -> AdapterNotFoundError:
-    """Tell a caller of OpenAI's routes that nothing has the name."""
+    """Return an error for clients of OpenAI's routes."""
     return AdapterNotFoundError(f"the model {name[:64]!r} does not exist; /v1/models lists those that do")
 
 
@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The names that the operator gave, at one moment. It never changes, so that any thread may read it."""
+    """The operator's names at one moment. It never changes, so that any thread may read it."""
 
     places: Mapping[str, Named]
 
@@ -79,14 +79,14 @@ class Listing:
 
     @cached_property
     def signatures(self) -> list[int]:
-        """Signatures of the names, by which `nearest` finds them; of many names, only of the first ones."""
+        """Signatures of the names, by which `nearest` finds them; only of the first ones if there are many."""
         return [signature_of(name) for name in self.names[:MAX_SIGNED]]
 
 
 class ModelNames:
-    """All names but those that only a source knows. The folder's names may be set by another thread.
+    """All names but those that only a source knows. Another thread may set the folder's names.
 
-    Spellings of one folder are one name from here on: in labels, in what a key may use, in logs.
+    Several spellings of a folder become one name here: for labels, for patterns of keys, and in logs.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ModelNames:
         served_names: Sequence[str] = (),
         default_source: str = "hub",
         static_adapter: tuple[str, str] | None = None,
-        roots: Sequence[Path] = (),  # of the folders of this machine, the first one first
+        roots: Sequence[Path] = (),  # of folders of this machine, in the order of search
     ) -> None:
         self._roots = roots
         self.primary = served_names[0] if served_names else model_id
@@ -104,14 +104,14 @@ class ModelNames:
         self._static = None if static_adapter is None else self.place(*static_adapter)
         self._aliases: dict[str, Named] = {}
         self._folder: Mapping[str, Named] = {}
-        self._listing: Listing | None = None  # None: it has changed since it was made
+        self._listing: Listing | None = None  # None: names have changed since it was made
         self._lock = threading.Lock()
 
-    # --- Names that the operator gives --------------------------------------------------------------------------------
+    # --- Names of the operator ----------------------------------------------------------------------------------------
 
     @property
     def listing(self) -> Listing:
-        """All of them; the same object until they change."""
+        """The operator's names; the same object until they change."""
         with self._lock:
             if self._listing is None:
                 self._listing = Listing({**self._folder, **self._aliases})
@@ -133,13 +133,13 @@ class ModelNames:
             self._listing = None
 
     def remove(self, alias: str) -> bool:
-        """Whether there was such a name."""
+        """Remove a name. Return whether it was there."""
         with self._lock:
             self._listing = None
             return self._aliases.pop(alias, None) is not None
 
     def set_folder(self, names: Iterable[str]) -> None:
-        """The adapters of the folder that is watched. One that is called like the base model cannot be meant."""
+        """Replace the names of the folder that is watched. A name of the base model keeps meaning that."""
         folder = {name: Named(LocalSource.kind, name) for name in names}
         for name in sorted(folder.keys() & {BASE_MODEL, *self.base_names}):
             del folder[name]
@@ -148,24 +148,24 @@ class ModelNames:
             self._folder = folder
             self._listing = None
         listing = self.listing
-        # All of it is made here, on the thread that watches the folder, and not while requests wait.
+        # These are computed here, on the thread that watches the folder, and not while requests wait.
         _ = listing.names, listing.named, listing.signatures
 
-    # --- What a request means -----------------------------------------------------------------------------------------
+    # --- Names of requests --------------------------------------------------------------------------------------------
 
     @property
     def base(self) -> Choice:
-        """What is meant by no adapter."""
+        """The choice of a request that names no adapter."""
         if self._static is None:
             return Choice()
         return Choice((AdapterRef(*self._static),), None, self._static.name, (self._static,))
 
     def by_model(self, model: str, source: str | None, token: str | None) -> Choice:
-        """OpenAI's `model`: a name of the base model, of an adapter, or of an adapter after that of the base model."""
+        """Read OpenAI's `model`: the base model, an adapter, or `base:adapter`."""
         name = self.without_base(model)
         if self._is_base(name, source):
             return self.base
-        if source is None and self._known(name) is None and not self._may_be_somewhere(name):
+        if source is None and self._look_up(name) is None and not self._may_be_somewhere(name):
             raise AdapterNotFoundError(
                 f"the model {model[:64]!r} does not exist; /v1/models lists those that have a name, and adapters of "
                 "the hub are named owner/name"
@@ -173,37 +173,37 @@ class ModelNames:
         return self.find(name, source, token)
 
     def by_adapter(self, adapter_id: str | None, source: str | None, token: str | None) -> Choice:
-        """LoRAX's `adapter_id`."""
+        """Read LoRAX's `adapter_id`."""
         if adapter_id is None or self._is_base(adapter_id, source):
             return self.base
         return self.find(adapter_id, source, token)
 
     def merged(self, ids: Sequence[str], merge: Merge | None, source: str | None, token: str | None) -> Choice:
-        parts = [self.find(name, source, token) for name in ids]
+        choices = [self.find(name, source, token) for name in ids]
         return Choice(
-            tuple(ref for part in parts for ref in part.refs),
+            tuple(ref for choice in choices for ref in choice.refs),
             merge,
-            ",".join(part.label for part in parts),
-            tuple(named for part in parts for named in part.named),
+            ",".join(choice.label for choice in choices),
+            tuple(named for choice in choices for named in choice.named),
             source,
         )
 
     def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
-        """An adapter, where nothing else can be meant."""
-        known = self._known(name) if source is None else None
-        if known is None:
+        """Read a name that can only be an adapter's."""
+        place = self._look_up(name) if source is None else None
+        if place is None:
             is_path, name = name.startswith("/"), self._tidy(name, source)
-            find = self._folder.get if is_path else self._known  # a path is not what an alias of its name stands for
-            known = find(name) if source is None else None
-        if known is not None:
-            # A key is allowed a name, wherever the operator has put what it stands for.
+            look_up = self._folder.get if is_path else self._look_up  # a path is not the alias of its name
+            place = look_up(name) if source is None else None
+        if place is not None:
+            # A key is allowed a name, whichever place the operator has chosen for it.
             allowed = Named(self.default_source, name)
-            return Choice((AdapterRef(known.source, known.name, token),), None, name, (allowed,))
+            return Choice((AdapterRef(place.source, place.name, token),), None, name, (allowed,))
         place = Named((source or self.default_source).lower(), name)
         return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
 
     def place(self, source: str, name: str) -> Named:
-        """Find the place of a name, in the one spelling of it."""
+        """Return the place of a name, in its one spelling."""
         return Named(source, self._tidy(name, source))
 
     def _tidy(self, name: str, source: str | None) -> str:
@@ -213,24 +213,25 @@ class ModelNames:
     def _is_base(self, name: str, source: str | None) -> bool:
         return name in ("", BASE_MODEL) or name in self.base_names or self._tidy(name, source) in self.base_names
 
-    def _known(self, name: str) -> Named | None:
-        found = self._aliases.get(name) or self._folder.get(name)
-        if found is not None:
-            return found
+    def _look_up(self, name: str) -> Named | None:
+        """Return the place of an operator's name, which may have a revision added."""
+        place = self._aliases.get(name) or self._folder.get(name)
+        if place is not None:
+            return place
         alias, at, revision = name.partition("@")
-        found = self._aliases.get(alias) or self._folder.get(alias) if at else None
-        return None if found is None else Named(found.source, f"{found.name}@{revision}")
+        place = self._aliases.get(alias) or self._folder.get(alias) if at else None
+        return None if place is None else Named(place.source, f"{place.name}@{revision}")
 
     def without_base(self, model: str) -> str:
-        """The adapter that is meant; empty for none. A name may itself have a colon: an adapter's own comes first."""
+        """Return the adapter of a `model`; "" if it is the base model. An adapter's own name may have a colon too."""
         if model in ("", BASE_MODEL) or model in self.base_names:
             return ""
-        if self._known(model) is None:
+        if self._look_up(model) is None:
             for base in sorted(self.base_names, key=len, reverse=True):
                 if model.startswith(f"{base}:"):
                     return model[len(base) + 1 :]
         return model
 
     def _may_be_somewhere(self, name: str) -> bool:
-        """Whether the default source could have it. Only a hub has a rule that tells without asking."""
+        """Tell whether the default source could have a name. Only a hub's names have a rule."""
         return self.default_source != "hub" or HUB_NAME.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""The nearest names to one that does not exist, of those that the caller may see.
+"""Suggestions for a name that does not exist: the nearest names that the caller may use.
 
 Signatures of names find the few that are worth a real comparison, so that a flood of misspelt names costs little:
 `benchmarks/shared_costs.py` measures it.
@@ -13,61 +13,61 @@ from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import Listing, ModelNames, signature_of
 from lorax_server.server.adapter_pages import off_loop
 
-FEW = 100  # names, which are compared sooner than a thread has begun
+FEW = 100  # names, which take less time to compare than a thread to begin
 MAX_CHARACTERS = 128  # of a name that are compared
-MAX_CHECKS = 2000  # patterns of a key that are held against names
+MAX_CHECKS = 2000  # of patterns of a key against names
 NUM_COMPARED = 24
 NUM_TOLD = 3
 LEAST_RATIO = 0.6
 
 
-async def with_nearest(error: LoraxError, wanted: str, source: str | None, names: ModelNames, key: Key) -> LoraxError:
-    """The same error, with the names that may have been meant, if there are any."""
-    found = await off_loop(len(names.adapters) > FEW, lambda: find_nearest(wanted, source, names, key))
-    if not found:
+async def with_nearest(error: LoraxError, misspelt: str, source: str | None, names: ModelNames, key: Key) -> LoraxError:
+    """Return the same error, with suggestions if there are any."""
+    nearest = await off_loop(len(names.adapters) > FEW, lambda: find_nearest(misspelt, source, names, key))
+    if not nearest:
         return error
-    told = type(error)(f"{error}; did you mean {' or '.join(map(repr, found))}?")
-    told.status, told.retry_after_s = error.status, error.retry_after_s
-    return told
+    suggesting = type(error)(f"{error}; did you mean {' or '.join(map(repr, nearest))}?")
+    suggesting.status, suggesting.retry_after_s = error.status, error.retry_after_s
+    return suggesting
 
 
-def find_nearest(wanted: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
-    """The nearest names, the best first. Where a request names a source, it is names there that count."""
-    wanted = names.without_base(wanted).partition("@")[0]
-    if not 0 < len(wanted) <= MAX_CHARACTERS:
+def find_nearest(misspelt: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
+    """Return the nearest names, the best first. Where a request names a source, they are names of that source."""
+    misspelt = names.without_base(misspelt).partition("@")[0]
+    if not 0 < len(misspelt) <= MAX_CHARACTERS:
         return []
-    matcher = SequenceMatcher(b=_plain(wanted), autojunk=False)
+    matcher = SequenceMatcher(b=_plain(misspelt), autojunk=False)
     rated = []
-    for name in _candidates(wanted, source, names, key):
+    for name in _list_candidates(misspelt, source, names, key):
         matcher.set_seq1(_plain(name))
         if matcher.real_quick_ratio() >= LEAST_RATIO and matcher.quick_ratio() >= LEAST_RATIO:
             rated.append((matcher.ratio(), name))
-    best = nlargest(NUM_TOLD, ((ratio, name) for ratio, name in rated if ratio >= LEAST_RATIO and name != wanted))
+    best = nlargest(NUM_TOLD, ((ratio, name) for ratio, name in rated if ratio >= LEAST_RATIO and name != misspelt))
     return [name for _, name in best]
 
 
-def _candidates(wanted: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
-    """The names that look most alike, and that the caller may use."""
-    listing, found = names.listing, []
+def _list_candidates(misspelt: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
+    """Return the names that look most alike, of those that the caller may use."""
+    listing, candidates = names.listing, []
     checks_left = MAX_CHECKS
-    for name in _by_likeness(wanted, listing):
+    for name in _sort_by_likeness(misspelt, listing):
         checks_left -= max(1, len(key.adapters or ()))
         place = listing.places[name]
         is_hub = place.source == HUB
         if source is None and key.may_use(names.default_source, name, names.default_source, is_hub):
-            found.append(name)
+            candidates.append(name)
         elif source == place.source and key.may_use(*place, names.default_source):
-            found.append(place.name)
-        if len(found) == NUM_COMPARED or checks_left <= 0:
+            candidates.append(place.name)
+        if len(candidates) == NUM_COMPARED or checks_left <= 0:
             break
-    return [*found, *(names.base_names if key.base_model else ())]
+    return [*candidates, *(names.base_names if key.base_model else ())]
 
 
-def _by_likeness(wanted: str, listing: Listing) -> Iterator[str]:
-    of_wanted, signatures = signature_of(wanted), listing.signatures
-    likeness = [(of_wanted & signature).bit_count() - signature.bit_count() // 2 for signature in signatures]
+def _sort_by_likeness(misspelt: str, listing: Listing) -> Iterator[str]:
+    bits, signatures = signature_of(misspelt), listing.signatures
+    likeness = [(bits & signature).bit_count() - signature.bit_count() // 2 for signature in signatures]
     order = sorted(range(len(signatures)), key=likeness.__getitem__, reverse=True)
-    return (listing.names[place] for place in order)
+    return (listing.names[index] for index in order)
 
 
 def _plain(name: str) -> str:

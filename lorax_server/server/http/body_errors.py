@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorax_server.server.http.problems import OPENAI_PREFIX, Problem, wrong_field
+from lorax_server.server.http.problems import INVALID, OPENAI_PREFIX, Problem
 
 # Fields that may have several forms. If a value has none of them, pydantic reports an error for each.
 FORMS = {
@@ -24,12 +24,14 @@ def describe_shape(errors: Sequence[Any], path: str) -> Problem:
     error = next((error for error in errors if not _is_of_type(error)), errors[0])
     is_formless = _is_of_type(error) and location and location[-1] in forms
     message = f"Input should be {forms[location[-1]]}" if is_formless else error["msg"]
-    if is_openai:
-        name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
-    else:
-        name = ".".join(map(str, location))
+    if not is_openai:
+        name = ".".join(map(str, location)) or "body"
+        return Problem(422, "validation", f"{INVALID}{name}: {message}")
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
     code = "invalid_type" if _is_of_type(error) else "invalid_value"
-    return wrong_field(path, name, message, "missing_required_parameter" if error["type"] == "missing" else code)
+    if error["type"] == "missing":
+        code = "missing_required_parameter"
+    return Problem(400, "validation", f"{name or 'body'}: {message}", code, param=name or None)
 
 
 def _locate(error: Mapping[str, Any], forms: Mapping[str, str]) -> list[Any]:

@@ -8,24 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from lorax_server.errors import (
-    AdapterAccessError,
-    AdapterError,
-    AdapterNotFoundError,
-    AuthenticationError,
-    BusyError,
-    ContextLengthError,
-    DeadlineError,
-    EngineError,
-    ForbiddenError,
-    InputError,
-    LoraxError,
-    MissingVariableError,
-    NoTemplateError,
-    NotSupportedError,
-    OverloadedError,
-    TemplateError,
-)
+from lorax_server import errors
 
 RETRIED = (424, 429, 500, 503)  # where trying again may help
 OPENAI_PREFIX = "/v1/"
@@ -34,7 +17,6 @@ INVALID = "Input validation error: "
 NO_PROMPT = "Failed applying chat template to {}: "
 FAILED = "Request failed during generation: Server error: "
 HTTP_TYPES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 503: "healthcheck"}  # else "validation"
-HTTP_CODES = {404: "unknown_url"}
 # Names that OpenAI's routes have for fields. Errors of both kinds of routes are written with LoRAX's names.
 CHAT_FIELDS = {
     "inputs": "messages",
@@ -55,16 +37,11 @@ COMPLETION_FIELDS = CHAT_FIELDS | {
 FIELDS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
 FIELD = re.compile(r"`(\w+)`")
 PARAM = re.compile(r"`([\w.\[\]]+)`")  # the first field that a message names is the one it is about
-OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Wording(NamedTuple):
-    """What clients read about a kind of error."""
+    """The words of a kind of error."""
 
     error_type: str  # LoRAX's
     code: str | None = None  # OpenAI's
@@ -72,21 +49,21 @@ class Wording(NamedTuple):
 
 
 # Of several that an error is an instance of, the first counts.
-WORDINGS: dict[type[LoraxError], Wording] = {
-    MissingVariableError: Wording("missing_template_variable", "missing_template_variable"),
-    NoTemplateError: Wording("no_chat_template", "no_chat_template", NO_PROMPT),
-    TemplateError: Wording("template_error", "template_error", NO_PROMPT),
-    ContextLengthError: Wording("validation", "context_length_exceeded", INVALID),
-    NotSupportedError: Wording("validation", "unsupported_parameter", INVALID),
-    InputError: Wording("validation", "invalid_value", INVALID),
-    OverloadedError: Wording("overloaded", "rate_limit_exceeded", f"{OVERLOADED}: "),
-    BusyError: Wording("overloaded", None, f"{OVERLOADED}: "),
-    AdapterNotFoundError: Wording("generation", "model_not_found", FAILED),
-    AdapterAccessError: Wording("generation", "model_access_denied", FAILED),
-    AuthenticationError: Wording("authentication", "invalid_api_key"),
-    ForbiddenError: Wording("permission", "permission_denied"),
-    DeadlineError: Wording("timeout"),
-    LoraxError: Wording("generation", None, FAILED),
+WORDINGS: dict[type[errors.LoraxError], Wording] = {
+    errors.MissingVariableError: Wording("missing_template_variable", "missing_template_variable"),
+    errors.NoTemplateError: Wording("no_chat_template", "no_chat_template", NO_PROMPT),
+    errors.TemplateError: Wording("template_error", "template_error", NO_PROMPT),
+    errors.ContextLengthError: Wording("validation", "context_length_exceeded", INVALID),
+    errors.NotSupportedError: Wording("validation", "unsupported_parameter", INVALID),
+    errors.InputError: Wording("validation", "invalid_value", INVALID),
+    errors.OverloadedError: Wording("overloaded", "rate_limit_exceeded", f"{OVERLOADED}: "),
+    errors.BusyError: Wording("overloaded", None, f"{OVERLOADED}: "),
+    errors.AdapterNotFoundError: Wording("generation", "model_not_found", FAILED),
+    errors.AdapterAccessError: Wording("generation", "model_access_denied", FAILED),
+    errors.AuthenticationError: Wording("authentication", "invalid_api_key"),
+    errors.ForbiddenError: Wording("permission", "permission_denied"),
+    errors.DeadlineError: Wording("timeout"),
+    errors.LoraxError: Wording("generation", None, FAILED),
 }
 
 
@@ -123,15 +100,9 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def http_problem(status: int, message: str = "", headers: dict[str, str] | None = None) -> Problem:
     """Describe an error of HTTP itself, such as a path without a route."""
-    error_type, code = HTTP_TYPES.get(status, "validation"), HTTP_CODES.get(status)
-    return Problem(status, error_type, message or HTTPStatus(status).phrase, code, None, headers or {})
-
-
-def wrong_field(path: str, param: str, message: str, code: str) -> Problem:
-    """Describe a field whose form is wrong."""
-    if not path.startswith(OPENAI_PREFIX):
-        return Problem(422, "validation", f"Input validation error: {param or 'body'}: {message}")
-    return Problem(400, "validation", f"{param or 'body'}: {message}", code, param=param or None)
+    code = "unknown_url" if status == HTTPStatus.NOT_FOUND else None
+    error_type = HTTP_TYPES.get(status, "validation")
+    return Problem(status, error_type, message or HTTPStatus(status).phrase, code, headers=headers or {})
 
 
 def describe(error: BaseException, path: str) -> Problem:
@@ -140,13 +111,13 @@ def describe(error: BaseException, path: str) -> Problem:
     LoRAX's have one status for everything that is wrong with an adapter. OpenAI's have 400 for everything that is wrong
     with a request, and are told the field.
     """
-    if not isinstance(error, LoraxError):
+    if not isinstance(error, errors.LoraxError):
         return Problem(500, "internal", "Internal server error")
     is_openai = path.startswith(OPENAI_PREFIX)
     wording = next(wording for kind, wording in WORDINGS.items() if isinstance(error, kind))
     status, message, param = error.status, str(error), None
     # A template's message is its own, and what is not supported has the name that the route's clients use.
-    if isinstance(error, InputError) and not isinstance(error, TemplateError | NotSupportedError):
+    if isinstance(error, errors.InputError) and not isinstance(error, errors.TemplateError | errors.NotSupportedError):
         names = FIELDS.get(path, {})
         message = FIELD.sub(lambda field: f"`{names.get(field[1], field[1])}`", message)
     if wording.prefix == NO_PROMPT:
@@ -154,15 +125,15 @@ def describe(error: BaseException, path: str) -> Problem:
     elif not is_openai and message != OVERLOADED:
         message = wording.prefix + message
     match error:
-        case EngineError() if error.retry_after_s is not None:
+        case errors.EngineError() if error.retry_after_s is not None:
             status = 503
-        case AdapterError() if not is_openai:
+        case errors.AdapterError() if not is_openai:
             status = 424
-        case AdapterError():
+        case errors.AdapterError():
             param = "model"
-        case TemplateError() if is_openai:
+        case errors.TemplateError() if is_openai:
             status, param = 400, "messages"
-        case InputError() if is_openai:
+        case errors.InputError() if is_openai:
             field = PARAM.search(message)
             status, param = 400, field and field[1]
     return Problem(status, wording.error_type, message, wording.code, error.retry_after_s, param=param)

@@ -66,7 +66,7 @@ class LineBudget:
 
 
 class AuditLog:
-    """It belongs to one event loop."""
+    """Writes the lines of one event loop."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

@@ -14,7 +14,7 @@ class StatusMetric(NamedTuple):
 
     name: str
     text: str
-    fields: dict[str, str]  # by the label's value
+    fields: str | dict[str, str]  # one, or several by the label's value
     label: str = ""
 
 
@@ -22,43 +22,37 @@ ENGINE_COUNTERS = (
     StatusMetric(
         "lorax_batch_inference_count", "Steps; each has prompts and single tokens", {"step": "steps"}, "method"
     ),
-    StatusMetric("lorax_engine_steps_total", "Steps of the engine", {"": "steps"}),
+    StatusMetric("lorax_engine_steps_total", "Steps of the engine", "steps"),
     StatusMetric(
         "lorax_engine_tokens_total",
         "Tokens that went through the model, and those it generated",
         {"computed": "computed_tokens", "generated": "generated_tokens"},
         "kind",
     ),
-    StatusMetric(
-        "lorax_prefix_cache_tokens_total", "Tokens found in the cache instead of computed", {"": "prefix_tokens"}
-    ),
-    StatusMetric("lorax_engine_idle_seconds_total", "Seconds without anything to do", {"": "idle_s"}),
-    StatusMetric("lorax_prompt_chunks_total", "Parts of prompts that did not fit into one step", {"": "chunks"}),
-    StatusMetric(
-        "lorax_preemptions_total", "Requests that gave way for a while for lack of blocks", {"": "preemptions"}
-    ),
-    StatusMetric("lorax_rows_taken_back_total", "Rows that others had a right to", {"": "rows_taken_back"}),
-    StatusMetric(
-        "lorax_cache_evictions_total", "Blocks of the cache that were given to others", {"": "cache_evictions"}
-    ),
-    StatusMetric("lorax_engine_refused_total", "Requests the engine refused because of overload", {"": "refused"}),
-    StatusMetric("lorax_adapters_prepared_total", "Adapters made ready in host memory", {"": "adapters_prepared"}),
-    StatusMetric("lorax_adapters_loaded_total", "Adapters brought to the device", {"": "adapters_loaded"}),
-    StatusMetric("lorax_adapters_failed_total", "Adapters that could not be made ready", {"": "adapters_failed"}),
+    StatusMetric("lorax_prefix_cache_tokens_total", "Tokens found in the cache instead of computed", "prefix_tokens"),
+    StatusMetric("lorax_engine_idle_seconds_total", "Seconds without anything to do", "idle_s"),
+    StatusMetric("lorax_prompt_chunks_total", "Parts of prompts that did not fit into one step", "chunks"),
+    StatusMetric("lorax_preemptions_total", "Requests that gave way for a while for lack of blocks", "preemptions"),
+    StatusMetric("lorax_rows_taken_back_total", "Rows that others had a right to", "rows_taken_back"),
+    StatusMetric("lorax_cache_evictions_total", "Blocks of the cache that were given to others", "cache_evictions"),
+    StatusMetric("lorax_engine_refused_total", "Requests the engine refused because of overload", "refused"),
+    StatusMetric("lorax_adapters_prepared_total", "Adapters made ready in host memory", "adapters_prepared"),
+    StatusMetric("lorax_adapters_loaded_total", "Adapters brought to the device", "adapters_loaded"),
+    StatusMetric("lorax_adapters_failed_total", "Adapters that could not be made ready", "adapters_failed"),
     StatusMetric(
         "lorax_adapter_evictions_total",
         "Adapters that had to leave, by where they were",
         {"device": "adapters_evicted_from_device", "host": "adapters_evicted_from_host"},
         "tier",
     ),
-    StatusMetric("lorax_adapter_moves_total", "Adapters moved within the device's memory", {"": "adapter_moves"}),
+    StatusMetric("lorax_adapter_moves_total", "Adapters moved within the device's memory", "adapter_moves"),
 )
 ENGINE_GAUGES = (
-    StatusMetric("lorax_queue_length", "Requests that wait", {"": "waiting"}),
-    StatusMetric("lorax_batch_current_size", "Requests that run", {"": "running"}),
-    StatusMetric("lorax_waiting_for_adapters", "Requests that wait for their adapter", {"": "waiting_for_adapters"}),
-    StatusMetric("lorax_kv_blocks", "Blocks of the cache", {"": "num_blocks"}),
-    StatusMetric("lorax_kv_blocks_free", "Blocks of the cache that no request uses", {"": "free_blocks"}),
+    StatusMetric("lorax_queue_length", "Requests that wait", "waiting"),
+    StatusMetric("lorax_batch_current_size", "Requests that run", "running"),
+    StatusMetric("lorax_waiting_for_adapters", "Requests that wait for their adapter", "waiting_for_adapters"),
+    StatusMetric("lorax_kv_blocks", "Blocks of the cache", "num_blocks"),
+    StatusMetric("lorax_kv_blocks_free", "Blocks of the cache that no request uses", "free_blocks"),
     StatusMetric(
         "lorax_adapters_resident",
         "Adapters by where they are",
@@ -115,5 +109,8 @@ def _make_metrics(
     series = []
     for row in rows:
         metric = kind(row.name, row.text, (row.label,) if row.label else (), registry=registry)
-        series += [(field, metric.labels(value) if row.label else metric) for value, field in row.fields.items()]
+        if isinstance(row.fields, str):
+            series.append((row.fields, metric))
+        else:
+            series += [(field, metric.labels(value)) for value, field in row.fields.items()]
     return series

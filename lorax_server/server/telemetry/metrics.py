@@ -35,8 +35,6 @@ ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 FAILURE_OF_TYPE = {
     "authentication": "authentication",
-    "classification_failure": "classification_failure",
-    "embedding_failure": "embedding_failure",
     "generation": "generation",
     "healthcheck": "unavailable",
     "incomplete_generation": "incomplete",
@@ -85,9 +83,7 @@ class Metrics:
         self._adapter = duration("lorax_request_adapter_duration", "Seconds of these that it waited for its adapter")
         self._inference = duration("lorax_request_inference_duration", "Seconds from its first step to the end")
         self._mean = duration("lorax_request_mean_time_per_token_duration", "Seconds of inference for each token")
-        self._first = duration(
-            "lorax_request_time_to_first_token_duration", "Seconds from a request to its first token"
-        )
+        self._first = duration("lorax_request_time_to_first_token_duration", "Seconds until its first token")
         self._later = duration("lorax_request_time_per_output_token_duration", "Seconds for each token after the first")
         tokens = partial(Histogram, registry=registry)
         inputs, outputs = _steps(max_input_length), _steps(max_total_tokens)
@@ -141,7 +137,7 @@ class Metrics:
         self._validation.observe(_amount(record.validation_s))
         self._queue.observe(_amount(record.queue_s))
         self._inference.observe(_amount(record.inference_s))
-        if record.adapter:
+        if record.adapter_id:
             self._adapter.observe(_amount(record.adapter_s))
         self._input_length.observe(_amount(record.prompt_tokens))
         self._generated.observe(_amount(record.generated_tokens))
@@ -195,12 +191,12 @@ class _AdapterMetrics:
 
     def _adapter_label(self, record: RequestRecord, failure: str | None) -> str:
         """Return a label. Names that mean no adapter must not use up the labels: any client can make them up."""
-        if record.adapter == "":
+        if record.adapter_id == "":
             return BASE
-        is_found = record.status != 404 and (failure is None or record.adapter_hash)
-        if record.adapter is None or not (is_found or record.is_known):
+        is_found = record.status != 404 and (failure is None or record.identity)
+        if record.adapter_id is None or not (is_found or record.is_known):
             return UNKNOWN
-        return self._label(record.adapter, self._names)
+        return self._label(record.adapter_id, self._names)
 
     def _label(self, name: str, labels: set[str]) -> str:
         label = clean(name)
@@ -220,8 +216,8 @@ def failure_kind(record: RequestRecord) -> str | None:
         return "dropped"
     if not record.error_type and record.status < 400:
         return None
-    if record.adapter and record.error_type == "generation" and record.status in ADAPTER_STATUSES:
-        return "load_adapter" if record.adapter_hash else "download_adapter"
+    if record.adapter_id and record.error_type == "generation" and record.status in ADAPTER_STATUSES:
+        return "load_adapter" if record.identity else "download_adapter"
     return FAILURE_OF_TYPE.get(record.error_type, "bad_request" if 400 <= record.status < 500 else "generation")
 
 

@@ -1,6 +1,6 @@
-"""Traces of requests for OpenTelemetry, made when a request has ended, from what is then known of it.
+"""Traces of requests for OpenTelemetry, made from the record of a request that has ended.
 
-They are sent as OTLP over HTTP, whose port is 4318 by custom. LoRAX sent OTLP over gRPC to 4317: a collector that takes
+They are sent as OTLP over HTTP, usually to port 4318. LoRAX sent OTLP over gRPC to 4317: a collector that takes
 that usually takes the other too. Headers, certificates, sampling and more are set by the `OTEL_*` variables that
 OpenTelemetry defines. Spans wait in a queue of limited length for a thread that sends them, so a collector that is slow
 or away costs spans, and nothing else.
@@ -9,7 +9,7 @@ or away costs spans, and nothing else.
 import logging
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lorax_server.errors import ConfigError
@@ -26,28 +26,21 @@ TRACES_PATH = "/v1/traces"
 GRPC_PORT = 4317
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-MAX_CHARACTERS = 256  # of what a caller chose
+MAX_CHARACTERS = 256  # of a value that a client chose
 NS = 1_000_000_000
-
-
-class Part(NamedTuple):
-    """A stretch of a request's time, in seconds since its start."""
-
-    name: str
-    begin_s: float
-    end_s: float
+SERVICE = "lorax.server"
 
 
 class Tracer:
-    """Sends a trace of each request that ends, if there is where to send it. `model` is the base model's name."""
+    """Sends a trace of each request that ends, if there is an endpoint. `model` is the base model's name."""
 
-    def __init__(self, endpoint: str | None, service: str = "lorax.server", model: str = "") -> None:
+    def __init__(self, endpoint: str | None, model: str = "") -> None:
         self._model = model
         self._exporter = None if endpoint is None else _make_exporter(_traces_url(endpoint))
-        self._provider = None if self._exporter is None else _make_provider(self._exporter, service)
+        self._provider = None if self._exporter is None else _make_provider(self._exporter)
 
     def end(self, record: RequestRecord) -> None:
-        """A request ended. Whatever is wrong with it, or with tracing, is not the caller's concern."""
+        """Trace a request that ended. A failure of tracing must not become the client's."""
         if self._provider is None:
             return
         try:
@@ -56,14 +49,14 @@ class Tracer:
             logger.warning("a request could not be traced", exc_info=True)
 
     def close(self) -> None:
-        """Send what is left, as far as it can be sent in a few seconds."""
+        """Send the spans that wait, as far as possible in a few seconds."""
         if self._provider is None:
             return
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if closing.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # it drops the rest instead of trying for half a minute: its threads end
+            self._exporter.shutdown()  # drop the rest, instead of trying for half a minute; its threads end
         self._provider = None
 
     def _trace(self, provider: "TracerProvider", record: RequestRecord) -> None:
@@ -73,47 +66,47 @@ class Tracer:
 
         tracer = provider.get_tracer("lorax_server")
         carrier = {"traceparent": record.trace_parent} if record.trace_parent else {}
-        whole = tracer.start_span(
+        root = tracer.start_span(
             "lorax.request",
             context=TraceContextTextMapPropagator().extract(carrier, Context()),
             kind=trace.SpanKind.SERVER,
             attributes=attributes(record, self._model),
             start_time=_ns(record, 0.0),
         )
-        within = trace.set_span_in_context(whole, Context())
-        for part in parts(record):
-            child = tracer.start_span(part.name, context=within, start_time=_ns(record, part.begin_s))
-            child.end(_ns(record, part.end_s))
+        context = trace.set_span_in_context(root, Context())
+        for name, begin_s, end_s in list_stages(record):
+            child = tracer.start_span(name, context=context, start_time=_ns(record, begin_s))
+            child.end(_ns(record, end_s))
         problem = problem_of(record)
         if problem:
-            whole.set_status(trace.Status(trace.StatusCode.ERROR, problem))
-        whole.end(_ns(record, record.total_s))
+            root.set_status(trace.Status(trace.StatusCode.ERROR, problem))
+        root.end(_ns(record, record.total_s))
 
 
-def parts(record: RequestRecord) -> list[Part]:
-    """What a request did, one after the other, as far as it came."""
+def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
+    """List the stages of a request, as far as it came, with begin and end in seconds since its start."""
     queued_s = record.validation_s + record.queue_s
-    found = [Part("validation", 0.0, record.validation_s)]
+    stages = [("validation", 0.0, record.validation_s)]
     if record.queue_s > 0 or record.inference_s > 0:
-        found.append(Part("queue", record.validation_s, queued_s))
+        stages.append(("queue", record.validation_s, queued_s))
     if record.inference_s > 0:
-        found.append(Part("inference", queued_s, queued_s + record.inference_s))
-    return found
+        stages.append(("inference", queued_s, queued_s + record.inference_s))
+    return stages
 
 
 def problem_of(record: RequestRecord) -> str:
-    """The kind of what went wrong; its message may quote the request, and stays here."""
+    """Return the kind of an error. Its message may quote the request, and is not sent."""
     if record.is_dropped:
         return "dropped"
     return record.error_type or (str(record.status) if record.status >= 400 else "")
 
 
 def attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValue]":
-    """By the conventions for generative AI and for HTTP, where they have a name for it."""
-    known: dict[str, AttributeValue] = {
+    """Return attributes, named by the conventions for generative AI and for HTTP where these have a name."""
+    values: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "chat" if "chat" in record.route else "text_completion",
         "gen_ai.provider.name": "lorax",
-        "gen_ai.request.model": _text(record.adapter or model),
+        "gen_ai.request.model": _text(record.adapter_id or model),
         "gen_ai.request.choice.count": record.num_choices,
         "gen_ai.request.max_tokens": record.max_new_tokens,
         "gen_ai.request.stream": record.is_streamed,
@@ -126,19 +119,19 @@ def attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValu
         "http.route": _text(record.route),
         "http.response.status_code": record.status,
         "error.type": problem_of(record),
-        "lorax.adapter": _text(record.adapter or ""),
-        "lorax.adapter_hash": record.adapter_hash,
+        "lorax.adapter": _text(record.adapter_id or ""),
+        "lorax.adapter_hash": record.identity,
         "lorax.adapter_source": _text(record.source),
         "lorax.adapter_wait_s": record.adapter_s,
         "lorax.key": _text(record.key),
     }
     if record.first_token_s is not None:
-        known["gen_ai.response.time_to_first_chunk"] = record.validation_s + record.queue_s + record.first_token_s
-    return {name: value for name, value in known.items() if value not in ("", ())}
+        values["gen_ai.response.time_to_first_chunk"] = record.validation_s + record.queue_s + record.first_token_s
+    return {name: value for name, value in values.items() if value not in ("", ())}
 
 
 def _text(text: str) -> str:
-    """One string that is no Unicode would cost everybody's spans of the same batch."""
+    """Shorten a text, and make it valid Unicode: one bad string would cost all spans of the same batch."""
     return text[:MAX_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -147,7 +140,7 @@ def _ns(record: RequestRecord, after_s: float) -> int:
 
 
 def _traces_url(endpoint: str) -> str:
-    """The address that spans are sent to; a bare host gets the path that OTLP gives traces."""
+    """Return the URL that spans are sent to; a bare host gets the path that OTLP has for traces."""
     try:
         parsed = urlsplit(endpoint)
         port = parsed.port
@@ -168,11 +161,11 @@ def _make_exporter(url: str) -> "SpanExporter":
     return OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)
 
 
-def _make_provider(exporter: "SpanExporter", service: str) -> "TracerProvider":
+def _make_provider(exporter: "SpanExporter") -> "TracerProvider":
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

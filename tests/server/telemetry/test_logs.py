@@ -50,8 +50,8 @@ def only_line(stream: io.StringIO) -> str:
 def request(**changes: Any) -> RequestRecord:
     known: dict[str, Any] = {
         "key": "alice",
-        "adapter": "poet",
-        "adapter_hash": "0123456789abcdef" * 4,
+        "adapter_id": "poet",
+        "identity": "0123456789abcdef" * 4,
         "status": 200,
         "finish_reasons": ["length", "eos_token"],
         "prompt_tokens": 7,
@@ -183,7 +183,7 @@ def test_a_request_is_one_line() -> None:
 
 def test_a_request_as_text() -> None:
     stream = start(json_logs=False)
-    log_request(request(adapter="my poet", first_token_s=None, total_s=float("inf")))
+    log_request(request(adapter_id="my poet", first_token_s=None, total_s=float("inf")))
     line = only_line(stream)
     assert (
         'INFO lorax_server.server.telemetry.logs request request_id=id-1 route=/generate status=200 error_type="" '
@@ -218,5 +218,5 @@ def test_hostile_requests_are_one_short_line() -> None:
     for json_logs in (False, True):
         stream = start(json_logs)
         big = NASTY * 100_000
-        log_request(request(adapter=big, error_type="generation", error=big, key=NASTY, source=NASTY))
+        log_request(request(adapter_id=big, error_type="generation", error=big, key=NASTY, source=NASTY))
         assert len(only_line(stream)) < 50_000

@@ -40,9 +40,9 @@ def make(max_labels: int = 500) -> Metrics:
 
 
 def record(**changes: Any) -> RequestRecord:
-    known: dict[str, Any] = {
-        "adapter": "poet",
-        "adapter_hash": "ab" * 32,
+    known = {
+        "adapter_id": "poet",
+        "identity": "ab" * 32,
         "key": "alice",
         "prompt_tokens": 7,
         "cached_tokens": 4,
@@ -173,10 +173,10 @@ def test_json_says_the_same_as_text() -> None:
 
 def mixture() -> Iterator[RequestRecord]:
     yield record()
-    yield record(adapter="", adapter_hash="", key="", num_choices=2, generated_tokens=10)
-    yield record(status=404, error_type="generation", adapter="nope", adapter_hash="")
+    yield record(adapter_id="", identity="", key="", num_choices=2, generated_tokens=10)
+    yield record(status=404, error_type="generation", adapter_id="nope", identity="")
     yield record(is_dropped=True)
-    yield record(adapter='a"b\\c\nd{}# TYPE x y\u2028', total_s=math.nan, queue_s=math.inf)
+    yield record(adapter_id='a"b\\c\nd{}# TYPE x y\u2028', total_s=math.nan, queue_s=math.inf)
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def test_answers_at_once_share_the_time() -> None:
 
 def test_what_did_not_come_about_is_not_measured() -> None:
     metrics = make()
-    metrics.end(record(generated_tokens=0, first_token_s=None, adapter="", adapter_hash=""))
-    metrics.end(record(generated_tokens=1, adapter="", adapter_hash=""))
+    metrics.end(record(generated_tokens=0, first_token_s=None, adapter_id="", identity=""))
+    metrics.end(record(generated_tokens=1, adapter_id="", identity=""))
     counts = {"mean_time_per_token": 1, "time_to_first_token": 1, "time_per_output_token": 0, "adapter": 0}
     for name, expected in counts.items():
         assert value(metrics, f"lorax_request_{name}_duration_count") == expected, name
@@ -237,9 +237,9 @@ def test_what_did_not_come_about_is_not_measured() -> None:
         ({"status": 500, "error_type": "incomplete_generation"}, "incomplete"),
         ({"status": 500, "error_type": "generation"}, "generation"),
         ({"status": 424, "error_type": "generation"}, "load_adapter"),
-        ({"status": 424, "error_type": "generation", "adapter_hash": ""}, "download_adapter"),
-        ({"status": 404, "error_type": "generation", "adapter_hash": ""}, "download_adapter"),
-        ({"status": 424, "error_type": "generation", "adapter": ""}, "generation"),
+        ({"status": 424, "error_type": "generation", "identity": ""}, "download_adapter"),
+        ({"status": 404, "error_type": "generation", "identity": ""}, "download_adapter"),
+        ({"status": 424, "error_type": "generation", "adapter_id": ""}, "generation"),
         ({"status": 401, "error_type": "authentication"}, "authentication"),
         ({"status": 403, "error_type": "permission"}, "forbidden"),
         ({"status": 504, "error_type": "timeout"}, "timeout"),
@@ -276,7 +276,7 @@ def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
     metrics = make()
     metrics.end(record())
     metrics.end(record(is_dropped=True, key="bob"))
-    metrics.end(record(adapter="", adapter_hash="", key=""))
+    metrics.end(record(adapter_id="", identity="", key=""))
     shown = samples(metrics)
     assert value(shown, "lorax_adapter_requests_total", adapter="poet") == 2
     assert value(shown, "lorax_adapter_failures_total", adapter="poet") == 1
@@ -294,15 +294,15 @@ def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
     "changes",
     [
         {"status": 404, "error_type": "generation"},
-        {"status": 424, "error_type": "generation", "adapter_hash": ""},
-        {"status": 200, "error_type": "generation", "adapter_hash": ""},
-        {"is_dropped": True, "adapter_hash": ""},
+        {"status": 424, "error_type": "generation", "identity": ""},
+        {"status": 200, "error_type": "generation", "identity": ""},
+        {"is_dropped": True, "identity": ""},
     ],
 )
 def test_what_is_no_adapter_gets_no_label(changes: dict[str, Any]) -> None:
     metrics = make()
     for number in range(50):
-        metrics.end(record(adapter=f"made-up-{number}", **changes))
+        metrics.end(record(adapter_id=f"made-up-{number}", **changes))
     for name in ("lorax_adapter_requests_total", "lorax_key_tokens_total"):
         assert labels_of(metrics, name, "adapter") == {"unknown"}
     metrics.end(record())
@@ -311,8 +311,8 @@ def test_what_is_no_adapter_gets_no_label(changes: dict[str, Any]) -> None:
 
 def test_an_adapter_with_a_name_of_ours_is_told_apart() -> None:
     metrics = make()
-    metrics.end(record(adapter="base"))
-    metrics.end(record(adapter="", adapter_hash=""))
+    metrics.end(record(adapter_id="base"))
+    metrics.end(record(adapter_id="", identity=""))
     assert value(metrics, "lorax_adapter_requests_total", adapter="base") == 1
     assert len(labels_of(metrics, "lorax_adapter_requests_total", "adapter")) == 2
 
@@ -327,8 +327,8 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
     metrics = make(max_labels=20)
     names = hostile_names(10_000)
     for number, name in enumerate(names):
-        metrics.end(record(adapter=name, key=names[-number % 1000]))
-    metrics.end(record(adapter="x" * 10_000_000))
+        metrics.end(record(adapter_id=name, key=names[-number % 1000]))
+    metrics.end(record(adapter_id="x" * 10_000_000))
     text = metrics.prometheus()
     assert len(text) < 200_000
     assert len(metrics._adapters._names) == len(metrics._adapters._keys) == 20
@@ -349,7 +349,7 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
 def test_keys_and_adapters_are_not_multiplied() -> None:
     metrics = make(max_labels=20)
     for number in range(400):
-        metrics.end(record(adapter=f"adapter-{number % 20}", key=f"key-{number // 20}"))
+        metrics.end(record(adapter_id=f"adapter-{number % 20}", key=f"key-{number // 20}"))
     shown = {labels: found for (name, labels), found in samples(metrics).items() if name == "lorax_key_requests_total"}
     assert len(shown) <= 20 + 20
     for number in range(20):

@@ -73,9 +73,9 @@ def collector() -> Iterator[Collector]:
 def request(**changes: Any) -> RequestRecord:
     known: dict[str, Any] = {
         "key": "alice",
-        "adapter": "poet",
+        "adapter_id": "poet",
         "source": "hub",
-        "adapter_hash": "ab" * 32,
+        "identity": "ab" * 32,
         "finish_reasons": ["length", "eos_token"],
         "num_choices": 2,
         "prompt_tokens": 7,
@@ -171,7 +171,7 @@ def test_attributes_follow_the_conventions_and_hold_no_text(collector: Collector
 
 
 def test_the_base_model_is_named(collector: Collector) -> None:
-    found = attributes(span(sent(collector, request(adapter="", adapter_hash="", source="")), "lorax.request"))
+    found = attributes(span(sent(collector, request(adapter_id="", identity="", source="")), "lorax.request"))
     assert found["gen_ai.request.model"] == "org/base"
     assert "lorax.adapter" not in found
 
@@ -217,7 +217,7 @@ def test_parts_that_did_not_come_about_are_not_there(collector: Collector) -> No
 
 
 def test_one_strange_request_costs_no_other(collector: Collector) -> None:
-    strange = request(adapter="\ud800" * 10**6, key="\udfff\n", source="\ud800")
+    strange = request(adapter_id="\ud800" * 10**6, key="\udfff\n", source="\ud800")
     broken = request(started_at=float("nan"))
     spans = sent(collector, request(), strange, broken, request())
     assert sum(each.name == "lorax.request" for each in spans) == 3
