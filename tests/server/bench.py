@@ -215,7 +215,7 @@ async def streamed(call: Exchange) -> Response:
 
 async def for_adapter(call: Exchange) -> Response:
     call.admit(1, False)
-    await call.find(call.parts.model_names.find("owner/it", None))
+    await call.resolve(call.service.model_names.find("owner/it", None))
     return json_response(call.record.identity)
 
 

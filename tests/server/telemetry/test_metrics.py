@@ -40,7 +40,7 @@ def make(max_labels: int = 500) -> Metrics:
 
 
 def record(**changes: Any) -> RequestRecord:
-    known = {
+    known: dict[str, Any] = {
         "adapter_id": "poet",
         "identity": "ab" * 32,
         "key": "alice",
