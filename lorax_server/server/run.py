@@ -68,13 +68,13 @@ async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, list
         return 1
     service = starting.result()
     try:
-        await _Server(service, listener.getsockname()[0]).serve([listener])
+        await _UvicornServer(service, listener.getsockname()[0]).serve([listener])
     finally:
         await service.close()
     return 0
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     def __init__(self, service: Service, address: str) -> None:
         super().__init__(_uvicorn_config(service, address))
         self._service = service

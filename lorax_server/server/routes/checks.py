@@ -9,16 +9,8 @@ from lorax_server.errors import InputError, NotSupportedError
 MAX_STOP_LENGTH = 1024  # characters: preparing the search for a stop string holds up other requests
 MAX_LOGPROBS = 1_000_000  # in memory at once for one request
 MAX_BIASES = 1024
-SAMPLING = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-]
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def check(holds: bool, message: str) -> None:
@@ -61,11 +53,11 @@ def to_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
 
 def pick_sampling(*sources: object) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that sources set; of several sources the first one counts."""
-    fields: dict[str, Any] = {}
+    picked: dict[str, Any] = {}
     for source in reversed(sources):
-        values = {name: getattr(source, name, None) for name in SAMPLING}
-        fields |= {name: value for name, value in values.items() if value is not None}
-    return fields
+        values = {name: getattr(source, name, None) for name in (*NUMBERS, *PENALTIES)}
+        picked |= {name: value for name, value in values.items() if value is not None}
+    return picked
 
 
 def check_logprobs(count: int) -> None:
