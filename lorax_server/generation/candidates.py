@@ -1,4 +1,4 @@
-"""Several answers to one request, and which of them is the best."""
+"""Several candidates for one answer: their seeds and their order."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from hashlib import sha256
 
 
 def candidate_seed(seed: int, index: int) -> int:
-    """The seed of one of several candidates. The first is what the request gets when it asks for one only."""
+    """Return the seed of one of several candidates. The first one has the seed of the request."""
     if index == 0:
         return seed
     digest = sha256(seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
@@ -14,9 +14,9 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def sort_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """The candidates' indices, by how likely their tokens are on average; of equals the first comes first.
+    """Return the candidates' indices, the likeliest first by the mean over tokens; of equals the first comes first.
 
-    One without tokens, or with a log probability that is not a number, comes last.
+    A candidate without tokens, or with a log probability that is not a number, comes last.
     """
     means = [sum(values) / len(values) if values else -math.inf for values in logprobs]
     means = [-math.inf if math.isnan(mean) else mean for mean in means]

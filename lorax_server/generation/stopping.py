@@ -1,4 +1,4 @@
-"""When a request ends, and which of its text is shown."""
+"""Stop rules: the end of a request, and the text that is shown until then."""
 
 from lorax_server.types import FinishReason, StopParams
 
@@ -6,7 +6,7 @@ __all__ = ["FinishReason", "StoppingCriteria", "ended_by"]
 
 
 def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
-    """Whether a token, the last of so many, ends its request by itself."""
+    """Return the reason if a token, the last of `num_generated`, ends its request by itself."""
     if num_generated <= params.min_new_tokens or token_id not in params.ending_token_ids:
         return None
     is_eos = token_id in params.eos_token_ids and not params.ignore_eos
@@ -14,17 +14,17 @@ def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishRea
 
 
 class StoppingCriteria:
-    """One request's rules and how far it has come. Fed with each token and the text it completed.
+    """The stop rules of one request and its progress. It is called with each token and the text that it completed.
 
-    A stop string is found wherever it ends, also within a token or over several. Of several that end, the one that
-    ends first counts, so how the text was cut into tokens changes nothing. Text that may yet turn out to be a stop
-    string which is not to be shown is held back.
+    A stop string is found wherever it ends, also within a token or over several. The stop string that ends first
+    counts, so that the cuts between tokens change nothing. Text that may turn out to be the beginning of a stop string
+    is held back, unless stop strings are shown.
     """
 
     def __init__(self, params: StopParams) -> None:
         self.params = params
         self.current_tokens = 0
-        self.new_text = ""  # what the last token showed
+        self.new_text = ""  # that the last token showed
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
         self._num_shown = 0  # characters
@@ -41,20 +41,20 @@ class StoppingCriteria:
 
     @property
     def current_output(self) -> str:
-        """All that was shown."""
+        """All text that was shown."""
         return "".join(self._shown)
 
     @property
     def num_characters(self) -> int:
-        """The length of the text, with what is held back."""
+        """The length of the text, including text that is held back."""
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Whether this would be the last token whatever its text is; only then is there pending text to be shown."""
+        """Tell whether a token would be the last one whatever its text is: only then is pending text shown."""
         return self.remaining_tokens <= 1 or token_id in self.params.ending_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
-        """Take a token and the text it completed; `pending_text` is what more there would be if nothing followed."""
+        """Append a token and the text that it completed. `pending_text` would follow if this were the last token."""
         self.current_tokens += 1
         reason = ended_by(last_token, self.current_tokens, self.params)
         if reason is FinishReason.EOS_TOKEN:
@@ -67,7 +67,7 @@ class StoppingCriteria:
         elif reason is None and self.remaining_tokens == 0:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
-            more, stopped = self._show(pending_text)  # what was pending may complete a stop string
+            more, stopped = self._show(pending_text)  # which may complete a stop string
             shown += more + self._held
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
@@ -76,13 +76,13 @@ class StoppingCriteria:
         return reason is not None, reason
 
     def _show(self, text: str) -> tuple[str, bool]:
-        """What can be shown of `text` and of what was held back before it, and whether a stop string ended in it."""
+        """Return the part of the held back text and `text` that can be shown, and whether a stop string ended in it."""
         if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
             return text, False
-        known = len(self._held)
+        num_held = len(self._held)
         text = self._held + text
-        for end in range(known, len(text)):
-            matched = max([matcher.take(text[end]) for matcher in self._matchers])
+        for end in range(num_held, len(text)):
+            matched = max([matcher.append(text[end]) for matcher in self._matchers])
             if matched:
                 self._held = ""
                 return text[: end + 1 if self.params.include_stop else end + 1 - matched], True
@@ -92,18 +92,20 @@ class StoppingCriteria:
 
 
 class _Matcher:
-    """How much of one string the text so far ends with (Knuth, Morris and Pratt): a character costs the same however
-    long the string is."""
+    """The length of the beginning of a string that the text so far ends with (Knuth, Morris and Pratt).
+
+    A character costs the same however long the string is.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self.shorter = [0] * len(text)  # [i]: the longest proper start of text[: i + 1] that it also ends with
+        self.shorter = [0] * len(text)  # [i]: of the longest proper start of text[: i + 1] that it ends with, too
         for i in range(1, len(text)):
             self.shorter[i] = self._longest(text[i], self.shorter[i - 1])
 
-    def take(self, character: str) -> int:
-        """The length of the string if it ends with this character, else 0."""
+    def append(self, character: str) -> int:
+        """Return the length of the string if it ends with this character, else 0."""
         self.matched = self._longest(character, self.matched)
         return self.matched if self.matched == len(self.text) else 0
 

@@ -37,16 +37,16 @@ class AdapterLookup:
         if not choice.refs:
             self._key.check_may_use_base()
             return Resolved("")
-        for ref, named in zip(choice.refs, choice.named, strict=True):
-            await self.check_may_use(named, ref.source == HUB, choice.asked_source)
+        for ref, allowed in zip(choice.refs, choice.allowed, strict=True):
+            await self.check_may_use(allowed, ref.source == HUB, choice.asked_source)
         refs, adapters = [], []
-        for ref, named in zip(choice.refs, choice.named, strict=True):
+        for ref, allowed in zip(choice.refs, choice.allowed, strict=True):
             try:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:
                 is_folder = ref.source == LOCAL and self._path.startswith(OPENAI_PREFIX)
-                unknown = unknown_model(named.name) if is_folder else error  # OpenAI's clients do not know folders
-                raise await self.add_nearest(unknown, named.name, choice.asked_source) from None
+                unknown = unknown_model(allowed.name) if is_folder else error  # OpenAI's clients do not know folders
+                raise await self.add_nearest(unknown, allowed.name, choice.asked_source) from None
             refs.append(authorized_ref)
             adapters.append(adapter)
         if choice.merge is None:
@@ -56,12 +56,12 @@ class AdapterLookup:
         is_fetched = any(adapter.tier == FETCHED for adapter in adapters)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
 
-    async def check_may_use(self, named: Named, has_revisions: bool, source: str | None) -> None:
+    async def check_may_use(self, name: Named, has_revisions: bool, source: str | None) -> None:
         """Refuse an adapter that the key may not use, in the same words whether it exists or not."""
         try:
-            self._key.check_may_use(*named, self._service.model_names.default_source, has_revisions)
+            self._key.check_may_use(*name, self._service.model_names.default_source, has_revisions)
         except ForbiddenError as error:
-            raise await self.add_nearest(error, named.name, source) from None
+            raise await self.add_nearest(error, name.name, source) from None
 
     async def add_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
         """Return the error of a name that may be misspelt, with similar names."""

@@ -127,9 +127,8 @@ def _find_rows(service: Service, key: Key, adapter_ids: Iterable[str]) -> Iterat
     names = service.model_names
     for adapter_id in adapter_ids:
         choice = names.find(adapter_id, None)
-        (ref,), (allowed,) = choice.refs, choice.named
-        if key.may_use(*allowed, names.default_source, ref.source == HUB):
-            name = Named(ref.source, ref.name)
+        (name,), (allowed,) = choice.names, choice.allowed
+        if key.may_use(*allowed, names.default_source, name.source == HUB):
             yield _Row(choice.label, name, service.seen.latest(name), choice.label in names.adapters)
 
 

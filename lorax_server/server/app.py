@@ -23,7 +23,7 @@ DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter i
 
 
 def make_app(service: Service, address: str = "") -> FastAPI:
-    """Make it of a service that has been started. `address` is the one of the socket, where there is one."""
+    """Make the application. `address` is that of the socket, where there is one."""
     app: FastAPI = FastAPIOffline(
         redoc_url=None,
         static_url="/docs/static",
@@ -47,14 +47,14 @@ def make_app(service: Service, address: str = "") -> FastAPI:
 
 
 def _add_handlers(app: FastAPI, methods: Methods) -> None:
-    """Whatever goes wrong is told as JSON, as the route's clients expect it."""
+    """Answer errors as JSON, in the form that the route's clients expect."""
 
     @app.exception_handler(LoraxError)
-    async def ours(http: Request, error: LoraxError) -> Response:
+    async def refuse(http: Request, error: LoraxError) -> Response:
         return _refuse(http, describe(error, http.url.path))
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_shape(http: Request, error: RequestValidationError) -> Response:
+    async def refuse_shape(http: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             reason = first.get("ctx", {}).get("error", "it is cut off")
@@ -62,23 +62,23 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
         return _refuse(http, describe_shape(error.errors(), http.url.path))
 
     @app.exception_handler(HTTPException)
-    async def elsewhere(http: Request, error: HTTPException) -> Response:
+    async def refuse_http(http: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         message = str(error.detail)
         allowed = methods.allowed_at(http.url.path)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
-            headers["allow"] = ", ".join(sorted(allowed))  # those of all routes, not only of the first
-        if isinstance(error.__cause__, ValueError | RecursionError):  # what no parser of JSON has a word for
+            headers["allow"] = ", ".join(sorted(allowed))  # of all routes with this path, not only of the first
+        if isinstance(error.__cause__, ValueError | RecursionError):  # that FastAPI's parser of JSON lets through
             message = f"Failed to parse the request body as JSON: {_reason(error.__cause__)}"
         return _refuse(http, http_problem(error.status_code, message, headers))
 
     @app.exception_handler(Exception)
-    async def mistake(http: Request, error: Exception) -> Response:
+    async def fail(http: Request, error: Exception) -> Response:
         return describe(error, http.url.path).response(http.url.path)
 
 
 def _refuse(http: Request, problem: Problem) -> Response:
-    """Answer a request that is refused outside of `Service.answer`. `RequestMiddleware` writes it down."""
+    """Answer a request that is refused outside of an `Exchange`. `RequestMiddleware` logs it."""
     http.state.problem = problem
     return problem.response(http.url.path)
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import DeadlineError, InputError, LoraxError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import Choice, Named
+from lorax_server.server.access.model_names import Choice
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup
 from lorax_server.server.generations import RemoteGeneration, count_cached
@@ -146,7 +146,7 @@ class Exchange:
         record.adapter_id, record.source = choice.label, choice.source
         is_listed = choice.asked_source is None and choice.label in service.model_names.adapters
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
-        record.is_known = is_single and (is_listed or bool(service.seen.latest(Named(*choice.refs[0][:2]))))
+        record.is_known = is_single and (is_listed or bool(service.seen.latest(choice.names[0])))
 
     def admit(self, count: int, is_streamed: bool) -> None:
         """Let `count` answers in, or refuse them all."""

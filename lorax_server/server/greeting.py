@@ -1,4 +1,4 @@
-"""What a newcomer sees when the demo is ready: where the page is, and three commands to paste."""
+"""The greeting of the demo: the address of the page, and three commands to paste."""
 
 import json
 import shutil
@@ -20,20 +20,20 @@ GREETING = """
   Ctrl+C stops it. Your own model: {program} serve --model-id MODEL --adapters-dir FOLDER
 """
 COMMANDS = 3  # the last one by curl
-DEFAULT_URL = "http://127.0.0.1:3000"  # what our own commands ask if they are not told whom
+DEFAULT_URL = "http://127.0.0.1:3000"  # where our commands look for a server
 
 
 def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
-    """The first example, asked of three adapters; of the base model, if there are none."""
+    """Write commands that ask three adapters for the first example, or the base model if there are none."""
     first, *_ = json.loads(examples.read_text())
-    prompt, asked = first["prompt"], [name for name in first["models"] if name in names][:COMMANDS] or [model]
+    prompt, models = first["prompt"], [name for name in first["models"] if name in names][:COMMANDS] or [model]
     program = _find_program()
-    place = "" if url == DEFAULT_URL else f" --url {quote(url)}"
+    option = "" if url == DEFAULT_URL else f" --url {quote(url)}"
     header = ' -H "authorization: Bearer $LORAX_API_KEY"' if needs_key else ""
-    *ours, last = asked
+    *others, last = models
     body = json.dumps({"model": last, "messages": [{"role": "user", "content": prompt}]})
     commands = [
-        *(f"{program} generate{place} --adapter {quote(name)} {quote(prompt)}" for name in ours),
+        *(f"{program} generate{option} --adapter {quote(name)} {quote(prompt)}" for name in others),
         f"curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d {quote(body)}",
     ]
     return GREETING.format(
@@ -47,7 +47,7 @@ def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *
 
 
 def _find_program() -> str:
-    """As it can be typed from here: the environment it is in may not be active."""
+    """Return the program as it can be typed: its environment may not be active."""
     if shutil.which("lorax"):
         return "lorax"
     program = Path(sys.executable).parent / "lorax"

@@ -1,4 +1,4 @@
-"""The server process: a socket, uvicorn, and what happens when it is told to stop."""
+"""The server process: a socket, uvicorn, and signals."""
 
 import asyncio
 import gc
@@ -28,15 +28,18 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close connections and not we
 BACKLOG = 4096
-GRACE_S = 5.0  # after the deadline of draining, for last words
+GRACE_S = 5.0  # after the deadline of draining, for last events
 PROGRESS_S = 15.0
-OTHER_FILES = 512  # that a process has open besides connections: pipes, logs, those that are refused
+OTHER_FILES = 512  # that a process has open besides connections: pipes, logs, connections being refused
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
-    """Until it is told to stop; the exit code. The port is taken before the model is loaded, so that one that is not to
-    be had is known at once; who connects before all is ready is refused, which is how probes tell."""
+    """Run the server until a signal stops it, and return the exit code.
+
+    The port is bound before the model is loaded, so that a taken port is known at once. It does not listen yet, so that
+    probes are refused until all is ready.
+    """
     configure(config.log_level, config.json_logs)
     max_files = _raise_file_limit()
     try:
@@ -65,20 +68,22 @@ async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, list
         return 1
     service = starting.result()
     try:
-        await _Server(service, listener.getsockname()[0]).serve([listener])
+        await _UvicornServer(service, listener.getsockname()[0]).serve([listener])
     finally:
         await service.close()
     return 0
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     def __init__(self, service: Service, address: str) -> None:
         super().__init__(_uvicorn_config(service, address))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """The first signal lets what is under way end; the second one does not. Either is an end that was asked for, so
-        that it is not raised again when all is done."""
+        """Let requests under way end at the first signal, but not at the second.
+
+        uvicorn's own method would raise the signal again at the end.
+        """
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -88,10 +93,10 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             _say_ready(self._service, f"http://{_shown(host)}:{port}")
         gc.collect()
-        gc.freeze()  # all that is there now stays: to look through it again would hold up streams for 80 ms
+        gc.freeze()  # what is there now stays: collecting it would hold up streams for 80 ms
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.drain()  # not by the signal, which may come in the middle of anything
+        self._service.drain()  # here, since a signal may come in the middle of anything
         await super().shutdown(sockets)
 
 
@@ -104,7 +109,7 @@ def _uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level=logging.WARNING,  # what else there is to say is said here
+        log_level=logging.WARNING,  # this module logs the rest
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -123,7 +128,7 @@ def _say_ready(service: Service, url: str) -> None:
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """Not listening yet."""
+    """Bind the port without listening."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,14 +143,14 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _raise_file_limit() -> int:
-    """Every stream is a file, and by default there may be few. How many there may be."""
+    """Allow as many open files as possible, since every stream is one. Return their number."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _fit_connections(config: ServerConfig, max_files: int) -> ServerConfig:
-    """A connection that no file is left for could not even be refused."""
+    """Allow no more connections than files. A connection without a file could not even be refused."""
     most = max(1, max_files - OTHER_FILES)
     if config.max_connections <= most:
         return config

@@ -234,7 +234,7 @@ def test_collections_do_not_look_through_what_a_server_is_made_of(monkeypatch: p
     monkeypatch.setattr(uvicorn.Server, "startup", startup)
     monkeypatch.setattr(run, "_uvicorn_config", lambda *_: uvicorn.Config(startup))
     monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
-    asyncio.run(run._Server(Bench().service, "").startup())
+    asyncio.run(run._UvicornServer(Bench().service, "").startup())
     assert events == ["started", "frozen"]
 
 

@@ -41,24 +41,28 @@ def unknown_model(name: str) -> AdapterNotFoundError:
 
 
 class Named(NamedTuple):
-    """An adapter's place, and the name by which a key is allowed to use it."""
+    """A name of an adapter at its source."""
 
     source: str
     name: str
 
 
 class Choice(NamedTuple):
-    """What a request chose: nothing, an adapter, or several that are merged."""
+    """The adapters that a request chose: none, one, or several that are merged."""
 
     refs: tuple[AdapterRef, ...] = ()
     merge: Merge | None = None
-    label: str = ""  # as it was named; "" is the base model
-    named: tuple[Named, ...] = ()
-    asked_source: str | None = None  # the one that the request names, if it does
+    label: str = ""  # as the request names them; "" is the base model
+    allowed: tuple[Named, ...] = ()  # the names by which a key must be allowed to use them
+    asked_source: str | None = None  # as the request names it, if it does
 
     @property
     def source(self) -> str:
         return self.refs[0].source if self.refs else ""
+
+    @property
+    def names(self) -> tuple[Named, ...]:
+        return tuple(Named(ref.source, ref.name) for ref in self.refs)
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class ModelNames:
             tuple(ref for choice in choices for ref in choice.refs),
             merge,
             ",".join(choice.label for choice in choices),
-            tuple(named for choice in choices for named in choice.named),
+            tuple(name for choice in choices for name in choice.allowed),
             source,
         )
 

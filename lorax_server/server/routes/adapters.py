@@ -119,8 +119,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
 
 async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
     """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
-    engine, seen, (ref,) = service.engine, service.seen, choice.refs
-    name = Named(ref.source, ref.name)
+    engine, seen, (ref,), (name,) = service.engine, service.seen, choice.refs, choice.names
     earlier = seen.identities(name)
     await engine.forget(ref.source, ref.name)
     try:
@@ -142,8 +141,7 @@ async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) ->
 
 async def _unload(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
     names, choice = service.model_names, service.model_names.find(adapter_id, source)
-    (ref,) = choice.refs
-    name = Named(ref.source, ref.name)
+    (name,) = choice.names
     identities = service.seen.identities(name)
     if not identities and choice.label not in names.adapters:
         error = AdapterNotFoundError(f"adapter {adapter_id[:64]!r} is not loaded; /v1/adapters lists those that are")

@@ -126,7 +126,7 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def _write(exchange: Exchange, body: ChatCompletionRequest, frame: openai.Frame) -> Response:
+def _write(exchange: Exchange, body: ChatCompletionRequest, frame: dict[str, Any]) -> Response:
     choices = [
         {
             "index": index,
@@ -137,7 +137,9 @@ def _write(exchange: Exchange, body: ChatCompletionRequest, frame: openai.Frame)
         for index, generation in enumerate(exchange.generations)
     ]
     usage = openai.count_usage(exchange)
-    return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(usage["completion_tokens"]))
+    return json_response(
+        frame | {"choices": choices, "usage": usage}, 200, exchange.headers(usage["completion_tokens"])
+    )
 
 
 def _write_deltas(

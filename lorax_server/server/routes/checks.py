@@ -1,4 +1,4 @@
-"""What both surfaces refuse in the same words."""
+"""Checks that the routes of LoRAX and OpenAI share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,19 +6,11 @@ from typing import Any
 from lorax_server.config import ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 
-MAX_STOP_LENGTH = 1024  # characters: each is looked for in every text, and prepared for while others wait
-MAX_LOGPROBS = 1_000_000  # that are in memory at once for one request
+MAX_STOP_LENGTH = 1024  # characters: preparing the search for a stop string holds up other requests
+MAX_LOGPROBS = 1_000_000  # in memory at once for one request
 MAX_BIASES = 1024
-SAMPLING = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-]
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def check(holds: bool, message: str) -> None:
@@ -26,10 +18,10 @@ def check(holds: bool, message: str) -> None:
         raise InputError(message)
 
 
-def not_yet(is_asked: object, what: str) -> None:
-    """Nothing is ignored that would make the answer another one."""
+def not_yet(is_asked: object, feature: str) -> None:
+    """Refuse a field instead of ignoring it, where the answer would be another one."""
     if is_asked:
-        raise NotSupportedError(f"{what} is not supported yet; without it the answer would not be what you ask for")
+        raise NotSupportedError(f"{feature} is not supported yet; without it the answer would not be what you ask for")
 
 
 def check_text(text: str) -> None:
@@ -48,24 +40,24 @@ def check_stops(stops: Sequence[str], config: ServerConfig) -> None:
     check(longest <= MAX_STOP_LENGTH, f"`stop` sequences have at most {MAX_STOP_LENGTH} characters. Given: {longest}")
 
 
-def to_bias(given: Mapping[str, Any] | None) -> dict[int, float]:
-    """OpenAI's `logit_bias`, whose keys are strings."""
-    given = given or {}
-    check(len(given) <= MAX_BIASES, f"`logit_bias` has at most {MAX_BIASES} tokens. Given: {len(given)}")
-    for token_id, bias in given.items():
+def to_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
+    """Convert `logit_bias`, whose keys are strings in JSON."""
+    biases = logit_bias or {}
+    check(len(biases) <= MAX_BIASES, f"`logit_bias` has at most {MAX_BIASES} tokens. Given: {len(biases)}")
+    for token_id, bias in biases.items():
         check(token_id.isascii() and token_id.isdigit() and len(token_id) < 10, "`logit_bias` is keyed by token ids")
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         check(is_number and -100 <= bias <= 100, f"`logit_bias` of token {token_id} must be >= -100 and <= 100")
-    return {int(token_id): bias for token_id, bias in given.items()}
+    return {int(token_id): bias for token_id, bias in biases.items()}
 
 
 def pick_sampling(*sources: object) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that sources set; of several sources the first one counts."""
-    fields: dict[str, Any] = {}
+    picked: dict[str, Any] = {}
     for source in reversed(sources):
-        values = {name: getattr(source, name, None) for name in SAMPLING}
-        fields |= {name: value for name, value in values.items() if value is not None}
-    return fields
+        values = {name: getattr(source, name, None) for name in (*NUMBERS, *PENALTIES)}
+        picked |= {name: value for name, value in values.items() if value is not None}
+    return picked
 
 
 def check_logprobs(count: int) -> None:

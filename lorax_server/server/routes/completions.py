@@ -131,7 +131,7 @@ async def _echo(
 
 
 def _write(
-    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: openai.Frame, num_choices: int
+    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: dict[str, Any], num_choices: int
 ) -> Response:
     chosen = [(answers, generation) for answers in all_answers for generation in _choose(answers, num_choices)]
     choices = []
@@ -140,7 +140,7 @@ def _write(
         choices.append(_choice(body, index, answers, generation, token_events, length=len(generation.text)))
     num_shown = 0 if body.is_scoring else sum(len(generation.completion.token_ids) for _, generation in chosen)
     usage = openai.count_usage(exchange, body.is_scoring)
-    return json_response(frame.put(choices) | {"usage": usage}, 200, exchange.headers(num_shown))
+    return json_response(frame | {"choices": choices, "usage": usage}, 200, exchange.headers(num_shown))
 
 
 def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:
@@ -153,7 +153,7 @@ def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:
 
 
 def _stream(
-    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: openai.Frame
+    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
     pairs = [(answers, generation) for answers in all_answers for generation in answers.generations]
 

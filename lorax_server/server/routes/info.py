@@ -1,4 +1,4 @@
-"""Routes that do not ask the model for text: health, what is served, metrics, and the tokenizer."""
+"""Routes that do not ask the model for text: health, models, metrics, and the tokenizer."""
 
 import asyncio
 import math
@@ -35,12 +35,12 @@ from lorax_server.text.tokenizer import Piece
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
-STATUS_TIMEOUT_S = 2.0  # metrics are worth having also when the engine is slow to say how it is
+STATUS_TIMEOUT_S = 2.0  # metrics are useful also without the status of a slow engine
 JSON = "application/json"
-MAX_CHARACTERS = 2**18  # each becomes up to fifty in the answer
-WRITTEN = 4  # times as long as making tokens is it to list them
-MANY = 4096  # tokens that are written at once
-PROBE_S = 5.0  # for so long the answer to a probe holds: callers without a key cannot keep the engine at work
+MAX_CHARACTERS = 2**18  # each becomes up to fifty characters of the answer
+WRITTEN = 4  # listing tokens takes so many times as long as making them
+MANY = 4096  # tokens that are encoded as JSON at once
+PROBE_S = 5.0  # a probe's success holds so long: callers without a key cannot keep the engine at work
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NO_RESPONSES = "the responses API is not supported; use /v1/chat/completions"
 NOT_YET = {
@@ -61,14 +61,14 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
     async def info(http: Request) -> Response:
-        """What is served, and the limits in force."""
+        """Describe the model that is served, and the limits in force."""
         service.identify(http)
         return json_response(_info(service))
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
-        """The base model and the adapters that have been given a name. Any adapter of a source can be named as well."""
+        """List the base model and the adapters that have a name. Requests may name any adapter of a source as well."""
         key = service.identify(http)
         allowed = await select_names(service.model_names, key)
 
@@ -79,7 +79,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
-        """One of them."""
+        """Describe one model."""
         key = service.identify(http)
         described = _find_model(service, key, created, model)
         if described is not None:
@@ -97,7 +97,7 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _refuse_responses() -> Response:
-    """The default of some SDKs, which then tell their users only that nothing was found."""
+    """Say what to use instead: some SDKs call this route by default, and report only that nothing was found."""
     raise HTTPException(HTTPStatus.NOT_FOUND, NO_RESPONSES)
 
 
@@ -106,7 +106,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
 
     async def health(http: Request) -> Response:
-        """Whether requests can be answered."""
+        """Tell whether requests can be answered."""
         return Response() if service.is_ready else unhealthy.response(http.url.path)
 
     empty: dict[str, Any] = {"response_class": Response, "responses": answers, "tags": ["LoRAX"]}
@@ -124,7 +124,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
 
 
 class _Probe:
-    """One request at a time, however many ask, and none for a while after one that went well."""
+    """Asks the engine for a token: once for all callers that wait, and not again soon after a success."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -154,7 +154,7 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
 
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
-        """For Prometheus; as JSON to who accepts that."""
+        """Metrics for Prometheus; as JSON for clients that accept that."""
         engine, written, status = service.engine, service.metrics, None
         with suppress(LoraxError, TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
@@ -170,7 +170,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
-        """A text's tokens."""
+        """Split a text into tokens."""
         key = service.identify(http)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
@@ -185,7 +185,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
-        """The text that tokens stand for."""
+        """Return the text that tokens stand for."""
         key = service.identify(http)
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.enter(key):
@@ -193,9 +193,9 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
 
 def list_pieces(pieces: Sequence[Piece]) -> Response:
-    """A list of any length, written some at a time: to write all at once would hold Python's lock for long."""
-    some = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
-    written = [msgspec.json.encode([piece._asdict() for piece in each])[1:-1] for each in some]
+    """Write a long list in batches: all at once would hold Python's lock for long."""
+    batches = (pieces[start : start + MANY] for start in range(0, len(pieces), MANY))
+    written = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]
     return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
 
 
@@ -212,7 +212,7 @@ def _info(service: Service) -> dict[str, Any]:
         "max_stop_sequences": config.max_stop_sequences,
         "max_input_length": service.max_input_length,
         "max_total_tokens": service.max_total_tokens,
-        "waiting_served_ratio": 0.0,  # this and the next three: nothing waits for the like here
+        "waiting_served_ratio": 0.0,  # LoRAX's settings of a scheduler that is not ours, and likewise below
         "max_batch_total_tokens": engine.num_blocks * engine.block_size,
         "max_waiting_tokens": 0,
         "validation_workers": 0,
@@ -225,17 +225,17 @@ def _info(service: Service) -> dict[str, Any]:
 
 
 def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
-    """Those that the caller may use."""
+    """Describe the models that the caller may use."""
     names, config = service.model_names, service.config
-    found = []
+    models = []
     if key.base_model:
-        bases = (names.primary, *(name for name in config.served_names if name != names.primary))
-        found = [_model(service, created, name, config.model_id, None) for name in bases]
-    return found + [_model(service, created, name, place.name, names.primary) for name, place in allowed]
+        bases = dict.fromkeys((names.primary, *config.served_names))
+        models = [_model(service, created, name, config.model_id, None) for name in bases]
+    return models + [_model(service, created, name, place.name, names.primary) for name, place in allowed]
 
 
 def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
-    """One of them, without a look at the others."""
+    """Describe one model, without a look at the others."""
     names, config = service.model_names, service.config
     if name in (names.primary, *config.served_names) and key.base_model:
         return _model(service, created, name, config.model_id, None)

@@ -1,6 +1,6 @@
-"""What LoRAX's own routes take and give. Names, types and what may be left out are the wire's, not ours to choose.
+"""Bodies of LoRAX's own routes. Names, types and defaults are those of LoRAX, since clients rely on them.
 
-What a field allows is written in the schema for its readers only; `lorax_parameters` checks it, with LoRAX's words.
+Limits of fields are in the schema for its readers only; `lorax_parameters` checks them, with LoRAX's words.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
 Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
-# Checked later: of a hundred thousand values that are wrong, pydantic would tell all.
+# Checked later: pydantic would report all of a hundred thousand wrong values.
 Bias = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
@@ -31,13 +31,13 @@ TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
 
 class Schema(BaseModel):
-    """No number is made of a string, and no string of a number. What is not known is ignored, as LoRAX does."""
+    """Strings are not converted to numbers, nor numbers to strings. Unknown fields are ignored, as LoRAX does."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
 def refusing(route: str) -> Callable[[dict[str, Any]], None]:
-    """Make the addition to a schema whose route refuses fields of other dialects: it names them."""
+    """Return a function that adds to a schema the fields of other dialects that its route refuses."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["description"] = f"{schema.get('description', '')}\n\n{describe_refused(route)}".lstrip()
@@ -46,7 +46,7 @@ def refusing(route: str) -> Callable[[dict[str, Any]], None]:
 
 
 class OpenSchema(Schema):
-    """The same, but what is not known is kept in `model_extra`, to be looked at."""
+    """The same, but unknown fields are kept in `model_extra`, to be checked."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from lorax_server import __version__
@@ -139,30 +138,15 @@ def _stop_strings(body: CommonRequest) -> list[str]:
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The fields that surround the choices of an answer, and of each of its events."""
-
-    prefix: str
-    object: str
-    model: str
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def put(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": f"{self.prefix}-{self.key}",
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
-
-
-def make_frame(exchange: Exchange, body: CommonRequest, prefix: str, kind: str) -> Frame:
-    """Name the model as the request does."""
-    return Frame(prefix, kind, body.adapter_id or body.model or exchange.service.model_names.primary)
+def make_frame(exchange: Exchange, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields around the choices of an answer, and of each event. The model has the request's name for it."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.adapter_id or body.model or exchange.service.model_names.primary,
+        "system_fingerprint": FINGERPRINT,
+    }
 
 
 def count_usage(exchange: Exchange, is_scoring: bool = False) -> dict[str, Any]:
@@ -187,7 +171,7 @@ def finish_reason(reason: FinishReason | None) -> str | None:
 async def stream_choices(
     exchange: Exchange,
     body: CommonRequest,
-    frame: Frame,
+    frame: dict[str, Any],
     write: Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. `write` makes choices of a generation's index, its new tokens, and whether they are
@@ -198,7 +182,9 @@ async def stream_choices(
             choices = write(index, token_events, index not in begun)
             begun.add(index)
             num_left -= token_events[-1].finish_reason is not None
-            answers = [frame.put([choice]) | ({"usage": None} if body.wants_usage else {}) for choice in choices]
+            answers = [frame | {"choices": [choice]} for choice in choices]
+            if body.wants_usage:
+                answers = [answer | {"usage": None} for answer in answers]
             if body.says_nothing_of_usage and not num_left:
                 answers[-1]["usage"] = count_usage(exchange)
             if answers:
@@ -206,5 +192,5 @@ async def stream_choices(
                 first = {}
                 yield b"".join(map(event, answers))
     if body.wants_usage:
-        yield event(frame.put([]) | {"usage": count_usage(exchange)})
+        yield event(frame | {"choices": [], "usage": count_usage(exchange)})
     yield DONE

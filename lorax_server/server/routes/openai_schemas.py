@@ -1,4 +1,4 @@
-"""What the OpenAI routes take and give: OpenAI's own schema, and what LoRAX and vLLM add to it."""
+"""Bodies of OpenAI's routes: OpenAI's own fields, and those that LoRAX and vLLM add."""
 
 from typing import Annotated, Any, Literal
 
@@ -77,12 +77,12 @@ class CommonRequest(OpenSchema):
 
     @property
     def wants_usage(self) -> bool:
-        """In an event of its own, after all others."""
+        """The client asks for usage, in an event of its own after all others."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def says_nothing_of_usage(self) -> bool:
-        """Then the last chunk has it, as in LoRAX."""
+        """The client does not say; then the last event has it, as in LoRAX."""
         return self.stream_options is None or self.stream_options.include_usage is None
 
 

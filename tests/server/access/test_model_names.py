@@ -103,9 +103,9 @@ def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
 def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
     """A key needs permission for the name; if the request names the source too, for the place."""
     names = make()
-    assert names.by_adapter("tutor", None, None).named == (Named("hub", "tutor"),)
-    assert names.by_adapter("tutor@v2", None, None).named == (Named("hub", "tutor@v2"),)
-    assert names.by_adapter("team/tutor-7", "s3", None).named == (Named("s3", "team/tutor-7"),)
+    assert names.by_adapter("tutor", None, None).allowed == (Named("hub", "tutor"),)
+    assert names.by_adapter("tutor@v2", None, None).allowed == (Named("hub", "tutor@v2"),)
+    assert names.by_adapter("team/tutor-7", "s3", None).allowed == (Named("s3", "team/tutor-7"),)
     assert names.by_adapter("tutor", None, None).label == "tutor"
 
 
@@ -115,7 +115,7 @@ def test_several_adapters_are_merged_in_order() -> None:
     assert choice.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
     assert choice.merge is merge
     assert choice.label == "tutor,owner/name"
-    assert choice.named == (Named("hub", "tutor"), Named("hub", "owner/name"))
+    assert choice.allowed == (Named("hub", "tutor"), Named("hub", "owner/name"))
 
 
 @pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
@@ -176,7 +176,7 @@ def test_a_name_that_no_hub_can_have_is_refused_without_asking_one(model: str) -
 def test_other_sources_are_asked() -> None:
     names = make(default_source="local")
     assert place(names.by_model("gpt-4", None, None)) == ("local", "gpt-4")
-    assert names.by_adapter("gpt-4", None, None).named == (Named("local", "gpt-4"),)
+    assert names.by_adapter("gpt-4", None, None).allowed == (Named("local", "gpt-4"),)
 
 
 def test_a_hostile_name_is_shown_short_and_escaped() -> None:
