@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.errors import ContextLengthError, InputError, NotSupportedError, OverloadedError
 from lorax_server.plan import RopeRule
-from lorax_server.types import Request, Task
+from lorax_server.types import Request, SchedulerCounters, Task
 
 MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
 

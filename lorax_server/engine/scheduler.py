@@ -11,7 +11,6 @@ from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.protocol import Adapters
 from lorax_server.engine.admission import Backlog, Limits, check_request, find_token_problem
 from lorax_server.engine.block_pool import BlockPool
-from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
@@ -19,7 +18,7 @@ from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import StepBuilder
 from lorax_server.errors import InputError, LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
-from lorax_server.types import Output, Request, SampledToken, Started
+from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
 
 
 class _SubmittedStep(NamedTuple):

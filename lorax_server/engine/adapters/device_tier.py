@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.engine.adapters.space import AdapterSpace
-from lorax_server.engine.counters import AdapterCounters
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Capabilities, Load, Move, Unload
+from lorax_server.types import AdapterCounters
 
 # How long one that was loaded for somebody is kept for that one. Not for good: a request of a low priority that never
 # gets its turn would keep out the adapters of all others.

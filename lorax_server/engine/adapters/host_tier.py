@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.entry import AdapterEntry
-from lorax_server.engine.counters import AdapterCounters
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Drop, Prepare, Prepared
+from lorax_server.types import AdapterCounters
 
 
 class HostTier:
