@@ -71,8 +71,10 @@ class BlockPool:
             self._published[block_hash] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one sequence's blocks, listed from its first token on. Later blocks are taken before earlier ones, since
-        they are of no use without those."""
+        """Give up one sequence's blocks, listed from its first token on.
+
+        Later blocks will be taken first, since they are of no use without earlier ones.
+        """
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} has no holder"
             self._holders[block] -= 1

@@ -27,7 +27,7 @@ class Adapters(Protocol):
         """Bring an adapter to the device; `Scheduler.adapter_arrived` or `adapter_failed` is called then."""
 
     def begin(self, identity: str) -> None:
-        """Count a request that runs for the first time: from now on the adapter is kept for it, at least on the host."""
+        """Count a request that runs for the first time: from now on the adapter stays on the device or the host."""
 
     def hold(self, identity: str) -> None:
         """Keep an adapter on the device while a sequence runs with it."""

@@ -230,7 +230,7 @@ def test_a_space_may_have_no_units_but_not_fewer() -> None:
         AdapterSpace(-1)
 
 
-@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded, AdapterSpace.start])
+@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded])
 def test_an_unknown_adapter_is_a_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
     with pytest.raises(KeyError):
         method(filled(10, 5), "b")
