@@ -1,4 +1,4 @@
-"""Puts an engine together: the one place where who decides meets who obeys."""
+"""Puts an engine together: the one module where the engine meets its workers."""
 
 import logging
 import sys
@@ -24,19 +24,19 @@ from lorax_server.worker.memory import adapter_host_bytes
 
 logger = logging.getLogger(__name__)
 
-# How long a thread may go on while another waits for its turn. By default 5 ms, for which every operation of a step
-# would wait while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
+# How long a thread runs while another one waits for its turn. Python's default is 5 ms, and every operation of a step
+# would wait as long while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
 TURN_S = 0.0005
 WARM_UP_TOKENS = 8
 
 
 def switch_threads_often() -> None:
-    """Set it for the whole process, which an engine must have to itself."""
+    """Set the turn of threads for the whole process, which an engine must have to itself."""
     sys.setswitchinterval(TURN_S)
 
 
 def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
-    """Load the model on all ranks, make an engine of them, bring the first adapters. `on_death`: a rank has ended."""
+    """Load the model on all ranks, build an engine on them, preload adapters. `on_death` is called if a rank ends."""
     engine = assemble(config, build_executor(config, on_death))
     try:
         preload(engine, config)
@@ -47,7 +47,7 @@ def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] |
 
 
 def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Source] | None = None) -> Engine:
-    """An engine around an executor. Adapters come from `sources`, or from those that the config names."""
+    """Build an engine on an executor. Adapters come from `sources`, or from those that the config names."""
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
@@ -65,24 +65,24 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
 
 
 def preload(engine: Engine, config: EngineConfig) -> None:
-    """Wait until all of them are on the device. One that cannot be is an error, since it was asked for; but a source
+    """Load the adapters that the config names, and wait for them. One that cannot be loaded is an error; but a source
     that is down must not keep an engine from starting again."""
-    asked = [engine.resolve([AdapterRef(source, name)]) for source, name in config.preload]
-    _await(engine, asked)
-    found = []
-    for answer in asked:
+    resolving = [engine.resolve([AdapterRef(source, name)]) for source, name in config.preload]
+    _await(engine, resolving)
+    identities = []
+    for future in resolving:
         try:
-            found.append(answer.result().identity)
+            identities.append(future.result().identity)
         except SourceError as error:
             logger.warning("not preloaded: %s", error)
-    loads = [engine.load(identity, config.pin_preloaded) for identity in found]
+    loads = [engine.load(identity, config.pin_preloaded) for identity in identities]
     _await(engine, loads)
     for load in loads:
         load.result()
 
 
 def warm_up(engine: Engine) -> None:
-    """Answer a request, so that the first one that matters waits for nothing that happens only once."""
+    """Serve a short request, so that the first real one waits for nothing that happens only once."""
     max_length = engine.capabilities.max_length
     prompt_ids = [0] * min(WARM_UP_TOKENS, max(1, max_length - 2))
     stop = StopParams(max_new_tokens=min(2, max_length - len(prompt_ids)), ignore_eos=True)
@@ -93,8 +93,8 @@ def warm_up(engine: Engine) -> None:
             raise failures[0].to_error()
 
 
-def _await(engine: Engine, answers: Sequence["Future[Any]"]) -> None:
-    while not all(answer.done() for answer in answers):
+def _await(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
+    while not all(future.done() for future in futures):
         engine.wait()
         engine.step()
 
@@ -115,9 +115,9 @@ def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
-    """Those that the operator allows. What they are fetched with is imported only where it is needed.
+    """Build the sources that the operator allows. Their libraries are imported only if they are used.
 
-    `adapter_timeout_s`: how long a request may wait for an adapter whose files must still be there then.
+    A request may wait `adapter_timeout_s` for an adapter: its files stay on the disk at least that long.
     """
     sources: dict[str, Source] = {}
     if config.roots:

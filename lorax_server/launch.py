@@ -1,7 +1,7 @@
-"""Processes: an engine in one of its own, a client for it, and the server in front of both.
+"""Processes: an engine in a process of its own, a client for it, and the server in front of both.
 
-This module is imported in both processes, so that it imports neither torch, which only the engine needs, nor the web's
-part, which only the server needs.
+Both processes import this module, so it imports neither torch, which only the engine needs, nor the web stack, which
+only the server needs.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from lorax_server.types import EngineInfo
 
 
 def serve_forever(config: ServerConfig) -> int:
-    """Serve until a signal ends it; the exit code."""
+    """Serve until a signal comes, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
@@ -26,12 +26,12 @@ def serve_forever(config: ServerConfig) -> int:
 
 
 def make_client(config: EngineConfig, *, restart: bool = True) -> RemoteEngine:
-    """A client whose engine is started by `start`, and again whenever it dies."""
+    """Make a client that starts its engine in `start`, and again whenever it dies."""
     return RemoteEngine(run_engine, config, restart=restart)
 
 
 def run_engine(config: EngineConfig, address: str) -> None:
-    """What the engine process runs: build, serve, and tell the other side if that fails or a rank dies."""
+    """Run the engine process: build and serve an engine, and report if that fails or a rank dies."""
     from lorax_server.build import build_engine, switch_threads_often, warm_up  # noqa: PLC0415
 
     share_arenas()

@@ -1,4 +1,4 @@
-"""What the engine tells the workers to do, and what they answer."""
+"""Plans of steps, from the engine to the workers, and their results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Begin to make an adapter ready, in host memory; `Prepared` will tell when it is."""
+    """Begin to prepare an adapter in host memory; a `Prepared` reports the end."""
 
     spec: AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Begin to copy an adapter, which has been prepared, to the device."""
+    """Begin to copy a prepared adapter to the device."""
 
     identity: str
-    index: int  # by which steps call it
+    index: int  # by which steps name it
     first_unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy an adapter to a lower place of the device's buffer."""
+    """Copy an adapter to a lower position in the device's buffer."""
 
     index: int
     source: int
@@ -45,14 +45,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """No step from this one on uses the index, until it is given to another."""
+    """Free an index: no step from this one on uses it, until another adapter gets it."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget what was prepared."""
+    """Drop a prepared adapter from host memory."""
 
     identity: str
 
@@ -62,11 +62,11 @@ AdapterOp = Prepare | Load | Move | Unload | Drop
 
 @dataclass(frozen=True)
 class Prepared:
-    """An adapter is ready to be loaded on every rank; or why it cannot be."""
+    """The end of a preparation, on every rank: the adapter can be loaded, or the error."""
 
     identity: str
     units: int = 0  # of the device's buffer
-    num_bytes: int = 0  # of this machine's memory
+    num_bytes: int = 0  # of host memory
     vocab_size: int = 0
     error: LoraxError | None = None
 
@@ -88,20 +88,20 @@ class NewRow(NamedTuple):
 class StepPlan:
     """Columns with an entry for each sequence of the step, in the order of their adapters; there may be none.
 
-    Which tokens are computed is not said: the workers have them, also those they have chosen themselves and that the
-    engine does not know yet.
+    A plan does not name tokens: the workers have them, also those that they have chosen themselves and that the engine
+    does not know yet.
     """
 
     step: int
     rows: Ints
     starts: Ints  # tokens computed before
     counts: Ints  # tokens to be computed now
-    samples: Bools  # whether the token after them is chosen
-    asks: Bools  # whether it is reported how likely those of them were that belong to the prompt
+    samples: Bools  # the token after them is chosen
+    asks: Bools  # log probabilities of the prompt's tokens among them are reported
     adapter_indices: Ints
     new_rows: tuple[NewRow, ...]
-    new_blocks: Ints  # [blocks, 3] row, place in its table, block
-    adapter_ops: tuple[AdapterOp, ...] = ()  # to be done before, in this order
+    new_blocks: Ints  # [blocks, 3] row, index in its table, block
+    adapter_ops: tuple[AdapterOp, ...] = ()  # done before the step, in this order
     token_masks: npt.NDArray[np.int32] | None = None  # [sampled rows, ceil(vocab / 32)] a bit for each allowed token
 
     @property
@@ -111,31 +111,31 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The chosen tokens, in the order of those sequences of the plan that `samples`."""
+    """The chosen tokens, in the order of the plan's sequences that `samples`."""
 
     step: int
     token_ids: list[int]
     logprobs: list[float]
-    alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by place in `token_ids`
+    alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index in `token_ids`
     prompt_logprobs: list[list[float]] = field(default_factory=list)
-    """In the order of those sequences that `asks`: of the prompt's tokens after each that was computed."""
+    """For each sequence that `asks`: of the prompt's tokens after each computed one."""
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
-    """By place in `prompt_logprobs`, of those that ask for alternatives: as many as there are log probabilities."""
+    """By index in `prompt_logprobs`, of sequences that ask for alternatives: one for each log probability."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has ended
 
 
-# --- What workers can do ----------------------------------------------------------------------------------------------
+# --- Capabilities -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RopeRule:
-    """How a model's rotary angles depend on the length of the prompt."""
+    """The way in which a model's rotary angles depend on the length of the prompt."""
 
-    unscaled_length: int | None = None  # up to here they do not; None: they never do
-    by_length: bool = False  # beyond it, every length has angles of its own, not only all of them together
+    unscaled_length: int | None = None  # up to this length they do not; None: they never do
+    by_length: bool = False  # beyond it, every length has angles of its own
 
     def variant(self, prompt_length: int) -> str:
-        """Keys of two sequences can be shared only if this is the same."""
+        """Return a name of the angles. Sequences can share keys only if it is the same."""
         if self.unscaled_length is None or prompt_length <= self.unscaled_length:
             return ""
         return str(prompt_length) if self.by_length else "long"
@@ -143,16 +143,16 @@ class RopeRule:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an executor holds, and what it cannot do."""
+    """The sizes of an executor, and its features."""
 
     vocab_size: int
     max_rows: int  # sequences at once
     max_length: int  # tokens of a sequence
     num_blocks: int
     block_size: int
-    max_step_tokens: int = 512  # that are computed in a step
-    depth: int = 1  # steps that may be under way at once
-    can_chunk: bool = True  # a prompt can be computed in parts, and again after it was given up
+    max_step_tokens: int = 512  # computed in a step
+    depth: int = 1  # steps that may be in flight at once
+    can_chunk: bool = True  # a prompt can be computed in parts, and again after a preemption
     can_reuse: bool = True  # blocks of one sequence can serve another
     num_adapter_units: int = 0  # 0: there are no adapters
     adapter_unit_bytes: int = 256

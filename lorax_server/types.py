@@ -1,4 +1,4 @@
-"""What a request asks for, and what comes back: the nouns between who talks to users and the engine."""
+"""Requests, their outputs, and the state of an engine: the nouns between the server, or a script, and the engine."""
 
 import hashlib
 import json
@@ -12,20 +12,20 @@ from lorax_server import errors
 from lorax_server.errors import InputError, LoraxError
 
 MAX_SEED = 2**64 - 1
-MAX_FLOAT = 3.4028234663852886e38  # of 32 bits, which is what a model computes with
-MAX_BIAS = 1e6  # beyond what any score can make up for, and far from where scores stop being numbers
+MAX_FLOAT = 3.4028234663852886e38  # of 32 bits, in which models compute
+MAX_BIAS = 1e6  # more than any score, and far from overflow
 PENALTIES = (1e-3, 1e3)
 MERGE_STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties")
 SIGN_METHODS = ("total", "frequency")
-MAX_MERGE_WEIGHT = 1000.0  # of an adapter in a merge: far beyond what is of use, and far from where numbers end
+MAX_MERGE_WEIGHT = 1000.0  # of an adapter in a merge: more than is useful, and far from overflow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. The defaults change nothing and choose the likeliest."""
+    """The rules by which the next token is chosen. The defaults choose the likeliest token."""
 
     do_sample: bool = False
-    temperature: float = 1.0  # 0 is greedy, whatever else is set
+    temperature: float = 1.0  # 0 is always greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
@@ -36,8 +36,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     watermark: bool = False
     seed: int = 0
-    num_alternatives: int = 0  # how many of the likeliest tokens to report beside the chosen one
-    raw_logprobs: bool = False  # report the model's own log probabilities, not those after all of the above
+    num_alternatives: int = 0  # of the likeliest tokens to report beside the chosen one
+    raw_logprobs: bool = False  # report log probabilities of the model, before the rules above
 
     def __post_init__(self) -> None:
         _check(_is_finite(self.temperature) and self.temperature >= 0, "`temperature` must be non-negative")
@@ -73,15 +73,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class StopParams:
-    """When a request ends, and what of its last text is shown."""
+    """The rules by which a request ends, and which of its last text is shown."""
 
     max_new_tokens: int = 20
-    min_new_tokens: int = 0  # neither eos, nor a stop token, nor a stop string before so many
+    min_new_tokens: int = 0  # no eos, stop token or stop string ends the request earlier
     eos_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    include_stop: bool = True  # cut right after what stopped it, or before it
+    include_stop: bool = True  # cut the text after the stop string or token, not before it
 
     def __post_init__(self) -> None:
         _check(_is_count(self.max_new_tokens) and self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
@@ -99,7 +99,7 @@ class StopParams:
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
-        """Every token that ends the request by itself."""
+        """The tokens that end a request by themselves."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
@@ -114,23 +114,23 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and what is wanted of it. Its adapter is named by its identity, which never changes what it means."""
+    """A prompt, and what the caller wants of it. The identity of its adapter always means the same content."""
 
     request_id: int
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     stop: StopParams
     adapter_identity: str = ""  # the hash of its content; empty: the base model
-    tenant: str = ""  # with whom it shares fairly what there is to serve
+    tenant: str = ""  # tenants share the engine fairly
     first_id: int | None = None
-    """The first answer's request, if this is a further one to the same call: those give way to other calls."""
-    salt: str = ""  # a prompt's keys and values are shared only with those of the same salt
+    """The request of the call's first answer, if this is a further answer: those give way to other calls."""
+    salt: str = ""  # prompts share keys and values only with prompts of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
     task: Task = Task.GENERATE
 
 
 class FinishReason(IntEnum):
-    """Why a request ended, numbered as in `generate.proto`."""
+    """The reason why a request ended, numbered as in `generate.proto`."""
 
     LENGTH = 0
     EOS_TOKEN = 1
@@ -138,14 +138,14 @@ class FinishReason(IntEnum):
 
 
 class Alternatives(NamedTuple):
-    """The likeliest tokens at one place, best first."""
+    """The likeliest tokens at one position, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
 class Failure(NamedTuple):
-    """An error on its way to who asked."""
+    """An error on its way to the caller."""
 
     kind: str  # the name of its class in `errors`
     status: int
@@ -167,11 +167,11 @@ class Failure(NamedTuple):
 
 
 class Started(NamedTuple):
-    """How a request came to its first step."""
+    """The way of a request to its first step."""
 
-    queue_s: float  # it waited, also for its adapter
-    adapter_s: float  # of these: for its adapter to be on the device
-    cached_tokens: int  # of its prompt, that did not have to be computed
+    queue_s: float  # time in queues, also for its adapter
+    adapter_s: float  # of this: time until its adapter was on the device
+    cached_tokens: int  # tokens of its prompt that were found in the cache
 
 
 class SampledToken(NamedTuple):
@@ -203,17 +203,17 @@ class AdapterRef(NamedTuple):
 
     source: str
     name: str
-    token: str | None = None  # what the caller may read is decided by it
+    token: str | None = None  # decides what the caller may read
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How adapters are merged, as a request asks for it."""
+    """A merge of adapters, as a request describes it."""
 
     weights: tuple[float, ...]
     strategy: str = "linear"
     density: float = 1.0
-    """The share of numbers that is kept; of no meaning to `linear`."""
+    """The share of numbers that is kept; `linear` ignores it."""
     majority_sign_method: str = "total"
     seed: int = 0
     """Chooses which numbers `dare_linear` and `dare_ties` keep."""
@@ -236,9 +236,9 @@ class Merge:
             raise InputError(f"density is above 0, where nothing would be kept, and at most 1, not {self.density}")
         _check(_is_count(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
 
-    def identity(self, hashes: Sequence[str]) -> str:
-        """Who the merged adapter is, from who its parts are."""
-        return hashlib.sha256(json.dumps(["lorax merge", 1, list(hashes), astuple(self)]).encode()).hexdigest()
+    def identity(self, identities: Sequence[str]) -> str:
+        """Return the identity of the merged adapter, from those of its parts."""
+        return hashlib.sha256(json.dumps(["lorax merge", 1, list(identities), astuple(self)]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -253,59 +253,71 @@ class EngineInfo:
     device: str  # without its number
 
 
-@dataclass(frozen=True)
-class EngineStatus:
-    """What an engine is doing, and has done."""
+@dataclass
+class SchedulerCounters:
+    """What a scheduler has done so far."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_tokens: int = 0  # found in the cache instead of computed
+    chunks: int = 0  # parts of prompts, or of recomputed sequences, that did not fit into one step
+    preemptions: int = 0  # for lack of blocks
+    rows_taken_back: int = 0  # for tenants or calls with less than their share
+    refused: int = 0  # requests, because of overload
+
+
+@dataclass
+class AdapterCounters:
+    """What has happened to adapters so far."""
+
+    adapters_prepared: int = 0
+    adapters_loaded: int = 0
+    adapters_failed: int = 0
+    adapters_evicted_from_host: int = 0
+    adapters_evicted_from_device: int = 0
+    adapter_moves: int = 0
+
+
+@dataclass(kw_only=True)
+class EngineStatus(SchedulerCounters, AdapterCounters):
+    """The present state of an engine, and its history in numbers."""
 
     running: int
     waiting: int
     waiting_for_adapters: int
     free_blocks: int
     num_blocks: int
-    steps: int
-    computed_tokens: int
-    generated_tokens: int
-    prefix_tokens: int  # that were found in the cache instead of computed
-    chunks: int
-    preemptions: int  # because there was no block left
-    rows_taken_back: int  # for those that had less than their share
-    cache_evictions: int  # blocks
-    refused: int  # requests, because of overload
+    cache_evictions: int  # blocks, so far
     adapters_fetching: int
     adapters_preparing: int
     adapters_on_host: int
     adapters_on_device: int
-    adapters_prepared: int  # so far, and likewise the rest
-    adapters_loaded: int
-    adapters_failed: int
-    adapters_evicted_from_host: int
-    adapters_evicted_from_device: int
-    adapter_moves: int
-    idle_s: float = 0.0  # spent waiting for something to do, by an engine with a process of its own
+    idle_s: float = 0.0  # spent waiting for work so far, by an engine with a process of its own
 
 
 class AdapterState(NamedTuple):
-    """What an engine has of an adapter."""
+    """The state of an adapter in an engine."""
 
     identity: str
     name: str
     state: str
-    num_bytes: int  # that it takes in host memory, or would take
+    num_bytes: int  # in host memory, or as many as it would take there
     is_pinned: bool
-    num_requests: int  # that need it now
+    num_requests: int  # waiting or running
     num_uses: int  # requests so far
     error: str | None = None
 
 
 class Resolved(NamedTuple):
-    """Who a name means now, and what its text is made with."""
+    """The adapter that a name means now, and the files of its tokenizer."""
 
     identity: str
     folder: str | None = None  # of the tokenizer's files
     tokenizer_files: tuple[str, ...] = ()
-    tier: str = ""  # where its weights were when it was named: device, host, disk, or fetched from its source just now
-    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # of those files when their source vouched for them
-    stale: Failure | None = None  # it is what was there before: why what is there now cannot be served
+    tier: str = ""  # of its weights when it was named: device, host, disk, or fetched from its source just now
+    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # of those files when their source checked them
+    stale: Failure | None = None  # the error of the present adapter, if this is the previous one
 
 
 def _check(holds: bool, message: str) -> None:
@@ -326,5 +338,5 @@ def _are_counts(values: object) -> bool:
 
 
 def _are_strings(values: object) -> bool:
-    """One string would also be a sequence of strings, but its characters are not what is meant."""
+    """Accept lists only: a single string is a sequence of strings too, but its characters are not meant."""
     return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from lorax_server.engine.counters import SchedulerCounters
-from lorax_server.errors import ContextLengthError, InputError, NotSupportedError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, LoraxError, NotSupportedError, OverloadedError
 from lorax_server.plan import RopeRule
-from lorax_server.types import Request, Task
+from lorax_server.types import Request, SchedulerCounters, Task
 
 MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
 
@@ -59,6 +58,13 @@ def find_token_problem(request: Request, vocab_size: int) -> InputError | None:
     if request.stop.min_new_tokens and request.stop.ending_token_ids.issuperset(range(vocab_size)):
         return InputError("`min_new_tokens`: every token of the vocabulary would end the request")
     return None
+
+
+def make_nan_error(is_merged: bool) -> LoraxError:
+    """Blame the request if it chose the weights of a merge, else the model."""
+    if is_merged:
+        return InputError("the scores of these merged adapters are not numbers; give them smaller weights")
+    return LoraxError("the model's scores are not numbers (too large for its dtype?)")
 
 
 class Backlog:

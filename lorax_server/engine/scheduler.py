@@ -5,29 +5,19 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.protocol import Adapters
-from lorax_server.engine.admission import Backlog, Limits, check_request, find_token_problem
+from lorax_server.engine.admission import Backlog, Limits, check_request, find_token_problem, make_nan_error
 from lorax_server.engine.block_pool import BlockPool
-from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import StepBuilder
-from lorax_server.errors import InputError, LoraxError, SourceError
+from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
+from lorax_server.errors import LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
-from lorax_server.types import Output, Request, SampledToken, Started
-
-
-class _SubmittedStep(NamedTuple):
-    number: int
-    num_tokens: int
-    submitted_at: float
-    sampled: list[Sequence]  # sequences that get a token
-    asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
+from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
 
 
 class Scheduler:
@@ -58,7 +48,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by order key
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(limits.max_rows)))
-        self._in_flight: deque[_SubmittedStep] = deque()
+        self._in_flight: deque[SubmittedStep] = deque()
         self._num_arrived = 0
 
     @property
@@ -71,7 +61,7 @@ class Scheduler:
 
     @property
     def num_ready(self) -> int:
-        """Waiting sequences that wait for nothing but their turn."""
+        """Sequences that wait for nothing but their turn."""
         return len(self._waiting)
 
     @property
@@ -164,7 +154,8 @@ class Scheduler:
         request_id, token_id, logprob = sequence.request.request_id, result.token_ids[index], result.logprobs[index]
         if math.isnan(logprob):
             self._end(sequence)
-            return Output.failed(request_id, self._nan_error(sequence.request.adapter_identity))
+            is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
+            return Output.failed(request_id, make_nan_error(is_merged))
         sequence.token_ids.append(token_id)
         reason = sequence.ended_by(token_id)
         if reason is not None:
@@ -176,20 +167,14 @@ class Scheduler:
         output = Output(request_id, (SampledToken(token_id, logprob, result.alternatives.get(index)),), reason)
         return output if sequence.started is None else sequence.report_start(output)
 
-    def _nan_error(self, identity: str) -> LoraxError:
-        """Blame the request if it chose the weights of a merge, else the model."""
-        if self._adapters.is_merged(identity):
-            return InputError("the scores of these merged adapters are not numbers; give them smaller weights")
-        return LoraxError("the model's scores are not numbers (too large for its dtype?)")
-
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Add a running sequence to the step; False if there are no blocks, or it was preempted for another."""
-        is_possible = sequence.row is not None and self._make_room(builder, sequence, count)
-        if is_possible:
-            self._put(builder, sequence, count, samples)
-        return is_possible
+        if sequence.row is None or not self._make_room(builder, sequence, count):
+            return False
+        self._put(builder, sequence, count, samples)
+        return True
 
     def _chunk(self, builder: StepBuilder, num_tokens: int, reserve: int = 0) -> int:
         """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
@@ -260,16 +245,13 @@ class Scheduler:
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()
-        scheduled = builder.scheduled
         num_tokens = self.limits.max_step_tokens - builder.budget
         self.counters.steps += 1
         self.counters.computed_tokens += num_tokens
-        sampled = [entry.sequence for entry in scheduled if entry.samples]
-        asking = [(entry.sequence, entry.start) for entry in scheduled if entry.asks]
-        self.counters.chunks += len(scheduled) - len(sampled)
-        step = _SubmittedStep(self.counters.steps, num_tokens, self._clock(), sampled, asking)
+        step = builder.summarize(self.counters.steps, num_tokens, self._clock())
+        self.counters.chunks += len(builder.scheduled) - len(step.sampled)
         self._in_flight.append(step)
-        for entry in scheduled:
+        for entry in builder.scheduled:
             self._cache.publish(entry.sequence)
         return builder.build_plan(step.number, self._adapters.submit())
 
@@ -289,17 +271,18 @@ class Scheduler:
     def _fail_late(self) -> None:
         """Fail the sequences that have waited too long for their adapter."""
         while (sequence := self._adapter_queue.pop_late(self._clock())) is not None:
-            limit = self.limits.adapter_timeout_s
-            self._fail(sequence, SourceError(f"the adapter did not arrive within {limit:g} s; try again"))
+            limit_s = self.limits.adapter_timeout_s
+            self._fail(sequence, SourceError(f"the adapter did not arrive within {limit_s:g} s; try again"))
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence whose adapter is loaded, or fail it if its tokens do not fit the adapter's vocabulary."""
-        request, problem = sequence.request, None
+        problem = None
         if sequence.adapter_wait_began is not None:
             sequence.adapter_wait_s += self._clock() - sequence.adapter_wait_began
             sequence.adapter_wait_began = None
         if not sequence.has_begun:
-            problem = find_token_problem(request, self._adapters.vocab_size(request.adapter_identity))
+            vocab_size = self._adapters.vocab_size(sequence.request.adapter_identity)
+            problem = find_token_problem(sequence.request, vocab_size)
         if problem is None:
             self._waiting.push(sequence)
         else:

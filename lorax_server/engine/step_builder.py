@@ -19,6 +19,16 @@ class Scheduled(NamedTuple):
     asks: bool  # for the log probabilities of the prompt's tokens
 
 
+class SubmittedStep(NamedTuple):
+    """A step in flight, as the scheduler remembers it."""
+
+    number: int
+    num_tokens: int
+    submitted_at: float
+    sampled: list[Sequence]  # sequences that get a token
+    asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
+
+
 @dataclass
 class StepBuilder:
     """The sequences of the step so far, news of them for the workers, and the number of tokens left."""
@@ -46,6 +56,11 @@ class StepBuilder:
 
     def sort_by_adapter(self) -> None:
         self.scheduled.sort(key=lambda entry: entry.sequence.adapter_index)
+
+    def summarize(self, number: int, num_tokens: int, now: float) -> SubmittedStep:
+        sampled = [entry.sequence for entry in self.scheduled if entry.samples]
+        asking = [(entry.sequence, entry.start) for entry in self.scheduled if entry.asks]
+        return SubmittedStep(number, num_tokens, now, sampled, asking)
 
     def build_plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         scheduled = self.scheduled

@@ -133,7 +133,7 @@ def test_two_that_compute_the_same_at_once_leave_one_to_be_found() -> None:
     assert other is not None
     for block in (*one, *other):
         pool.publish(block, chain(0, 1)[0])
-    assert len(pool._found) == 1
+    assert len(pool._published) == 1
     pool.release(one)
     pool.release(other)
     assert pool.reuse(chain(0, 1)) == one
@@ -148,7 +148,7 @@ def test_a_shared_block_is_free_when_the_last_lets_go() -> None:
     assert pool.num_free == 1
     pool.release(second)
     assert pool.num_free == 2
-    with pytest.raises(AssertionError, match="held by nobody"):
+    with pytest.raises(AssertionError, match="has no holder"):
         pool.release(second)
 
 

@@ -15,12 +15,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
-from lorax_server.engine.counters import SchedulerCounters
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
-from lorax_server.types import Alternatives, Failure, Output, Request, SamplingParams, StopParams, Task
+from lorax_server.types import (
+    Alternatives,
+    Failure,
+    Output,
+    Request,
+    SamplingParams,
+    SchedulerCounters,
+    StopParams,
+    Task,
+)
 
 EOS = 0
 VOCAB = 7

@@ -1,4 +1,4 @@
-"""Adapters on the device: each has a place in the one buffer, and an index by which steps call it."""
+"""Adapters on the device: each has an extent of the one buffer, and an index by which steps name it."""
 
 import heapq
 import math
@@ -7,22 +7,23 @@ from collections.abc import Iterable, Iterator
 
 from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.engine.adapters.space import AdapterSpace
-from lorax_server.engine.counters import AdapterCounters
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Capabilities, Load, Move, Unload
+from lorax_server.types import AdapterCounters
 
-# How long one that was loaded for somebody is kept for that one. Not for good: a request of a low priority that never
-# gets its turn would keep out the adapters of all others.
+# How long an adapter is kept for the request that it was loaded for. Not for good: a request that never gets its turn
+# would keep out the adapters of all others.
 FRESH_S = 30.0
-SPARE = 0.03  # of the buffer: how much more than needed is freed, so that moves are rare
+SPARE = 0.03  # of the buffer is freed beyond the need, so that moves are rare
 
 
 class DeviceTier:
-    """Guards the buffer's units and the indices. What runs, is pinned, is being loaded or is fresh is not evicted, nor
-    the only copy of one that requests have begun with.
+    """Guards the buffer's units and the indices. An adapter is not evicted while it runs, is pinned, is being loaded or
+    is fresh, nor is the only copy of one that requests have begun with.
 
-    Room is made in three degrees: those leave that nobody needs, the longest unused first; for who has waited, also
-    those that others wait for; and where this is not enough, the least lately used drain, that is let nobody begin.
+    Room is made in three degrees. Adapters that no request needs leave, the longest unused first. For an adapter that
+    has waited, also those leave that other requests wait for. Where this is not enough, the least recently used ones
+    drain: no new sequence begins with them.
     """
 
     def __init__(self, capabilities: Capabilities, counters: AdapterCounters) -> None:
@@ -49,7 +50,7 @@ class DeviceTier:
         return bool(self._ops) or self._space.needs_step
 
     def submit(self) -> list[AdapterOp]:
-        """A step goes out; what the workers are to do before it, in this order."""
+        """Return the operations that the workers do before the step that goes out now, in this order."""
         _, moves = self._space.submit()
         self._counters.adapter_moves += len(moves)
         ops: list[AdapterOp] = []
@@ -62,11 +63,11 @@ class DeviceTier:
         return ops
 
     def completed(self, step: int) -> None:
-        """A step has ended: what it read may be written."""
+        """Note that a step has ended: what it read may be overwritten."""
         self._space.completed(step)
 
     def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
-        """The loads of these indices have ended; whose they are."""
+        """Note that the loads of these indices have ended, and return their entries."""
         entries = []
         for index in indices:
             entry = self._by_index[index]
@@ -79,7 +80,7 @@ class DeviceTier:
         return entries
 
     def load(self, entry: AdapterEntry) -> bool:
-        """Give it a place and let it be copied there, if there is one."""
+        """Begin to copy an adapter to the device; False if there is no room."""
         start = self._space.allocate(entry.identity, entry.units)
         if start is None:
             return False
@@ -100,17 +101,17 @@ class DeviceTier:
         entry.index, entry.is_loaded, entry.is_draining, entry.fresh_until = None, False, False, -math.inf
 
     def touch(self, entry: AdapterEntry) -> None:
-        """It is used."""
+        """Note that an adapter is used."""
         self._entries.move_to_end(entry.identity)
 
     def pin(self, entry: AdapterEntry, is_pinned: bool) -> None:
-        """It stays, from when it is there; or may leave again."""
+        """Let an adapter stay from when it is on the device, or leave again."""
         if entry.index is not None:
             self._num_pinned_units += entry.units * (is_pinned - entry.is_pinned)
         entry.is_pinned = is_pinned
 
     def find_problem(self, entry: AdapterEntry) -> AdapterError | None:
-        """Why it does not fit, whatever leaves."""
+        """Return the error of an adapter that would not fit even if all others left."""
         unit, pinned = self._unit_bytes, self._num_pinned_units
         if entry.units <= self._num_units - pinned:
             return None
@@ -120,7 +121,7 @@ class DeviceTier:
         )
 
     def make_room(self, units: int, has_waited: bool, now: float) -> list[AdapterEntry]:
-        """Evict for one of this size, and bring together what is free. Who has left; it may not be enough yet."""
+        """Evict adapters for one of this size, and join free space. Return those evicted; it may not be enough yet."""
         evicted = []
         if self._space.num_free_units < units:  # else it is only scattered, or still being read
             evicted = self._evict_some(units + int(self._num_units * SPARE), False, now)
@@ -131,7 +132,7 @@ class DeviceTier:
         return evicted
 
     def _evict_some(self, units: int, even_wanted: bool, now: float) -> list[AdapterEntry]:
-        """Until so many are free, or no more can be."""
+        """Evict until so many units are free, or no more adapters may leave."""
         missing = units - self._space.num_free_units
         victims = []
         evictable = self._evictable(even_wanted, now)
@@ -145,15 +146,15 @@ class DeviceTier:
     def _evictable(self, even_wanted: bool, now: float) -> Iterator[AdapterEntry]:
         for entry in self._entries.values():
             is_free = entry.is_loaded and not entry.is_pinned and not entry.num_running
-            # Nobody is left to run with one that drains and that nobody has begun with, so it is kept for nobody.
+            # No sequence can run with one that drains and that none has begun with, so there is no reason to keep it.
             is_fresh = now < entry.fresh_until and (entry.num_begun or not entry.is_draining)
-            # What cannot be brought back from host memory stays for those who have begun with it.
+            # Without a copy in host memory it stays for the requests that have begun with it.
             can_return = entry.is_prepared or not entry.num_begun
             if is_free and not is_fresh and can_return and (even_wanted or not entry.num_requests):
                 yield entry
 
     def _drain(self, missing: int) -> None:
-        """Let nobody begin with some that run, so that there will be room when they are done."""
+        """Let no sequence begin with some running adapters, so that there will be room when they are done."""
         missing -= sum(entry.units for entry in self._entries.values() if entry.is_draining)
         for entry in self._entries.values():
             if missing <= 0:

@@ -1,4 +1,4 @@
-"""What is known of one adapter: who needs it, and how far it has come."""
+"""One adapter: its requests, and where it is."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lorax_server.errors import LoraxError
 
 
 class State(Enum):
-    """How far an adapter has come."""
+    """Where an adapter is."""
 
     DISK = "on disk"
     PREPARING = "being prepared"
@@ -21,23 +21,23 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class AdapterEntry:
-    """One adapter. The table counts who needs it; each tier notes what it holds of it."""
+    """One adapter. The table counts its requests; each tier notes what it holds of it."""
 
     spec: AdapterSpec
     num_requests: int = 0  # that need it, waiting or running
     num_uses: int = 0  # requests so far
-    num_begun: int = 0  # of these: have had a place on the device, and must not lose it for good
-    num_running: int = 0  # of these: have it now
-    is_wanted: bool = False  # somebody waits for it to be on the device, since `waits_since`
-    is_asked_for: bool = False  # to be there, whether requests wait for it or not
-    is_dismissed: bool = False  # to leave as soon as nobody needs it
+    num_begun: int = 0  # of these: have run, and must be able to go on
+    num_running: int = 0  # of these: run now
+    is_wanted: bool = False  # requests, or a call to load it, wait for it since `waits_since`
+    is_asked_for: bool = False  # by a call to load it
+    is_dismissed: bool = False  # leaves as soon as no request needs it
     waits_since: float = 0.0
     error: LoraxError | None = None
     retry_at: float = 0.0
 
     # Of the host tier.
     is_preparing: bool = False
-    spec_in_work: AdapterSpec | None = None  # what is, or was last, prepared
+    spec_in_work: AdapterSpec | None = None  # of the preparation that runs, or ran last
     is_prepared: bool = False  # in host memory
     num_bytes: int = 0  # there, or as many as it may take
     units: int = 0
@@ -47,8 +47,8 @@ class AdapterEntry:
     index: int | None = None
     is_loaded: bool = False
     is_pinned: bool = False
-    fresh_until: float = -math.inf  # loaded for somebody who has not run yet, and for that one stays till then
-    is_draining: bool = False  # lets nobody in, since another one has waited for too long
+    fresh_until: float = -math.inf  # until then it stays for the request that it was loaded for, which has not run yet
+    is_draining: bool = False  # no new sequence begins with it, since another adapter has waited for too long
 
     @property
     def identity(self) -> str:

@@ -1,21 +1,21 @@
-"""Adapters in host memory: prepared, so that a copy is all that lies between them and the device."""
+"""Adapters in host memory: prepared, so that they only have to be copied to the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.entry import AdapterEntry
-from lorax_server.engine.counters import AdapterCounters
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Drop, Prepare, Prepared
+from lorax_server.types import AdapterCounters
 
 
 class HostTier:
-    """Guards a number of bytes. They are counted from when a preparation begins, by what it may take at most.
+    """Guards a number of bytes. An adapter counts from the start of its preparation, with the most it may take.
 
-    Those leave that no request has begun with and that are not on their way to the device, the longest unused first.
-    For who has waited, also copies of those on the device that requests have begun with: these then stay there until
-    the requests are done.
+    Adapters leave that no request has begun with and that are not on their way to the device, the longest unused first.
+    For an adapter that has waited, copies of adapters on the device leave too, even if requests have begun with them:
+    those adapters stay on the device until the requests are done.
     """
 
     def __init__(self, num_bytes: int, itemsize: int, counters: AdapterCounters) -> None:
@@ -35,37 +35,37 @@ class HostTier:
         return bool(self._ops)
 
     def take_ops(self) -> list[AdapterOp]:
-        """What the workers are to do, in this order."""
-        taken, self._ops = self._ops, []
-        return taken
+        """Return the operations for the workers, in this order."""
+        ops, self._ops = self._ops, []
+        return ops
 
     def begin(self, entry: AdapterEntry, has_waited: bool) -> bool:
-        """Let the workers prepare it, if there is room."""
-        wanted = self._most_bytes(entry.spec)
-        if not self._make_room(wanted, has_waited):
+        """Let the workers prepare an adapter; False if there is no room."""
+        num_bytes = self._most_bytes(entry.spec)
+        if not self._make_room(num_bytes, has_waited):
             return False
         entry.spec_in_work = entry.spec
-        entry.is_preparing, entry.num_bytes, entry.error = True, wanted, None
-        self.bytes_used += wanted
+        entry.is_preparing, entry.num_bytes, entry.error = True, num_bytes, None
+        self.bytes_used += num_bytes
         self.num_preparing += 1
         self._ops.append(Prepare(entry.spec))
         return True
 
     def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
-        """Why it will never be prepared: before any of it is read, since reading takes as much."""
-        wanted = self._most_bytes(spec)
-        if wanted <= self._num_bytes:
+        """Return the error of an adapter that is too large, before any of it is read: reading takes as much."""
+        num_bytes = self._most_bytes(spec)
+        if num_bytes <= self._num_bytes:
             return None
         return AdapterError(
-            f"adapter {spec.name!r}: may take {wanted} bytes of host memory, of which adapters have {self._num_bytes}: "
-            "raise adapter_host_bytes"
+            f"adapter {spec.name!r}: may take {num_bytes} bytes of host memory, of which adapters have "
+            f"{self._num_bytes}: raise adapter_host_bytes"
         )
 
     def _most_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_elements * self._itemsize
 
     def settle(self, entry: AdapterEntry, result: Prepared) -> None:
-        """The workers have prepared it, or could not."""
+        """Note that the workers have prepared an adapter, or have failed to."""
         self.num_preparing -= 1
         self.bytes_used += result.num_bytes - entry.num_bytes
         entry.is_preparing, entry.num_bytes = False, result.num_bytes
@@ -75,11 +75,11 @@ class HostTier:
             self._entries[entry.identity] = entry
 
     def trim(self) -> None:
-        """Keep to the limit where one took more than was known before."""
+        """Keep the limit where an adapter took more than was expected."""
         self._make_room(0, has_waited=False)
 
     def touch(self, entry: AdapterEntry) -> None:
-        """It is used, be it that there is no copy here."""
+        """Note that an adapter is used, whether it has a copy here or not."""
         if entry.is_prepared:
             self._entries.move_to_end(entry.identity)
 
@@ -90,7 +90,8 @@ class HostTier:
         entry.is_prepared, entry.num_bytes = False, 0
 
     def _make_room(self, num_bytes: int, has_waited: bool) -> bool:
-        """Nothing is dropped in vain, but for one that has waited: what is free then is kept for it."""
+        """Drop adapters until so many bytes are free. Drop none in vain, except for an adapter that has waited: it gets
+        what is free later."""
         left, victims = self.bytes_used, []
         droppable = self._droppable(even_begun=has_waited)
         while left + num_bytes > self._num_bytes and (victim := next(droppable, None)) is not None:
@@ -109,5 +110,5 @@ class HostTier:
             if not entry.num_begun and (entry.is_loaded or not is_on_its_way):
                 yield entry
         for entry in self._entries.values() if even_begun else ():
-            if entry.num_begun and entry.is_loaded:  # which will stay there until these are done
+            if entry.num_begun and entry.is_loaded:  # it stays there until its requests are done
                 yield entry

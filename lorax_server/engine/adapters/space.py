@@ -1,4 +1,4 @@
-"""Where each adapter lies in the one flat device buffer, counted in units of 256 bytes.
+"""The place of each adapter in the one flat device buffer, counted in units of 256 bytes.
 
 The engine numbers its steps; several may be in flight, and they run in order. Three kinds of access meet in the buffer:
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Slide:
-    """An adapter's units are copied from `source` down to `target`."""
+    """A copy of an adapter's units from `source` down to `target`."""
 
     key: Hashable
     source: int
@@ -47,8 +47,8 @@ class _Extent:
 class AdapterSpace:
     """Gives every adapter one contiguous extent, and moves extents down when the holes between them are too small.
 
-    Where `allocate` says no: free adapters until `num_free_units` is enough, `compact`, and ask again after the next
-    `completed` or `loaded`. Moves are rare and short where a few percent more than needed are kept free.
+    If `allocate` returns None: free adapters until `num_free_units` is enough, `compact`, and try again after the next
+    `completed` or `loaded`. Moves are rare and short if a few percent more than needed are kept free.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -65,20 +65,16 @@ class AdapterSpace:
 
     @property
     def largest_hole(self) -> int:
-        """The most units that `allocate` can give now."""
+        """Return the most units that `allocate` can give now."""
         return max((stop - start for start, stop in self._holes), default=0)
 
     @property
     def needs_step(self) -> bool:
-        """Whether moves wait for a step, so that one must be submitted even if it computes nothing."""
+        """Tell whether moves wait for a step, so that one must be submitted even if it computes nothing."""
         return self._last_step > self._num_submitted
 
-    def start(self, key: Hashable) -> int:
-        """The first unit of the adapter, as the next step will find it."""
-        return self._extents[key].start
-
     def allocate(self, key: Hashable, units: int) -> int | None:
-        """The first unit of a new extent, to be loaded from now on; None where it does not fit now."""
+        """Return the first unit of a new extent, to be loaded from now on; None if it does not fit now."""
         assert key not in self._extents, f"{key} has an extent already"
         assert 0 < units <= self.num_units, f"{units} of {self.num_units} units"
         fitting = [(stop - start, start) for start, stop in self._holes if stop - start >= units]
@@ -92,12 +88,12 @@ class AdapterSpace:
         return start
 
     def loaded(self, key: Hashable) -> None:
-        """The load has ended, well or badly: nothing writes to the extent any more, and steps may read it."""
+        """Note that a load has ended, well or badly: nothing writes to the extent any more, and steps may read it."""
         assert self._extents[key].is_loading, f"{key} is loaded already"
         self._extents[key].is_loading = False
 
     def free(self, key: Hashable) -> None:
-        """No step submitted from now on reads the adapter."""
+        """Give up an adapter: no step submitted from now on reads it."""
         assert not self._extents[key].is_loading, f"{key} is being loaded"
         extent = self._extents.pop(key)
         self.num_free_units += extent.units
@@ -105,14 +101,14 @@ class AdapterSpace:
         self._vacate(extent.start, extent.stop)
 
     def submit(self) -> tuple[int, list[Slide]]:
-        """A step goes out: its number, and the moves to be done before it, in this order."""
+        """Return the number of the step that goes out now, and the moves to be done before it, in this order."""
         self._num_submitted += 1
         self._last_step = self._num_submitted
         moves, self._moves = self._moves, []
         return self._num_submitted, moves
 
     def completed(self, step: int) -> None:
-        """A step has ended; steps end in order."""
+        """Note that a step has ended; steps end in order."""
         assert step == self._num_completed + 1 <= self._num_submitted, f"step {step} is not the next to end"
         self._num_completed = step
         while self._vacated and self._vacated[0][0] <= step:
@@ -138,7 +134,7 @@ class AdapterSpace:
         self._vacate(start, stop)
 
     def _cheapest_slide(self, units: int) -> tuple[int, list[_Extent], int]:
-        """The neighbours to slide down to `start` so that `units` are free between the last of them and `stop`."""
+        """Find neighbours to slide down to `start` so that `units` are free between the last of them and `stop`."""
         end = _Extent(None, self.num_units, 0, is_loading=False)
         extents = [*sorted(self._extents.values(), key=lambda extent: extent.start), end]
         gaps: list[int] = []  # below each of them
@@ -162,14 +158,14 @@ class AdapterSpace:
         return best
 
     def _vacate(self, start: int, stop: int) -> None:
-        """Make it a hole when no step can touch it any more."""
+        """Make a stretch a hole as soon as no step can touch it any more."""
         if self._last_step == self._num_completed:
             self._add_hole(start, stop)
         else:
             self._vacated.append((self._last_step, start, stop))
 
     def _add_hole(self, start: int, stop: int) -> None:
-        """Join it with the holes that it touches."""
+        """Add a hole, joined with the holes that it touches."""
         index = bisect_left(self._holes, (start, stop))
         if index < len(self._holes) and self._holes[index][0] == stop:
             stop = self._holes.pop(index)[1]

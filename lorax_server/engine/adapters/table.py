@@ -18,10 +18,9 @@ from lorax_server.engine.adapters.device_tier import DeviceTier
 from lorax_server.engine.adapters.entry import AdapterEntry, State
 from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterRegistry
-from lorax_server.engine.counters import AdapterCounters
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
-from lorax_server.types import AdapterState
+from lorax_server.types import AdapterCounters, AdapterState
 
 BASE_MODEL = ""
 MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many

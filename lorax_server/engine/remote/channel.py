@@ -1,11 +1,11 @@
-"""The channel between who talks to users and the engine: typed messages, as msgpack over ZeroMQ.
+"""The channel between the API process and the engine process: typed messages, as msgpack over ZeroMQ.
 
-    API process            a folder that only we may enter                   engine process
+    API process            a folder with mode 0700                           engine process
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before it is sent anything, so no message waits for a connection to be tried again. No socket has
-a limit: how much may wait is for the scheduler to say, with an answer that tells when to come back.
+Each process listens before the other one sends, so no message waits for a second try to connect. The sockets have no
+limit: the scheduler decides how much may wait, and tells refused callers when to come back.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from lorax_server.errors import LoraxError
 
 logger = logging.getLogger(__name__)
 
-LINGER_MS = 1000  # for what was sent last, when a process ends
-ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until it is known why
-ORPHAN_S = 10.0  # how long an engine may take to end once nobody is there to use it
+LINGER_MS = 1000  # for the last messages, when a process ends
+ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until its reason has arrived
+ORPHAN_S = 10.0  # how long an engine may take to end once the API process is gone
 
 
 class ClientChannel:
-    """The end in the API process, for one engine process; of one event loop.
+    """The end in the API process, for one engine process and one event loop.
 
-    The socket is read when the event loop finds it readable, not by `zmq.asyncio`: that takes a fifth of a millisecond
-    for each message, and there is one for each step.
+    The event loop watches the socket. `zmq.asyncio` would take a fifth of a millisecond for each message, and there is
+    one for each step.
     """
 
     def __init__(self) -> None:
@@ -57,28 +57,28 @@ class ClientChannel:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> str:
-        """Listen; the address that the engine needs."""
-        self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # of mode 0700
+        """Listen, and return the address for the engine."""
+        self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # with mode 0700
         _bind(self._from_engine, self._folder.name, "from_engine")
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._from_engine.fileno(), self._take)
         return self._folder.name
 
     async def receive(self) -> FromEngine | None:
-        """The next message; None if there is none any more."""
+        """Return the next message; None if there are no more."""
         data = await self._inbox.get()
         if data is None:
-            self._inbox.put_nowait(None)  # for whoever asks again
+            self._inbox.put_nowait(None)  # for the next call
             return None
         return decode_from_engine(data)
 
     def end(self) -> None:
-        """The engine is gone: what it has sent is all that there will be."""
+        """Note that the engine is gone: there are no more messages than it has sent."""
         self._take()
         self._inbox.put_nowait(None)
 
     def _take(self) -> None:
-        """All that is there: of what is left nobody would be told."""
+        """Read all messages: the socket does not become readable again for those that are left."""
         try:
             while True:
                 self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
@@ -86,7 +86,7 @@ class ClientChannel:
             pass
 
     def send(self, message: ToEngine) -> None:
-        """Never waits. Before the engine's first message nobody is there to listen."""
+        """Send without waiting. The engine listens from its first message on."""
         data = encode(message)
         if self._to_engine is None:
             assert self._folder is not None, "the channel is not open"
@@ -95,7 +95,7 @@ class ClientChannel:
         self._to_engine.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Leave nothing behind. What was not read is lost."""
+        """Close the sockets and remove the folder. Unread messages are lost."""
         if self._loop is not None and not self._from_engine.closed:
             self._loop.remove_reader(self._from_engine.fileno())
         if self._to_engine is not None:
@@ -106,14 +106,14 @@ class ClientChannel:
 
 
 class EngineChannel:
-    """The end in the engine process. A thread takes what arrives, and `wake` is set whenever something did.
+    """The end in the engine process. A thread receives messages, and sets `wake` for each.
 
-    What `answer_at_once` takes, on that thread, is not kept. Any thread may send.
+    Messages that `answer_at_once` takes, on that thread, are not kept. Any thread may send.
     """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        self.answer_at_once: Callable[[bytes], bool] = lambda _: False  # whether it has taken a message
+        self.answer_at_once: Callable[[bytes], bool] = lambda _: False  # True if it has taken the message
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
@@ -129,17 +129,17 @@ class EngineChannel:
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
     def take(self) -> list[bytes]:
-        """All messages that are there. They are decoded by who can answer those that cannot be."""
+        """Return all messages so far, undecoded: the caller answers those that cannot be decoded."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def send(self, message: FromEngine) -> None:
         data = encode(message)
         with self._sending:
-            if not self._from_engine.closed:  # else nobody is there to hear what a thread has found out since
+            if not self._from_engine.closed:  # else the API process has stopped listening
                 self._from_engine.send(data, zmq.NOBLOCK)
 
     def report(self, error: Exception) -> None:
-        """Say why the engine ends, from any thread: whoever is stuck will be ended. Only the first reason counts."""
+        """Report why the engine ends, from any thread, even if the step hangs. Only the first reason counts."""
         with self._sending:
             if self.has_failed:
                 return
@@ -148,7 +148,7 @@ class EngineChannel:
         self.send(Failed(reason.encode(errors="backslashreplace").decode()))
 
     def fail(self, error: Exception) -> None:
-        """Report, and wait until it was heard: what is on its way when a process ends may be lost."""
+        """Report, and wait until the report has arrived: messages on their way may be lost when a process ends."""
         self.report(error)
         until, stop = time.monotonic() + ACKNOWLEDGE_S, encode(Stop())
         with suppress(queue.Empty):
@@ -179,17 +179,17 @@ class EngineChannel:
         self._end_as_orphan()
 
     def _end_as_deaf(self, error: Exception) -> None:
-        """Nothing is heard any more: say so and stop, so that another engine is started."""
+        """Report that no message can be received any more, and stop, so that another engine is started."""
         logger.error("the engine cannot listen any more, and ends", exc_info=error)
         self.report(error)
         self._inbox.put(encode(Stop()))
         self.wake.set()
 
     def _end_as_orphan(self) -> None:
-        """The other process is gone, however it ended: clean up after it, and stop; by force if that takes long."""
+        """Clean up after the API process, which is gone, and stop; by force if that takes long."""
         shutil.rmtree(self._address, ignore_errors=True)
         self._put(encode(Stop()))
-        time.sleep(ORPHAN_S)  # in a daemon thread, which does not keep the process
+        time.sleep(ORPHAN_S)  # a daemon thread does not keep the process alive
         os._exit(1)
 
     def _put(self, data: bytes) -> None:

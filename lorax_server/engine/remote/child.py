@@ -1,4 +1,4 @@
-"""One engine process, as the API process sees it: started, spoken to, and seen to its end."""
+"""One engine process, as the API process sees it, from its start to its end."""
 
 import asyncio
 import atexit
@@ -12,13 +12,13 @@ from lorax_server.engine.remote.channel import ClientChannel
 from lorax_server.errors import EngineError
 from lorax_server.types import EngineInfo
 
-GRACE_S = 10.0  # to end after it was asked to, before it is made to
+GRACE_S = 10.0  # to end by itself, before stronger signals
 
 
 class Child:
     """A process that runs `target(address)`, from `start` to `end`.
 
-    Its end is noticed by its sentinel, which the system makes readable the moment it is gone.
+    Its sentinel shows its end: the system makes it readable the moment the process is gone.
     """
 
     def __init__(self, target: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class Child:
         self._exit_code: int | None = None
 
     async def start(self) -> EngineInfo:
-        """Wait until the engine takes requests; what it says of itself. An engine that cannot is an error, and gone."""
+        """Wait until the engine takes requests, and return its facts. Raise if it cannot start; then it is gone."""
         try:
             self._launch(self._channel.open())
             first = await self.receive()
@@ -47,15 +47,15 @@ class Child:
         self._channel.send(message)
 
     async def receive(self) -> messages.FromEngine | None:
-        """The next message; None when the process has ended."""
+        """Return the next message; None when the process has ended."""
         message = await self._channel.receive()
         self._has_spoken = self._has_spoken or message is not None
         return message
 
     async def end(self) -> int | None:
-        """See the process gone and leave nothing of it behind; its exit code. May be called again if cancelled."""
+        """End the process, leave nothing of it behind, and return its exit code. May be called again if cancelled."""
         if self._process is not None:
-            await self._see_gone(self._process)
+            await self._end_process(self._process)
         self._channel.close()
         return self._exit_code
 
@@ -66,7 +66,7 @@ class Child:
         )
         process.start()
         self._process = process
-        # Python waits for its processes before it ends, for ever if nobody told them to: also if `end` is never called.
+        # Python waits for its processes before it ends, for ever if `end` was never called.
         atexit.register(process.kill)
         asyncio.get_running_loop().add_reader(process.sentinel, self._note_end, process.sentinel)
 
@@ -76,8 +76,8 @@ class Child:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def _see_gone(self, process: multiprocessing.process.BaseProcess) -> None:
-        """Ask it kindly, where it can hear it, then less so."""
+    async def _end_process(self, process: multiprocessing.process.BaseProcess) -> None:
+        """Ask the process to stop, if it listens, then terminate it, then kill it."""
         stop = [self._ask_to_stop] if self._has_spoken else []
         for end in (*stop, process.terminate, process.kill):
             if not self._ended.done():
@@ -95,7 +95,7 @@ class Child:
 
 
 def describe(exit_code: int | None) -> str:
-    """An exit code, and the signal it stands for."""
+    """Describe an exit code, with the signal that it stands for."""
     name = ""
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine, typed, as msgpack."""
+"""Typed messages between the API process and the engine process, as msgpack."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import TypeVar
@@ -29,11 +29,11 @@ class ChannelError(EngineError):
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True):
-    """The base of all; each is told apart by its name."""
+    """Base of all messages; the name of the class tells them apart."""
 
 
 class Query(EngineMessage, frozen=True):
-    """What is answered by a `Reply` of the same id."""
+    """A message that a `Reply` of the same id answers."""
 
     query_id: int
 
@@ -74,7 +74,7 @@ class ListAdapters(Query, frozen=True):
 
 
 class Stop(EngineMessage, frozen=True):
-    """End now; also says that a `Failed` was heard."""
+    """End now; also confirms that a `Failed` has arrived."""
 
 
 Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
@@ -90,7 +90,7 @@ class Ready(EngineMessage, frozen=True):
 
 
 class Outputs(EngineMessage, frozen=True):
-    """All that came of one step."""
+    """All outputs of one step."""
 
     outputs: list[Output]
 
@@ -112,7 +112,7 @@ class AdaptersReply(Reply, frozen=True):
 
 
 class Done(Reply, frozen=True):
-    """It was loaded, unloaded or forgotten."""
+    """The adapter was loaded, unloaded or forgotten."""
 
 
 class Refused(Reply, frozen=True):
@@ -120,7 +120,7 @@ class Refused(Reply, frozen=True):
 
 
 class Failed(EngineMessage, frozen=True):
-    """The last message: the engine ends because of this."""
+    """The last message: the reason why the engine ends."""
 
     message: str
 
@@ -131,7 +131,7 @@ FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done
 
 
 class _Tagged(msgspec.Struct):
-    """All that tells messages apart; the rest is skipped."""
+    """The name of a message, without its content."""
 
     type: str
 
@@ -157,7 +157,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def decode_name_query(data: bytes) -> Resolve | ForgetAdapter | None:
-    """A message about names, which needs no engine's step to be answered; None if it is another, or cannot be read."""
+    """Decode a query about names, which needs no step of the engine; None for other or unreadable messages."""
     try:
         if _TAGGED.decode(data).type not in (Resolve.__name__, ForgetAdapter.__name__):
             return None
@@ -168,7 +168,7 @@ def decode_name_query(data: bytes) -> Resolve | ForgetAdapter | None:
 
 
 def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
-    """What is told to who sent this, if it can be made out at least who did."""
+    """Answer the sender of an unreadable message; None if not even the sender can be read."""
     failure = EngineError(str(error))
     try:
         message = msgspec.msgpack.decode(data)
@@ -185,12 +185,12 @@ def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
     try:
         return decoder.decode(data)
-    except Exception as error:  # also what the dataclasses raise of themselves
+    except Exception as error:  # also errors of the dataclasses themselves
         raise ChannelError(f"a message of {len(data)} bytes cannot be read: {error}") from error
 
 
 def _plain(value: object) -> object:
-    """Fields are typed by what they can do; whatever can do it may be sent."""
+    """Convert any mapping, set or sequence into one that msgpack knows."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set | Sequence):

@@ -1,4 +1,4 @@
-"""The engine as the API process sees it, whichever process it is in at the time."""
+"""The engine in a process of its own, as the API process sees it."""
 
 import asyncio
 import functools
@@ -20,15 +20,15 @@ Config = TypeVar("Config")
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-STEADY_S = 300.0  # an engine that ran so long did not die of how it was started
+STEADY_S = 300.0  # an engine that ran so long did not die because of its start
 
 
 class RemoteEngine:
-    """Starts an engine in a process of its own, passes requests to it, and starts it again when it dies.
+    """An `EngineClient` that starts an engine process, passes requests to it, and starts it again when it dies.
 
-    `target(config, address)` is a function at the top of a module; it builds an engine and has `process.serve` serve
-    it. All of this belongs to one event loop. What a slow reader of `generate` has not read yet is kept for it, at most
-    as much as its request may generate, so that it holds up nobody else.
+    `target(config, address)` is a function at the top of a module; it builds an engine and calls `process.serve`. All
+    methods belong to one event loop. Outputs wait for slow readers of `generate`, at most as many as their request may
+    generate, so that a slow reader holds up no other.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RemoteEngine:
         self._restart = restart
         self._first_pause_s = first_pause_s
         self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._queries: dict[int, asyncio.Future[messages.Reply]] = {}
         self._streams: dict[int, asyncio.Queue[Output | LoraxError | None]] = {}  # None: aborted
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -54,19 +54,19 @@ class RemoteEngine:
         self._retry_after_s: float | None = None
 
     def new_id(self) -> int:
-        """Of a request; never given twice, whatever happens to the engine."""
+        """Return an id for a request, never the same one twice, whatever happens to the engine."""
         return next(self._ids)
 
-    # --- Coming and going ---------------------------------------------------------------------------------------------
+    # --- Start and end ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait until the engine takes requests. One that never did is not started again."""
+        """Wait until the engine takes requests. An engine that never did is not started again."""
         assert self._supervisor is None, "the client is started already"
         start_s = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(start_s))
 
     async def close(self) -> None:
-        """End the engine, and with an error whatever it was still asked for."""
+        """End the engine, and with an error all requests and queries."""
         self._lose("the engine is stopped", None)
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -74,24 +74,22 @@ class RemoteEngine:
         if self._child is not None:
             await self._child.end()
 
-    # --- What is asked of the engine ----------------------------------------------------------------------------------
+    # --- Requests and queries -----------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The request's tokens as they come, or the error that ends it. Who stops reading aborts it."""
         async with aclosing(self.stream(request)) as stream:
             async for outputs in stream:
                 for output in outputs:
                     yield output
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
-        """Likewise, each time all that have come since the last."""
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} is here already"
         self._send(messages.Add(request))
         stream = self._streams[request_id] = asyncio.Queue()
         try:
             while True:
-                outputs, end = _take_all(await stream.get(), stream)
+                outputs, end = _drain(await stream.get(), stream)
                 if outputs:
                     yield outputs
                 if isinstance(end, LoraxError):
@@ -102,46 +100,43 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """End a request, and who reads it with it, by this error if there is one. One that is not there has ended
-        already."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.put_nowait(error)
             self._send(messages.Abort((request_id,)))
 
     async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
-        reply = await self._call(messages.Resolve(self.new_id(), tuple(refs), merge))
+        reply = await self._query(messages.Resolve(self.new_id(), tuple(refs), merge))
         assert isinstance(reply, messages.ResolveReply)
         return reply.resolved
 
     async def load(self, identity: str, pin: bool | None = None) -> None:
-        await self._call(messages.LoadAdapter(self.new_id(), identity, pin))
+        await self._query(messages.LoadAdapter(self.new_id(), identity, pin))
 
     async def unload(self, identity: str) -> None:
-        await self._call(messages.UnloadAdapter(self.new_id(), identity))
+        await self._query(messages.UnloadAdapter(self.new_id(), identity))
 
     async def forget(self, source: str, name: str) -> None:
-        await self._call(messages.ForgetAdapter(self.new_id(), source, name))
+        await self._query(messages.ForgetAdapter(self.new_id(), source, name))
 
     async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
-        """Describe those of the adapters that the engine knows."""
-        reply = await self._call(messages.ListAdapters(self.new_id(), tuple(identities)))
+        reply = await self._query(messages.ListAdapters(self.new_id(), tuple(identities)))
         assert isinstance(reply, messages.AdaptersReply)
         return reply.adapters
 
     async def status(self) -> EngineStatus:
-        reply = await self._call(messages.GetStatus(self.new_id()))
+        reply = await self._query(messages.GetStatus(self.new_id()))
         assert isinstance(reply, messages.StatusReply)
         return reply.status
 
-    async def _call(self, message: messages.Queries) -> messages.Reply:
+    async def _query(self, message: messages.Queries) -> messages.Reply:
         self._send(message)
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.query_id] = reply
+        self._queries[message.query_id] = reply
         try:
             return await reply
         finally:
-            self._calls.pop(message.query_id, None)
+            self._queries.pop(message.query_id, None)
 
     def _send(self, message: messages.ToEngine) -> None:
         if not self.is_healthy or self._child is None:
@@ -151,10 +146,10 @@ class RemoteEngine:
         except messages.ChannelError as error:
             raise InputError(str(error)) from error
 
-    # --- What comes back ----------------------------------------------------------------------------------------------
+    # --- Outputs and replies ------------------------------------------------------------------------------------------
 
-    async def _hand_out(self, child: Child) -> str:
-        """Whatever the engine sends to who waits for it, until there is no more; why."""
+    async def _deliver_all(self, child: Child) -> str:
+        """Deliver the engine's messages until there are no more, and return why."""
         while True:
             try:
                 message = await child.receive()
@@ -174,27 +169,26 @@ class RemoteEngine:
                     return f"the engine is not understood: {type(message).__name__} is not due"
 
     def _deliver(self, output: Output) -> None:
-        """What was aborted meanwhile has nobody who waits."""
         stream = self._streams.get(output.request_id)
         if stream is None:
-            return
+            return  # aborted meanwhile
         stream.put_nowait(output if output.failure is None else output.failure.to_error())
         if output.failure is not None or output.finish_reason is not None:
             del self._streams[output.request_id]
 
     def _settle(self, reply: messages.Reply) -> None:
-        call = self._calls.get(reply.query_id)
-        if call is None or call.done():
+        query = self._queries.get(reply.query_id)
+        if query is None or query.done():
             return
         if isinstance(reply, messages.Refused):
-            call.set_exception(reply.failure.to_error())
+            query.set_exception(reply.failure.to_error())
         else:
-            call.set_result(reply)
+            query.set_result(reply)
 
-    # --- When it dies -------------------------------------------------------------------------------------------------
+    # --- Death and restart --------------------------------------------------------------------------------------------
 
     async def _launch(self) -> float:
-        """Start a process; the seconds that it took."""
+        """Start a process, and return the seconds that it took."""
         began = time.monotonic()
         child = Child(self._target)
         self.info = await child.start()
@@ -208,7 +202,7 @@ class RemoteEngine:
             while True:
                 assert self._child is not None
                 began = time.monotonic()
-                problem = await self._hand_out(self._child)
+                problem = await self._deliver_all(self._child)
                 pause_s = next_pause_s(pause_s, time.monotonic() - began, self._first_pause_s)
                 logger.error("%s; %d requests are lost", problem, len(self._streams))
                 self._lose(problem, pause_s + start_s if self._restart else None)
@@ -216,46 +210,44 @@ class RemoteEngine:
                 if not self._restart:
                     return
                 start_s, pause_s = await self._launch_again(start_s, pause_s)
-        finally:  # also a mistake in here must leave nobody waiting
+        finally:  # also a bug in here must leave no caller waiting
             if self.is_healthy:
                 self._lose("the engine is not watched any more", None)
 
     async def _launch_again(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Until it succeeds; the seconds that the start took, and those of the pause before it."""
+        """Try until it succeeds. Return the seconds that the start took, and those of the pause before it."""
         while True:
             await asyncio.sleep(pause_s)
             try:
                 start_s = await self._launch()
                 self.num_restarts += 1
                 return start_s, pause_s
-            except Exception as error:  # also no process, no folder: the next time there may be one
+            except Exception as error:  # also for lack of a process or a folder: the next try may find one
                 pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
                 logger.error("%s", error)
                 self._lose(str(error), pause_s + start_s)
 
     def _lose(self, problem: str, retry_after_s: float | None) -> None:
-        """Nobody waits for an engine that will not answer."""
+        """End all requests and queries with an error: the engine will not answer."""
         self.is_healthy = False
         self._problem = problem if retry_after_s is None else f"{problem}; it is being started again"
         self._retry_after_s = None if retry_after_s is None else float(math.ceil(max(1.0, retry_after_s)))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.put_nowait(self._loss())
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self._loss())
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(self._loss())
 
     def _loss(self) -> EngineError:
-        error = EngineError(self._problem)
-        error.retry_after_s = self._retry_after_s
-        return error
+        return EngineError(self._problem, self._retry_after_s)
 
 
 _Item = Output | LoraxError | None
 
 
-def _take_all(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output], _Item]:
-    """What is there up to the end, and what it ends with: an error, None if it was aborted, else its last output."""
+def _drain(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output], _Item]:
+    """Return all outputs so far, and the last item: an output, an error, or None if the request was aborted."""
     outputs, item = [], first
     while isinstance(item, Output):
         outputs.append(item)
@@ -266,7 +258,7 @@ def _take_all(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output]
 
 
 def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:
-    """How long to wait before an engine is started again: none if it lived, else longer each time, to a limit."""
+    """Return the pause before an engine is started again: none if it lived, else longer each time, up to a limit."""
     if lived_s >= STEADY_S:
         return 0.0
     return min(max(first_s, 2 * last_s), MAX_PAUSE_S)

@@ -13,7 +13,7 @@ import pytest
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.engine.adapters.entry import State
-from lorax_server.engine.adapters.resolver import LOOK_AGAIN_S, RETRY_S, WRITING_S
+from lorax_server.engine.adapters.pointers import LOOK_AGAIN_S, RETRY_S, WRITING_S
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE

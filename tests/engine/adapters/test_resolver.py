@@ -29,6 +29,7 @@ from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Source, read_json
 from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, StoredPart
+from lorax_server.engine.adapters import pointers
 from lorax_server.engine.adapters import resolver as resolver_module
 from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.errors import (
@@ -769,7 +770,7 @@ def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
 # --- A source that is down --------------------------------------------------------------------------------------------
 
 
-TOO_OLD_S = 60 * (1 + resolver_module.MAX_STALE)  # for an answer that is served without asking its source
+TOO_OLD_S = 60 * (1 + pointers.MAX_STALE)  # for an answer that is served without asking its source
 
 
 def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -899,7 +900,7 @@ def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> Non
 @pytest.mark.parametrize("is_known", [True, False])
 def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     for module, limit in (
-        *((resolver_module, name) for name in ("MAX_POINTERS", "MAX_FAILURES")),
+        *((pointers, name) for name in ("MAX_POINTERS", "MAX_FAILURES")),
         *((finder, name) for name in ("MAX_IDENTITIES", "MAX_BASE_TYPES")),
     ):
         monkeypatch.setattr(module, limit, 3)
@@ -910,7 +911,7 @@ def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.Mo
         bench.ask("good0")
         bench.ask(f"good{number}")
         bench.error(f"bad{number}")
-    remembered = {**vars(bench.resolver), **vars(bench.resolver._finder)}
+    remembered = {**vars(bench.resolver._pointers), **vars(bench.resolver._finder)}
     sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, Cache)}
     bases = {"_base_types": 3 if is_known else 0, "_unknown_bases": 0 if is_known else 3}
     assert sizes == {"_pointers": 3, "_failures": 3, "_identities": 3, **bases}
@@ -1183,7 +1184,7 @@ def test_hostile_names(bench: Bench, source: str, tmp_path: Path) -> None:
     for name, token in itertools.product(NAMES, [None, "a\r\nb: c", "\ud800", "x" * 10**5]):
         assert isinstance(bench.error(name, source, token), AdapterError)
     assert bench.ask("tuned", "local") == identity
-    kept = [key for key in bench.resolver._failures if len(key[0]) + len(key[1]) > 1000]
+    kept = [key for key in bench.resolver._pointers._failures if len(key[0]) + len(key[1]) > 1000]
     assert not kept, "what is no name is not worth remembering"
 
 

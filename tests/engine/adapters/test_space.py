@@ -97,10 +97,10 @@ def test_compaction_joins_holes() -> None:
     space.free("c")
     assert space.allocate("e", 4) is None
     space.compact(4)
-    assert space.start("b") == 0
+    assert space._extents["b"].start == 0
     assert run_step(space) == [Slide("b", 2, 0, 3)]
     assert space.allocate("e", 4) == 3
-    assert space.start("d") == 7
+    assert space._extents["d"].start == 7
 
 
 def test_the_cheapest_neighbours_are_moved() -> None:
@@ -174,7 +174,7 @@ def test_an_adapter_that_is_being_loaded_stays_where_it_is() -> None:
         space.free(key)
     space.compact(4)
     assert run_step(space) == [Slide("b", 2, 0, 2)]
-    assert space.start("loading") == 6
+    assert space._extents["loading"].start == 6
     space.compact(6)
     assert not space.needs_step
     space.loaded("loading")
@@ -230,7 +230,7 @@ def test_a_space_may_have_no_units_but_not_fewer() -> None:
         AdapterSpace(-1)
 
 
-@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded, AdapterSpace.start])
+@pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded])
 def test_an_unknown_adapter_is_a_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
     with pytest.raises(KeyError):
         method(filled(10, 5), "b")
@@ -461,7 +461,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def extents_are_apart(self) -> None:
-        extents = sorted((self.space.start(key), content.units) for key, content in self.contents.items())
+        extents = sorted((self.space._extents[key].start, content.units) for key, content in self.contents.items())
         bounds = [(0, 0), *extents, (self.NUM_UNITS, 0)]
         assert all(below + units <= above for (below, units), (above, _) in pairwise(bounds))
         assert self.space.num_free_units == self.NUM_UNITS - sum(units for _, units in extents)

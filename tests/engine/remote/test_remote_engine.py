@@ -118,7 +118,7 @@ def shared() -> Iterator[Callable[[Test], None]]:
             async with asyncio.timeout(GUARD_S):
                 await test(client)
                 assert client._streams == {}
-                assert client._calls == {}
+                assert client._queries == {}
 
         yield lambda test: runner.run(guarded(test))
         runner.run(client.close())

@@ -371,7 +371,7 @@ def test_what_admins_do_leaves_a_line(lines: Lines, keyed: Shared) -> None:
         await wire.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
         while not keyed.bench.engine.sent:
             await asyncio.sleep(0.001)
-        for call in list(keyed.bench.engine._calls.values()):
+        for call in list(keyed.bench.engine._queries.values()):
             call.set_exception(AdapterError("it is broken"))
         await wire.hear(1)
 
