@@ -11,7 +11,6 @@ import copy
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,11 +71,10 @@ class TextTokenizer:
     # The backend's calls for batches release Python's lock, also for a batch of one; `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-        return self._encode(encode).ids
+        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
-        encoding = self._encode(partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens))
+        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
         ids = encoding.ids
         if self._has_plain_names:  # all names at once, and all offsets, would hold the lock for long
             name_of = {token_id: str(self._backend.id_to_token(token_id)) for token_id in set(ids)}
@@ -124,9 +122,9 @@ class TextTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def _encode(self, encode: Callable[[], list[Encoding]]) -> Encoding:
+    def _encode(self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool) -> Encoding:
         try:
-            return encode()[0]
+            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic in Rust is no Exception
             _reraise_unless_ours(error)
             raise InputError(f"the text cannot be made into tokens: {error}") from error
