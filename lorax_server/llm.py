@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -65,7 +65,7 @@ class LLM:
         self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._tokenizers = AdapterTokenizers(self._tokenizer, path)
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device), **settings)
         self._built: Engine | None = build_engine(config)
         self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
@@ -138,19 +138,19 @@ class LLM:
         finally:
             self._stop([run])
 
-    def load_adapter(self, name: str, *, pin: bool = False) -> None:
+    def load_adapter(self, adapter_id: str, *, pin: bool = False) -> None:
         """Bring an adapter to the device before it is needed; one that is pinned stays there."""
-        identity = self._await(self._resolve(name)).identity
+        identity = self._await(self._resolve(adapter_id)).identity
         with self._held():
             loading = self._engine.load(identity, pin or None)
-            self._loaded.setdefault(name, set()).add(identity)
+            self._loaded.setdefault(adapter_id, set()).add(identity)
         self._await(loading)
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, adapter_id: str) -> None:
         """Unload an adapter as soon as no request needs it, with the versions that its files had before."""
-        identities = self._loaded.pop(name, set())
+        identities = self._loaded.pop(adapter_id, set())
         try:
-            identities.add(self._await(self._resolve(name)).identity)
+            identities.add(self._await(self._resolve(adapter_id)).identity)
         except AdapterError:
             if not identities:
                 raise
@@ -175,9 +175,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- Requests -----------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What a LoRA adapter is, and how a batch mixes many."""
+"""LoRA adapters: their config, tensors, identity and merges, and batches that mix many of them."""

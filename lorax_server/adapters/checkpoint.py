@@ -41,6 +41,11 @@ class TensorRole(Enum):
     WEIGHT = "weight"
     BIAS = "bias"
 
+    @property
+    def field(self) -> str:
+        """The name of the field of `ModuleWeights`."""
+        return self.name.lower()
+
 
 # `NAME` stands for the name of the adapter, which early versions of PEFT left in.
 ROLE_PATTERNS = (

@@ -41,7 +41,7 @@ KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_C
 MAX_RANK = 65536
 MAX_ALPHA = 1e30  # so that a scale fits into float32
 MAX_PATTERNS = 10_000
-_Number = TypeVar("_Number", int, float)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class BlockDiagonal:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """How an adapter is computed. Methods take the name of a module, as transformers has it."""
+    """The settings by which an adapter is computed. Methods take the name of a module in transformers."""
 
     name: str
     r: int
@@ -96,7 +96,7 @@ class AdapterConfig:
             return True
         return _ends_with(module, self.target_modules) and self._is_layer(module)
 
-    def identity(self) -> dict[str, Any]:
+    def identity_settings(self) -> dict[str, Any]:
         """Return the settings that, with the tensors, determine the result."""
         blocks, tokens = self.block_diagonal, self.token_indices
         names = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
@@ -164,7 +164,7 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         exclude_modules=reader.read_names_or_pattern("exclude_modules") or (),
         layers_to_transform=reader.read_layers(),
         layers_pattern=reader.read_names("layers_pattern"),
-        base_model_name=reader.read_text("base_model_name_or_path"),
+        base_model_name=reader.read("base_model_name_or_path", str, "is not a string"),
         base_model_class=reader.read_base_model_class(),
     )
 
@@ -206,11 +206,14 @@ class _ConfigReader:
         if self.raw.get("bias", "none") not in ("none", "all", "lora_only"):
             raise self.refuse("bias", "is not one of none, all and lora_only")
 
-    def read_flag(self, key: str) -> bool:
+    def read(self, key: str, kind: type[_T], reason: str) -> _T | None:
         value = self.raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.refuse(key, "is not true or false")
-        return bool(value)
+        if value is not None and not isinstance(value, kind):
+            raise self.refuse(key, reason)
+        return value
+
+    def read_flag(self, key: str) -> bool:
+        return bool(self.read(key, bool, "is not true or false"))
 
     def read_number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
@@ -220,12 +223,6 @@ class _ConfigReader:
     def read_whole(self, key: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
             raise self.refuse(key, f"is not a whole number from 1 to {MAX_RANK}")
-        return value
-
-    def read_text(self, key: str) -> str | None:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.refuse(key, "is not a string")
         return value
 
     def read_names(self, key: str) -> tuple[str, ...]:
@@ -241,7 +238,7 @@ class _ConfigReader:
             return "all-linear" if value.lower() == "all-linear" else value
         return None if value is None else self.read_names(key)
 
-    def read_patterns(self, key: str, read: Callable[[str, Any], _Number]) -> dict[str, _Number]:
+    def read_patterns(self, key: str, read: Callable[[str, Any], _T]) -> dict[str, _T]:
         value = self.raw.get(key) or {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             raise self.refuse(key, "is not an object of patterns and numbers")

@@ -19,7 +19,7 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
     With a `stamp`, only the file that has it is read.
     """
     what = f"adapter {config.name!r}"
-    digest = hashlib.sha256(_line(["lorax adapter", 1, config.identity()]))
+    digest = hashlib.sha256(_line(["lorax adapter", 1, config.identity_settings()]))
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with reading(what, path), open_plain(path, stamp) as file:
         for key, info in sorted(tensors.items()):

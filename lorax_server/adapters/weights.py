@@ -102,24 +102,16 @@ class StoredAdapter:
         return next((f"such as {key!r}" for key in extra), None)
 
     def load(self, module: str) -> ModuleWeights:
+        keys = self._keys[module]
         with self._reading(), open_plain(self.path, self._stamp) as file:
-            tensors = {role: self._read(file, key) for role, key in self._keys[module].items()}
-        lora_a, lora_b = tensors.get(TensorRole.LORA_A), tensors.get(TensorRole.LORA_B)
-        if lora_a is not None and lora_b is not None:
-            a_blocks, b_blocks = self._count_blocks(module)
-            if a_blocks * b_blocks > 1:  # BD-LoRA stores only the blocks on the diagonal
-                lora_a, lora_b = torch.block_diag(*lora_a.chunk(a_blocks)), torch.block_diag(*lora_b.chunk(b_blocks))
-        return ModuleWeights(
-            lora_a=lora_a,
-            lora_b=lora_b,
-            scale=self._scales[module] if lora_a is not None else 0.0,
-            magnitude=tensors.get(TensorRole.MAGNITUDE),
-            lora_bias=tensors.get(TensorRole.LORA_BIAS),
-            bias=tensors.get(TensorRole.BIAS),
-            weight=tensors.get(TensorRole.WEIGHT),
-            token_ids=self._token_ids.get(module, ()) if TensorRole.TOKEN_ROWS in tensors else (),
-            token_rows=tensors.get(TensorRole.TOKEN_ROWS),
-        )
+            tensors = {role.field: self._read(file, key) for role, key in keys.items()}
+        a_blocks, b_blocks = self._count_blocks(module)
+        if TensorRole.LORA_A in keys and a_blocks * b_blocks > 1:  # BD-LoRA stores only the blocks on the diagonal
+            tensors["lora_a"] = torch.block_diag(*tensors["lora_a"].chunk(a_blocks))
+            tensors["lora_b"] = torch.block_diag(*tensors["lora_b"].chunk(b_blocks))
+        scale = self._scales[module] if TensorRole.LORA_A in keys else 0.0
+        token_ids = self._token_ids.get(module, ()) if TensorRole.TOKEN_ROWS in keys else ()
+        return ModuleWeights(scale=scale, token_ids=token_ids, **tensors)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -4,8 +4,10 @@ import re
 from collections.abc import Collection
 
 from lorax_server.files.names import (
+    ADDED_TOKENS_FILE,
     CONFIG_FILE,
     MODEL_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     VOCABULARY_FILE,
@@ -18,8 +20,8 @@ OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"
 TOKENIZER_FILES = (
     VOCABULARY_FILE,
     TOKENIZER_CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
+    SPECIAL_TOKENS_FILE,
+    ADDED_TOKENS_FILE,
     *OTHER_VOCABULARIES,
     TEMPLATE_FILE,
 )

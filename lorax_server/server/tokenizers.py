@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,20 +18,20 @@ from lorax_server.text.chat_template import ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Resolved
 
-SHORT = 1000  # characters that are tokens sooner than another thread has begun
-LONG = 2**16  # more than so many take long, and hundreds of bytes of memory each
+SHORT = 1000  # characters that become tokens sooner than another thread has begun
+LONG = 2**16  # characters from which on a text takes long, and hundreds of bytes of memory for each
 NUM_THREADS = 2
 _T = TypeVar("_T")
 
 
 class Tokenizers:
-    """Of one event loop.
+    """All tokenizers of a server. It belongs to one event loop.
 
     An adapter's vocabulary comes with patterns that nobody vouches for, and a pattern can take very long for a short
     text. Nothing can end it, so such tokenizers work on threads of their own, never on the event loop. The limit: as
-    many slow ones as these have threads hold up all other adapters with a vocabulary of their own, but nobody else.
+    many slow ones as these threads hold up all other adapters with a vocabulary of their own, but no other requests.
 
-    Long texts become tokens one after the other, so that they neither take all memory nor hold up the others.
+    Long texts become tokens one after the other, so that they neither take all memory nor hold up other requests.
     """
 
     def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,15 +41,15 @@ class Tokenizers:
         self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         self._reading, self._of_others = _Lane("tokenizer-files"), _Lane("tokenizer-of-adapters")
         self._long, self._long_of_others = _Lane("long-texts", 1), _Lane("long-texts-of-adapters", 1)
-        # An adapter's template is code that nobody vouches for: where it takes long, only other adapters' wait. If the
-        # base model's does, it is because of the messages.
+        # An adapter's template is code that nobody vouches for. A slow one holds up only other adapters. Where the base
+        # model's template is slow, the messages are to blame.
         self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
 
     async def start(self) -> None:
         await self._renderer.start()
 
     async def close(self) -> None:
-        """It waits for no tokenizer, neither being made nor at work."""
+        """Close without waiting for tokenizers that are loading or at work."""
         self._adapters.close()
         for task in self._loading.values():
             task.cancel()
@@ -58,25 +58,30 @@ class Tokenizers:
         await self._adapter_renderer.close()
 
     async def find(self, adapter: Resolved) -> TextTokenizer:
-        """What an adapter's text is made with: the base model's tokenizer if it brings none."""
+        """Return an adapter's tokenizer; the base model's if it brings none."""
         files = find_tokenizer_files(adapter)
         return self.base if files is None else self._adapters.recall(files) or await self._load_once(files)
 
     async def encode(
         self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
     ) -> list[int]:
-        """A text's tokens; only the last ones if there are more than `truncate`."""
-        return await self.run(tokenizer, len(text), partial(_encode, tokenizer, text, add_special_tokens, truncate))
+        """Return a text's tokens; only the last ones if there are more than `truncate`."""
+
+        def work() -> list[int]:
+            ids = tokenizer.encode(text, add_special_tokens)
+            return ids if truncate is None else ids[-truncate:]
+
+        return await self.run(tokenizer, len(text), work)
 
     async def locate(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """Find where in a text each of its tokens begins."""
+        """Return the offsets at which a text's tokens begin."""
         return await self.run(tokenizer, len(text), partial(tokenizer.locate, text, add_special_tokens))
 
     async def decode(self, tokenizer: TextTokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return await self.run(tokenizer, len(ids), partial(tokenizer.decode, ids, skip_special_tokens))
 
     async def run(self, tokenizer: TextTokenizer, size: int, work: Callable[[], _T]) -> _T:
-        """Do something with a tokenizer that takes as long as a text of `size` characters, where nobody else waits."""
+        """Do work with a tokenizer that takes as long as a text of `size` characters, without holding up others."""
         is_of_base = tokenizer.shares_vocabulary(self.base)
         if size > LONG:
             lane = self._long if is_of_base else self._long_of_others
@@ -88,25 +93,25 @@ class Tokenizers:
         return await asyncio.get_running_loop().run_in_executor(self._of_base, work)
 
     def template_of(self, tokenizer: TextTokenizer) -> str | None:
-        """The adapter's own, else that of the base model."""
-        return _default_template(tokenizer.chat_templates) or _default_template(self.base.chat_templates)
+        """Return the adapter's own chat template, else that of the base model."""
+        return tokenizer.chat_templates.get("default") or self.base.chat_templates.get("default")
 
     async def render(self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], /, **variables: Any) -> str:
-        """Messages as one prompt, by the adapter's template if it has one."""
+        """Write messages as one prompt, by the adapter's template if it has one."""
         source = self.template_of(tokenizer)
         if source is None:
             raise NoTemplateError(
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "--tokenizer-config-path and a file that has one"
             )
-        is_own = source == _default_template(self.base.chat_templates)
-        renderer = self._renderer if is_own else self._adapter_renderer
+        is_of_base = source == self.base.chat_templates.get("default")
+        renderer = self._renderer if is_of_base else self._adapter_renderer
         return await renderer.render(ChatTemplate(source, tokenizer.special_tokens), messages, **variables)
 
-    # --- Those of adapters --------------------------------------------------------------------------------------------
+    # --- Tokenizers of adapters ---------------------------------------------------------------------------------------
 
     async def _load_once(self, files: TokenizerFolder) -> TextTokenizer:
-        """Load a tokenizer for all requests that ask meanwhile; one that is cancelled does not end it."""
+        """Load a tokenizer for all requests that ask meanwhile. A client that leaves does not end it."""
         task = self._loading.get(files.key)
         if task is None:
             task = self._loading[files.key] = asyncio.create_task(self._load(files))
@@ -121,10 +126,10 @@ class Tokenizers:
     def _forget(self, key: FolderKey, task: asyncio.Task[TextTokenizer]) -> None:
         del self._loading[key]
         if not task.cancelled():
-            task.exception()  # nobody may be left to ask for it
+            task.exception()  # or asyncio complains where no request is left to ask for it
 
     async def _load(self, files: TokenizerFolder) -> TextTokenizer:
-        """Compare files with the base model's on threads that no adapter's own vocabulary can hold up."""
+        # Shared vocabularies are found on threads of their own, where no slow tokenizer is in the way.
         shared = await self._reading.run(partial(self._adapters.share, files))
         if shared is not None:
             return shared
@@ -132,8 +137,11 @@ class Tokenizers:
 
 
 class _Lane:
-    """Threads for what may take any time, a few at once. A process ends without them, while it would wait for those of
-    a ThreadPoolExecutor. Who stops waiting does not make room for more: the thread is still at it."""
+    """A few threads for work that may take any time.
+
+    The process ends without waiting for them, while it would wait for those of a ThreadPoolExecutor. A caller that
+    stops waiting does not free its thread, which is still at work.
+    """
 
     def __init__(self, name: str, num_threads: int = NUM_THREADS) -> None:
         self._name = name
@@ -141,32 +149,23 @@ class _Lane:
 
     async def run(self, work: Callable[[], _T]) -> _T:
         await self._turns.acquire()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[_T] = loop.create_future()
+        loop, result = asyncio.get_running_loop(), Future[_T]()
+        result.set_running_or_notify_cancel()  # so that cancelling the caller does not settle it
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._turns.release)
+
         try:
-            threading.Thread(target=self._work, args=(loop, result, work), name=self._name, daemon=True).start()
+            threading.Thread(target=run, name=self._name, daemon=True).start()
         except BaseException:
             self._turns.release()
             raise
-        return await result
-
-    def _work(self, loop: asyncio.AbstractEventLoop, result: asyncio.Future[_T], work: Callable[[], _T]) -> None:
-        try:
-            settle = partial(result.set_result, work())
-        except BaseException as error:  # whoever waits is to know
-            settle = partial(result.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed, nobody waits
-            loop.call_soon_threadsafe(self._finish, result, settle)
-
-    def _finish(self, result: asyncio.Future[_T], settle: Callable[[], None]) -> None:
-        self._turns.release()
-        if not result.cancelled():
-            settle()
-
-
-def _encode(tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None) -> list[int]:
-    ids = tokenizer.encode(text, add_special_tokens)
-    return ids if truncate is None else ids[-truncate:]
+        return await asyncio.wrap_future(result)
 
 
 def _give_back_after(work: Callable[[], _T]) -> _T:
@@ -174,7 +173,3 @@ def _give_back_after(work: Callable[[], _T]) -> _T:
         return work()
     finally:
         give_back_memory()
-
-
-def _default_template(templates: Mapping[str, str]) -> str | None:
-    return templates.get("default")

@@ -44,7 +44,7 @@ class AdapterTokenizers:
         self._base = base
         self._base_folder = base_folder
         self._converter = Converter()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_LIGHT)
         self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_HEAVY)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_S, timer=clock)

@@ -82,7 +82,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _make_namespace,
         "dict": DictMaker(),
     }
@@ -114,10 +114,6 @@ def _to_json(
 ) -> str:
     """Encode JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 # --- One render -------------------------------------------------------------------------------------------------------

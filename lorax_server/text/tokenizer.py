@@ -11,7 +11,6 @@ import copy
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +18,20 @@ from tokenizers import Encoding, Tokenizer
 
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.files.adapter_files import MAX_TEMPLATE_BYTES, MAX_TEMPLATES, OTHER_VOCABULARIES, TOKENIZER_FILES
-from lorax_server.files.names import MODEL_CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, VOCABULARY_FILE
+from lorax_server.files.names import (
+    ADDED_TOKENS_FILE,
+    MODEL_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    VOCABULARY_FILE,
+)
 from lorax_server.files.tokenizer_folder import TokenizerFolder, read_bytes, read_json
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
 from lorax_server.text.conversion import Converter
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
 from lorax_server.text.token_reach import has_plain_names, longest_reach
 
-CONFIG = TOKENIZER_CONFIG_FILE
-SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 VOCABULARIES = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
 
 # Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
@@ -72,11 +76,10 @@ class TextTokenizer:
     # The backend's calls for batches release Python's lock, also for a batch of one; `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-        return self._encode(encode).ids
+        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
-        encoding = self._encode(partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens))
+        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
         ids = encoding.ids
         if self._has_plain_names:  # all names at once, and all offsets, would hold the lock for long
             name_of = {token_id: str(self._backend.id_to_token(token_id)) for token_id in set(ids)}
@@ -100,7 +103,8 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         for token_id in dict.fromkeys(ids) if set(map(type, ids)) <= {int} else ids:
-            if not self._knows(token_id):
+            is_id = type(token_id) is int and 0 <= token_id < self.num_ids
+            if not is_id or self._backend.id_to_token(token_id) is None:
                 raise InputError(f"{token_id!r} is not a token of the model; its tokens are 0 to {self.num_ids - 1}")
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
@@ -124,9 +128,9 @@ class TextTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def _encode(self, encode: Callable[[], list[Encoding]]) -> Encoding:
+    def _encode(self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool) -> Encoding:
         try:
-            return encode()[0]
+            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic in Rust is no Exception
             _reraise_unless_ours(error)
             raise InputError(f"the text cannot be made into tokens: {error}") from error
@@ -136,10 +140,6 @@ class TextTokenizer:
         eos_id = None if eos is None else self._backend.token_to_id(eos)
         return frozenset() if eos_id is None else frozenset([eos_id])
 
-    def _knows(self, token_id: Any) -> bool:
-        is_id = type(token_id) is int and 0 <= token_id < self.num_ids
-        return is_id and self._backend.id_to_token(token_id) is not None
-
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
     """Load the tokenizer of a model. May take seconds, and starts a process where transformers is needed.
@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
     `template_config` is a tokenizer_config.json whose chat template replaces the folder's own.
     """
     files = TokenizerFolder(folder)
-    config = files.read_json(CONFIG) or {}
+    config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     templates = _read_templates(files, config)
     if template_config is not None:
         other = read_json(template_config)
@@ -163,7 +163,7 @@ def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folde
     An adapter may bring any part of a tokenizer: only a template, other names for the base model's tokens, or, as PEFT
     saves it, a copy of the base model's. Where nothing differs, this is `base`.
     """
-    config = files.read_json(CONFIG) or {}
+    config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     if any(map(files.has, VOCABULARIES)) and not _is_the_same(files, config, TokenizerFolder(base_folder)):
         return None
     templates = _read_templates(files, config)
@@ -172,7 +172,7 @@ def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folde
 
 def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, converter: Converter) -> TextTokenizer:
     """Load an adapter's tokenizer with a vocabulary of its own. Its patterns may make it slow to use."""
-    config = files.read_json(CONFIG) or {}
+    config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     templates = _read_templates(files, config)
     backend, special_tokens = _load(files, config, base_folder / MODEL_CONFIG_FILE, converter)
     if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # answers are decoded on the event loop
@@ -197,14 +197,14 @@ def _load(
 
 def _is_the_same(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
     """Tell whether two folders make the same tokens of every text."""
-    other_config = other.read_json(CONFIG) or {}
+    other_config = other.read_json(TOKENIZER_CONFIG_FILE) or {}
     model_type = (read_json(other.path / MODEL_CONFIG_FILE) or {}).get("model_type")
     keys = {*config, *other_config} - HARMLESS
     if _is_plain(files, config, model_type) and _is_plain(other, other_config, model_type):
         keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
     if any(config.get(key) != other_config.get(key) for key in keys):
         return False
-    names = (*VOCABULARIES, SPECIAL_MAP, ADDED)
+    names = (*VOCABULARIES, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
     if any(files.has(name) != other.has(name) for name in names):
         return False
     return all(files.read(name) == other.read(name) for name in filter(files.has, names))
@@ -215,7 +215,7 @@ def _is_the_same(files: TokenizerFolder, config: Mapping[str, Any], other: Token
 
 def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
     """Tell whether this module does all that transformers does with the folder."""
-    legacy = files.has(SPECIAL_MAP) or files.has(ADDED)
+    legacy = files.has(SPECIAL_TOKENS_FILE) or files.has(ADDED_TOKENS_FILE)
     return (
         files.has(VOCABULARY_FILE)
         and not files.has("tekken.json")
@@ -231,7 +231,7 @@ def _load_plain(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Toke
     try:
         special_tokens = add_config_tokens(backend, config)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{files.path / CONFIG}: {error}") from error
+        raise ConfigError(f"{files.path / TOKENIZER_CONFIG_FILE}: {error}") from error
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     return backend, special_tokens
 
@@ -241,13 +241,13 @@ def _load_plain(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Toke
 
 def _names_in(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
     """Return an adapter's names for the base model's tokens. Tokens that the base model lacks need a vocabulary."""
-    special_map = {} if "added_tokens_decoder" in config else files.read_json(SPECIAL_MAP) or {}
-    ids = files.read_json(ADDED) or {}
+    special_map = {} if "added_tokens_decoder" in config else files.read_json(SPECIAL_TOKENS_FILE) or {}
+    ids = files.read_json(ADDED_TOKENS_FILE) or {}
     try:
         ids |= {token.content: token_id for token_id, token in read_added_tokens(config).items()}
         named = read_named_tokens({**config, **special_map})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{files.path / CONFIG}: {error}") from error
+        raise ConfigError(f"{files.path / TOKENIZER_CONFIG_FILE}: {error}") from error
     unknown = [token for token, token_id in ids.items() if base.token_to_id(token) != token_id]
     unknown += [token for token in named.values() if base.token_to_id(token) is None]
     if unknown:
@@ -263,7 +263,9 @@ def _names_in(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, 
 def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
     name = config.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and CLASS_NAME.fullmatch(name)):
-        raise ConfigError(f"{files.path / CONFIG}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class")
+        raise ConfigError(
+            f"{files.path / TOKENIZER_CONFIG_FILE}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class"
+        )
     for file in filter(files.has, TOKENIZER_FILES):
         files.check(file)
 
@@ -318,7 +320,9 @@ def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     named = value if isinstance(value, dict) else {} if value is None else {"default": value}
     for name, template in named.items():
         if not (isinstance(name, str) and isinstance(template, str)):
-            raise ConfigError(f"{folder / CONFIG}: chat_template is neither a text nor texts by name")
+            raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: chat_template is neither a text nor texts by name")
         if len(template) > MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"{folder / CONFIG}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")
+            raise ConfigError(
+                f"{folder / TOKENIZER_CONFIG_FILE}: a chat template has more than {MAX_TEMPLATE_BYTES} characters"
+            )
     return dict(named)

@@ -1,1 +1,1 @@
-"""The places adapters come from, a file for each."""
+"""The sources of adapters, a file for each, and the disk cache of those on the network."""

@@ -56,7 +56,7 @@ class DiskBudget:
         self._now = now
         self._caches: list[AdapterCache] = []
         self._fixed: list[AdapterCache] = []  # their versions count and stay
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._used = 0  # bytes, without the files that are being fetched
         self._coming = 0  # bytes of the files that are being fetched
         self._coming_files: Counter[Path] = Counter()

@@ -84,7 +84,7 @@ class AdapterFinder:
         self._model_type = model_type
         self._model_class = model_class
         self._time_ns = time_ns
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._identities: LRUCache[tuple[object, ...], tuple[str, int]] = LRUCache(MAX_IDENTITIES)
         self._base_types: LRUCache[Key, str] = LRUCache(MAX_BASE_TYPES)
         self._unknown_bases: TTLCache[Key, bool] = TTLCache(MAX_BASE_TYPES, UNKNOWN_BASE_S, timer=clock)
@@ -164,7 +164,7 @@ class AdapterFinder:
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
         """Return the identity and the number of elements. Weights with a known stamp are not read."""
-        settings = hashlib.sha256(json.dumps(config.identity(), sort_keys=True).encode()).digest()
+        settings = hashlib.sha256(json.dumps(config.identity_settings(), sort_keys=True).encode()).digest()
         key = (path, stamp, settings)
         with self._lock:
             remembered = self._identities.get(key)

@@ -47,7 +47,7 @@ class LocalSource(Source):
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         return self._find(name)[1]
 
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
+    def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:  # noqa: ARG002
         folder, now = self._find(files.name)
         if now.version != files.version:
             raise SourceError(f"adapter {files.name!r}: its files changed while they were read; try again")

@@ -23,11 +23,11 @@ class RemoteSource(Source):
         self._budget = budget
         self._timeout_s = timeout_s
 
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
+    def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         folder = self._folder_of(files)
         for _ in range(ATTEMPTS):
             self._cache.mark_used(folder)  # before each look at the files, so that they stay
-            missing = [file for file in wanted if not is_complete(folder / file, files.sizes[file])]
+            missing = [file for file in names if not is_complete(folder / file, files.sizes[file])]
             if not missing:
                 return folder
             self._bring(files, folder, missing, token)

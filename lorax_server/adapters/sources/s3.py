@@ -21,6 +21,7 @@ from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, Config
 from lorax_server.files.adapter_files import TEMPLATES_FOLDER, known_files
 
 CHUNK_BYTES = 2**16
+MD5 = re.compile(r"[0-9a-f]{32}")
 MAX_KEYS = 10_000
 MAX_PAGES = 100  # of a list: a store may announce more pages for ever
 
@@ -167,16 +168,12 @@ def _not_found(name: str) -> AdapterNotFoundError:
 def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
     """Check a file by sha256 where the store knows it, by md5 where the tag is one; otherwise accept its size."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
+    # The tag of an object that is encrypted with its owner's keys looks like an md5 and is none.
+    is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
     with path.open("rb") as file:
         # A dash means uploaded in parts: both are then made of the checksums of the parts.
         if expected and "-" not in expected + etag:
             return base64.b64encode(hashlib.file_digest(file, "sha256").digest()).decode() == expected
-        if _is_md5(etag, head):
+        if MD5.fullmatch(etag) and not is_encrypted:
             return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest() == etag
     return True
-
-
-def _is_md5(etag: str, head: Mapping[str, Any]) -> bool:
-    # The tag of an object that is encrypted with its owner's keys looks like an md5 and is none.
-    is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
-    return not is_encrypted and re.fullmatch(r"[0-9a-f]{32}", etag) is not None

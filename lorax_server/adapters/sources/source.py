@@ -74,8 +74,8 @@ class Source(ABC):
         """Return the files that a name, with its revision if it has one, points at."""
 
     @abstractmethod
-    def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
-        """Return a folder that holds the wanted files, complete and checked. It may hold others."""
+    def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
+        """Return a folder that holds the named files, complete and checked. It may hold others."""
 
     def find_watched_paths(self, name: str) -> WatchedPaths:  # noqa: ARG002
         """Return the paths that show whether a name means another adapter; none where the source has to be asked."""
@@ -128,7 +128,7 @@ class AdapterSources:
         self._sources = sources
         self._max_bytes = max_bytes
         self._clock = clock
-        self._lock = threading.Lock()  # of what was allowed a short while ago
+        self._lock = threading.Lock()  # guards the clients' rights of a short while ago
         self._authorizations: TTLCache[tuple[str | None, ...], bool] = TTLCache(
             MAX_AUTHORIZATIONS, authorization_ttl_s, timer=clock
         )
@@ -162,16 +162,16 @@ class AdapterSources:
         _check_request(name, token)
         self._authorize(source, name, token)
         files = origin.find(name, token)
-        wanted = _choose(files, self._max_bytes)
+        names = _choose(files, self._max_bytes)
         config_folder = origin.fetch(files, [CONFIG_FILE], token)
         config = read_json(config_folder / CONFIG_FILE, f"adapter {name!r}", files.stamps.get(CONFIG_FILE))
         check_config(config, partial(self._base_model_type, source, token))
-        is_new = not all(os.path.isfile(config_folder / file) for file in wanted)
-        folder = origin.fetch(files, wanted, token)
-        total = sum(files.sizes[file] for file in wanted)
+        is_new = not all(os.path.isfile(config_folder / file) for file in names)
+        folder = origin.fetch(files, names, token)
+        total = sum(files.sizes[file] for file in names)
         logger.debug("adapter %r of source %s: %d bytes in %.1f s", name, source, total, self._clock() - started)
-        stamps = {file: files.stamps[file] for file in wanted if file in files.stamps}
-        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(wanted)), stamps, is_new)
+        stamps = {file: files.stamps[file] for file in names if file in files.stamps}
+        return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(names)), stamps, is_new)
 
     def _authorize(self, source: str, name: str, token: str | None) -> None:
         key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())
@@ -216,17 +216,17 @@ def _choose(files: AdapterFiles, max_bytes: int) -> list[str]:
         )
     if missing:
         raise AdapterError(f"{what}: has no {' and no '.join(missing)}; save it with PEFT")
-    wanted = [*REQUIRED_FILES, *tokenizer_files(files.sizes)]
-    if sum(map(is_template, wanted)) > MAX_TEMPLATES:
+    names = [*REQUIRED_FILES, *tokenizer_files(files.sizes)]
+    if sum(map(is_template, names)) > MAX_TEMPLATES:
         raise AdapterError(f"{what}: {TEMPLATES_FOLDER} has more than {MAX_TEMPLATES} templates")
-    for file in wanted:
+    for file in names:
         size, limit = files.sizes[file], find_limit(file) or max_bytes
         if not 0 <= size <= limit:
             raise AdapterError(f"{what}: {file} has {size} bytes, at most {limit} are allowed")
-    total = sum(files.sizes[file] for file in wanted)
+    total = sum(files.sizes[file] for file in names)
     if total > max_bytes:
         raise AdapterError(f"{what}: its files have {total} bytes, at most {max_bytes} are allowed")
-    return wanted
+    return names
 
 
 def read_json(path: Path, what: str, stamp: Stamp | None = None) -> dict[str, Any]:
