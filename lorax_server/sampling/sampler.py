@@ -118,7 +118,7 @@ class Sampler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether any parameter depends on the tokens of the sequences."""
+        """True if any parameter depends on the tokens of the sequences."""
         return any(group is not None for group in (self._watermark, self._repetition, self._counts))
 
     @torch.inference_mode()
