@@ -1,4 +1,4 @@
-"""The memory that this process may use: the machine's, or what its container has been given of it."""
+"""The memory that this process may use: the machine's, or its container's share."""
 
 import ctypes
 import os
@@ -10,50 +10,50 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 ARENA_MAX, MAX_ARENAS = -8, 2  # the name of a setting of glibc's malloc, and its value
 TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE_BLOCK = -1, -3, 2**20  # likewise
-RECLAIMABLE = ("inactive_file", "total_inactive_file")  # as the two kinds of groups call it
+RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
 
 
 class _ControlGroup(NamedTuple):
     limit: int
-    used: int  # by all of its processes, less what files keep in memory only because nothing else needs it
+    used: int  # by all of its processes, without caches of files that the system would drop
 
 
 def machine_bytes() -> int:
-    """All of the memory, used or not."""
+    """Return all of the memory, used or not."""
     return min([_physical_bytes(), *(group.limit for group in _groups())])
 
 
 def free_bytes() -> int:
-    """The memory that is left, counting what files keep only because nothing else needs it."""
+    """Return the free memory, counting caches of files that the system would drop."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = dict(line.split(":", 1) for line in file)
-        available = int(found["MemAvailable"].split()[0]) * 1024
+            fields = dict(line.split(":", 1) for line in file)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
     return max(0, min([available, *(group.limit - group.used for group in _groups())]))
 
 
 def share_arenas() -> None:
-    """Have the threads that this process starts from now on allocate from the same few arenas. By default glibc has
-    eight for each core, and what is free in one is of no use to threads of another."""
+    """Let the threads that this process starts from now on share a few arenas of malloc. By default glibc has eight for
+    each core, and threads of one cannot use free memory of another."""
     _call_malloc("mallopt", ARENA_MAX, MAX_ARENAS)
 
 
 def return_large_blocks() -> None:
-    """Have malloc return what is large to the system as soon as it is freed. By default glibc keeps ever more of it, up
+    """Let malloc return large blocks to the system as soon as they are freed. By default glibc keeps more and more, up
     to 64 MiB in each arena, which suits a process that needs as much again in its next step."""
     _call_malloc("mallopt", MMAP_THRESHOLD, LARGE_BLOCK)
     _call_malloc("mallopt", TRIM_THRESHOLD, LARGE_BLOCK)
 
 
 def give_back_memory() -> None:
-    """Return to the system what malloc keeps of what was freed, which is as much as the largest step ever needed."""
+    """Return freed memory, which malloc keeps, to the system: as much as the largest step ever needed."""
     _call_malloc("malloc_trim", 0)
 
 
 def _call_malloc(name: str, *args: int) -> None:
-    """Other systems than glibc's have other ways, and need none of this."""
+    """Call a function of glibc's malloc; systems without glibc need none of this."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
     if function is not None:
         function(*args)
@@ -64,7 +64,7 @@ def _physical_bytes() -> int:
 
 
 def _groups() -> Iterator[_ControlGroup]:
-    """Control groups with a limit that holds for this process. Within a container its own is seen as the root."""
+    """List control groups with a limit that holds for this process. A container sees its own group as the root."""
     for folder in _folders():
         for limit, used in (NEW_FILES, OLD_FILES):
             try:
@@ -75,7 +75,7 @@ def _groups() -> Iterator[_ControlGroup]:
 
 
 def _folders() -> set[Path]:
-    """Those of the process's groups and of all around them."""
+    """Return the folders of the process's groups and of all groups around them."""
     folders = {GROUPS, GROUPS / "memory"}
     try:
         lines = OWN_GROUPS.read_text().splitlines()

@@ -14,7 +14,7 @@ from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import Ops
 
-# A checkpoint saved from the inner model lacks the first word of its names.
+# A checkpoint that was saved from the inner model lacks the first word of its names.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # In the order transformers looks: saving over a sharded checkpoint leaves its index behind.
 FILES = (
@@ -136,7 +136,7 @@ class SafetensorsWeights(Weights):
     """Weights from one or several safetensors files, of which only the bytes that are asked for are read."""
 
     def __init__(self, paths: Mapping[str, Path], index: Path, **placement: Unpack[Placement]) -> None:
-        """`paths` are the files of the tensors, by name; errors name `index` for a tensor that no file holds."""
+        """`paths` are the files of the tensors, by tensor name. Errors name `index` for a tensor that no file holds."""
         super().__init__(**placement)
         self._paths = dict(paths)
         self._index = index
@@ -241,7 +241,7 @@ def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:
         try:
             # Files from before torch 1.6 are not archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        except Exception as error:  # whatever a damaged or hostile pickle provokes
+        except Exception as error:  # a damaged or hostile pickle may raise anything
             raise WeightsError(f"{path}: refused, it does not load as plain tensors: {error}") from error
         if not isinstance(loaded, dict) or not all(_is_plain(value) for value in loaded.values()):
             raise WeightsError(f"{path}: refused, it is not a plain dictionary of tensors")

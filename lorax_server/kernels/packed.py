@@ -2,27 +2,26 @@
 
 A single row is faster with the plain matrix (`benchmarks/cpu_linear.py` has the figures), so both are kept.
 
-oneDNN builds a kernel for every number of rows that it meets, which takes it longer than to run it, and keeps a
-thousand of them: hundreds of megabytes where they are machine code. Steps have any number of tokens. So rows are filled
-up to one of a few numbers. What a row comes to does not depend on those below it.
+oneDNN builds a kernel for every number of rows that it meets, which takes longer than to run it, and keeps a thousand
+kernels: hundreds of megabytes where they are machine code. Steps have any number of tokens, so rows are filled up to
+one of a few numbers. The result of a row does not depend on the rows below it.
 """
 
 import torch
 import torch.nn.functional as F
 
 STRETCH = 256
-# Up to a number of rows: the multiples that they are filled up to. 46 numbers are left, and no batch becomes a fifth
-# longer.
+# (most rows, multiple to fill up to). 46 numbers are left, and no batch becomes a fifth longer.
 STEPS = ((16, 1), (48, 4), (96, 8), (192, 16), (2 * STRETCH, 32))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of torch can pack, and packing pays there."""
+    """Return whether this build of torch can pack, and packing pays there."""
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A packed copy of `[out, in]`, of use only to `packed_linear`."""
+    """Return a packed copy of `[out, in]`, of use only to `packed_linear`."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return packed
 
@@ -35,7 +34,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 
 def filled_up(rows: int) -> int:
-    """The number of rows, `2 * STRETCH` at most, that so many are multiplied as."""
+    """Return the number of rows, `2 * STRETCH` at most, that `rows` are filled up to."""
     step = next(step for most, step in STEPS if rows <= most)
     return -(-rows // step) * step
 

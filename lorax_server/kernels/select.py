@@ -1,4 +1,4 @@
-"""Which implementation of the operations a device gets."""
+"""Choose the implementation of the operations for a device."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""The parts models are built from: they pull their own weights, know their shard, and take adapters."""
+"""The parts of models: they load their own weights, know their shard, and apply adapters."""

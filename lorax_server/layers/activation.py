@@ -16,7 +16,7 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gel
 
 
 def get_activation(name: str, field: str) -> Activation:
-    """`field` is the config's field, to be named if the activation is unknown."""
+    """Return an activation; errors name `field`, the config's field that asks for it."""
     if name in TANH_GELU:
         return partial(F.gelu, approximate="tanh")
     if name not in ACT2CLS:

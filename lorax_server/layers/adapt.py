@@ -1,4 +1,4 @@
-"""What adapters do to the output of a layer."""
+"""The changes that adapters make to the output of a layer."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,11 @@ def adapt(
     """Change, in place, the output that a layer computed from `x`; without `x`, by factors and shifts alone."""
     if adapter_data is None:
         return
-    found = adapter_data.find(targets)
-    if x is not None and adapter_data.has_low_rank(found):
-        ops.add_lora(out, x, adapter_data.lora, found)
-    if adapter_data.has_vectors(found):
-        ops.scale_and_shift(out, adapter_data.lora, found)
+    lora_targets = adapter_data.find(targets)
+    if x is not None and adapter_data.has_low_rank(lora_targets):
+        ops.add_lora(out, x, adapter_data.lora, lora_targets)
+    if adapter_data.has_vectors(lora_targets):
+        ops.scale_and_shift(out, adapter_data.lora, lora_targets)
 
 
 def adapt_embedding(
@@ -34,7 +34,7 @@ def adapt_embedding(
     adapter_data: AdapterBatchData,
     ops: Ops,
 ) -> None:
-    """Change, in place, the rows looked up for `ids`, of which rows of other ranks are zero."""
+    """Change, in place, the rows looked up for `ids`. Rows of other ranks are zero."""
     (vocab_start, vocab_stop), vocab_size = target.inputs.ranges[0], target.inputs.full
     local = ids - vocab_start
     held = (ids >= vocab_start) & (ids < vocab_stop)
@@ -51,7 +51,7 @@ def adapt_embedding(
         if len(adapter.new_rows) and target.adds_once:
             new_rows.append((tokens, adapter.new_rows))
     adapt(out, None, [target], adapter_data, ops)
-    for tokens, rows in new_rows:  # complete as they are: nothing is multiplied by them or added
+    for tokens, rows in new_rows:  # after factors and shifts, which are not for them
         new = (ids[tokens] - vocab_size).clamp(0, len(rows) - 1)
         out[tokens] = torch.where(ids[tokens, None] >= vocab_size, rows[new], out[tokens])
 
@@ -59,7 +59,7 @@ def adapt_embedding(
 def replace_scores(
     logits: torch.Tensor, x: torch.Tensor, target: AdapterTarget, adapter_data: AdapterBatchData
 ) -> None:
-    """Score, in place, the tokens of this rank for which an adapter has a row of its own."""
+    """Score again, in place, the tokens of this rank for which an adapter has a row of its own."""
     for tokens, _, adapter in adapter_data.runs(target.name):
         if len(adapter.row_ids):
             logits[tokens].index_copy_(1, adapter.row_ids.long(), x[tokens] @ adapter.rows.t())
@@ -68,14 +68,14 @@ def replace_scores(
 def resize_scores(
     logits: torch.Tensor, x: torch.Tensor, target: AdapterTarget, adapter_data: AdapterBatchData
 ) -> torch.Tensor:
-    """Scores of the whole vocabulary as wide as the largest of this batch; what an adapter does not know is -inf."""
+    """Widen scores to the largest vocabulary of the batch; tokens that an adapter does not know score -inf."""
     vocab_size, sizes = target.outputs.full, adapter_data.arena.vocab_sizes
-    used = [sizes[adapter] for adapter in adapter_data.meta.segment_indices]
+    used = [sizes[index] for index in adapter_data.meta.segment_indices]
     if all(size == vocab_size for size in used):
         return logits
     logits = F.pad(logits, (0, max(vocab_size, *used) - vocab_size), value=-torch.inf)
-    for tokens, adapter, found in adapter_data.runs(target.name):
-        if len(found.new_rows):
-            logits[tokens, vocab_size : vocab_size + len(found.new_rows)] = x[tokens] @ found.new_rows.t()
-        logits[tokens, sizes[adapter] :] = -torch.inf
+    for tokens, index, adapter in adapter_data.runs(target.name):
+        if len(adapter.new_rows):
+            logits[tokens, vocab_size : vocab_size + len(adapter.new_rows)] = x[tokens] @ adapter.new_rows.t()
+        logits[tokens, sizes[index] :] = -torch.inf
     return logits

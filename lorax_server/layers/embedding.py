@@ -14,12 +14,12 @@ from lorax_server.weights import Weights
 class TensorParallelEmbedding(nn.Module):
     """Each rank looks up the tokens it holds; the others' rows are zero, and the ranks' rows are summed.
 
-    Ids must be within the vocabulary, the base model's or that of the token's adapter: over several ranks one outside
-    it is no one's, and would be a row of zeros.
+    Ids must be within the vocabulary, the base model's or that of the token's adapter: over several ranks no rank holds
+    one outside of it, and its row would be zeros.
     """
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int, target_name: str | None = None) -> None:
-        """`target_name` is what adapters call it, if that is not its tensor's name."""
+        """Adapters call it `target_name`, if not by its tensor's name."""
         super().__init__()
         self.process_group = weights.process_group
         self.ops = weights.ops
@@ -40,21 +40,23 @@ class TensorParallelEmbedding(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        adapted = adapter_data is not None and self._is_adapted(adapter_data)
-        if self.process_group.size() == 1 and not adapted:
+        if adapter_data is not None and not self._is_adapted(adapter_data):
+            adapter_data = None
+        is_alone = self.process_group.size() == 1
+        if is_alone and adapter_data is None:
             return F.embedding(input_ids, self.weight)
         rows = self._held_rows(input_ids)
-        if adapter_data is not None and adapted:
+        if adapter_data is not None:
             adapt_embedding(rows, input_ids, self.targets[0], adapter_data, self.ops)
-        return rows if self.process_group.size() == 1 else self.process_group.all_reduce(rows)
+        return rows if is_alone else self.process_group.all_reduce(rows)
 
     def _held_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.start == self.stop:  # no part of a small vocabulary
             return self.weight.new_zeros(*input_ids.shape, self.weight.shape[1])
-        mine = (input_ids >= self.start) & (input_ids < self.stop)
-        rows = F.embedding((input_ids - self.start).where(mine, 0), self.weight)
-        return rows.masked_fill_(~mine[..., None], 0)
+        is_held = (input_ids >= self.start) & (input_ids < self.stop)
+        rows = F.embedding((input_ids - self.start).where(is_held, 0), self.weight)
+        return rows.masked_fill_(~is_held[..., None], 0)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
-        found = adapter_data.find(self.targets)
-        return adapter_data.has_low_rank(found) or adapter_data.has_rows(found)
+        lora_targets = adapter_data.find(self.targets)
+        return adapter_data.has_low_rank(lora_targets) or adapter_data.has_rows(lora_targets)

@@ -1,4 +1,4 @@
-"""Norms."""
+"""Norms, in front of which a residual may be added."""
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,12 @@ from lorax_server.weights import Weights
 
 
 class RMSNorm(nn.Module):
-    """Adds the residual, if there is one, and normalises the sum; returns both."""
+    """Add the residual, if there is one, and normalise the sum; return both."""
 
     def __init__(self, prefix: str, weights: Weights, size: int, eps: float = 1e-6, adaptable: bool = True) -> None:
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,))
-        self.eps = torch.tensor(eps, device=weights.device)  # a number would be made a tensor in every call
+        self.eps = torch.tensor(eps, device=weights.device)  # torch would make a tensor of a number in every call
         self.ops = weights.ops
         self.targets = (_norm_target(prefix, size, self.weight, None),) if adaptable else ()
 

@@ -6,14 +6,15 @@ neighbours', so a sequence's angles are the same in any batch.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lorax_server.errors import ConfigError
+from lorax_server.layers.attention import Context
 
-# The largest value of each setting that is not nonsense.
+# The largest plausible value of each setting.
 LIMITS = {
     "rope_theta": 1e30,
     "partial_rotary_factor": 1.0,
@@ -21,24 +22,10 @@ LIMITS = {
     "original_max_position_embeddings": 1e12,
     "attention_factor": 1e30,
 }
-# How many rows a table has at first; more are made when a longer sequence arrives.
+# Rows of a new table; it grows when a longer sequence arrives.
 FIRST_ROWS = 8192
 
 CosSin = tuple[torch.Tensor, torch.Tensor]  # each [num_tokens, rotary_dim / 2], float32
-
-
-class Positions(Protocol):
-    """What the angles depend on; both attention contexts are one."""
-
-    @property
-    def position_ids(self) -> torch.Tensor: ...  # [num_tokens]
-
-    @property
-    def max_position(self) -> int: ...
-
-    def rope_lengths(self) -> torch.Tensor:
-        """For each token, the length its sequence's scaling is chosen by."""
-        ...
 
 
 class RotaryEmbedding(nn.Module):
@@ -52,10 +39,10 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = attention_factor
         self.cos, self.sin = self._table(min(max_positions, FIRST_ROWS))
 
-    def forward(self, positions: Positions) -> CosSin:
-        if positions.max_position > len(self.cos):
-            self.cos, self.sin = self._table(max(positions.max_position, 2 * len(self.cos)))
-        ids = positions.position_ids
+    def forward(self, ctx: Context) -> CosSin:
+        if ctx.max_position > len(self.cos):
+            self.cos, self.sin = self._table(max(ctx.max_position, 2 * len(self.cos)))
+        ids = ctx.position_ids
         return self.cos.index_select(0, ids), self.sin.index_select(0, ids)
 
     def _table(self, count: int) -> CosSin:
@@ -70,11 +57,11 @@ class DynamicRotaryEmbedding(nn.Module):
         self.dim, self.base, self.factor, self.max_positions = dim, base, factor, max_positions
         self.exponents = _exponents(dim).to(device)
 
-    def forward(self, positions: Positions) -> CosSin:
-        lengths = positions.rope_lengths().clamp(min=self.max_positions)
+    def forward(self, ctx: Context) -> CosSin:
+        lengths = ctx.rope_lengths().clamp(min=self.max_positions)
         growth = self.factor * lengths / self.max_positions - (self.factor - 1)
         base = self.base * growth ** (self.dim / (self.dim - 2))  # [num_tokens]
-        return _angles(positions.position_ids, 1.0 / base[:, None] ** self.exponents, 1.0)
+        return _angles(ctx.position_ids, 1.0 / base[:, None] ** self.exponents, 1.0)
 
 
 class LongRotaryEmbedding(nn.Module):
@@ -88,13 +75,13 @@ class LongRotaryEmbedding(nn.Module):
         self.original = original
         self.attention_factor = attention_factor
 
-    def forward(self, positions: Positions) -> CosSin:
-        chosen = self.inv_freq[(positions.rope_lengths() > self.original).long()]
-        return _angles(positions.position_ids, chosen, self.attention_factor)
+    def forward(self, ctx: Context) -> CosSin:
+        chosen = self.inv_freq[(ctx.rope_lengths() > self.original).long()]
+        return _angles(ctx.position_ids, chosen, self.attention_factor)
 
 
 def load_rotary(config: Any, head_dim: int, device: torch.device, *, partial: bool = False) -> nn.Module:
-    """The rotary embedding a config asks for, in the old spelling or the new; `partial` if part of a head may turn."""
+    """Build the rotary embedding of a config, in the old spelling or the new; `partial` if part of a head may turn."""
     parameters = rope_parameters(config)
     if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config field partial_rotary_factor is not supported by this architecture")
@@ -108,18 +95,18 @@ def load_rotary(config: Any, head_dim: int, device: torch.device, *, partial: bo
         return ROPE_TYPES[kind](parameters, config, dim, device)
     except KeyError as missing:
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # of values no one could foresee
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # from implausible values
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The rope settings of a config as one dictionary, wherever and however it spells them."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"config field rope_parameters = {given!r} is not a dictionary")
-    if any(isinstance(value, Mapping) for value in given.values()):
+    """Collect the rope settings of a config in one dictionary, wherever and however it spells them."""
+    stored = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(stored, Mapping):
+        raise ConfigError(f"config field rope_parameters = {stored!r} is not a dictionary")
+    if any(isinstance(value, Mapping) for value in stored.values()):
         raise ConfigError("config field rope_parameters is not supported with settings by type of layer")
-    found = {key: value for key, value in given.items() if value is not None or key == "truncate"}
+    parameters = {key: value for key, value in stored.items() if value is not None or key == "truncate"}
     spellings = {
         "rope_theta": ("rope_theta", "rotary_emb_base"),
         "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
@@ -128,15 +115,15 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     for key, fields in spellings.items():
         for field in fields:
             value = getattr(config, field, None)
-            if value is not None and found.setdefault(key, value) != value:
-                raise ConfigError(f"config field {field} = {value!r} contradicts {found[key]!r} in rope_parameters")
-    found.setdefault("rope_theta", 10000.0)
+            if value is not None and parameters.setdefault(key, value) != value:
+                stored = parameters[key]
+                raise ConfigError(f"config field {field} = {value!r} contradicts {stored!r} in rope_parameters")
+    parameters.setdefault("rope_theta", 10000.0)
     for key, most in LIMITS.items():
-        if key in found and not (isinstance(found[key], int | float) and 0 < found[key] <= most):
-            raise ConfigError(
-                f"config field rope_parameters.{key} = {found[key]!r} is not a positive number up to {most:g}"
-            )
-    return found
+        value = parameters.get(key)
+        if key in parameters and not (isinstance(value, int | float) and 0 < value <= most):
+            raise ConfigError(f"config field rope_parameters.{key} = {value!r} is not a positive number up to {most:g}")
+    return parameters
 
 
 def _default(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
@@ -154,7 +141,7 @@ def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch
 
 
 def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Low frequencies are slowed down, high ones kept, those between blended."""
+    """Slow down low frequencies, keep high ones, blend those between."""
     inv_freq = _frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # within the original length
@@ -164,7 +151,7 @@ def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
 
 
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Frequencies that turn often within the original length are kept, the slow ones interpolated."""
+    """Keep frequencies that turn often within the original length, and interpolate slow ones."""
     original = _original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")

@@ -34,21 +34,21 @@ __all__ = ["CausalLM", "CausalLMBatch"]
 
 logger = logging.getLogger(__name__)
 
-# All but cuDNN's, which on a GPU plans anew for every length it has not seen, and a growing batch has a new one at
-# every step: with 160M parameters on an H200 such a step takes 77 ms instead of 12.
+# All but cuDNN's, which plans anew for every length that it has not seen. A growing batch has a new length at every
+# step: with 160M parameters on an H200 such a step takes 77 ms instead of 12.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Computed(NamedTuple):
-    """What a step of a batch gives, before the batch takes note of it."""
+    """The results of a step, before they are written to the batch."""
 
-    chosen: Sampled
-    logits: torch.Tensor  # [rows, columns, vocabulary], of the last column only where no more is wanted
-    past: list[LayerCache]
+    sampled: Sampled
+    logits: torch.Tensor  # [rows, columns, vocabulary], of the last column only where no more is asked for
+    caches: list[LayerCache]  # by layer
 
 
 class CausalLM(Model):
-    """Whatever `AutoModelForCausalLM` loads. It has no adapters; architectures of our own have."""
+    """Any model that `AutoModelForCausalLM` loads, without adapters: those need an architecture of our own."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class CausalLM(Model):
         self.config = config
         self.vocab_size = config.get_text_config(decoder=True).vocab_size
         eos = sorted(generation_eos | eos_token_ids(config, tokenizer)) or None
-        object.__setattr__(config, "eos_token_id", eos)  # past the check of those configs that take one only
+        object.__setattr__(config, "eos_token_id", eos)  # some configs check that it is one id
         pad = resolve_pad_token(tokenizer, config, self.vocab_size)
-        tokenizer.pad_token_id = pad  # as LoRAX does, for who pads with the tokenizer; it stays None if it lacks the id
+        tokenizer.pad_token_id = pad  # as in LoRAX, for callers that pad; stays None if the tokenizer lacks the id
         self._takes_positions = takes(model, "position_ids")
         self._takes_logits_to_keep = takes(model, "logits_to_keep")
         self._sampler: tuple[list[NextTokenChooser], Sampler] | None = None
-        rounded_to = dtype if quantize is None else torch.float16  # 8-bit layers take no more, whatever they are given
+        rounded_to = dtype if quantize is None else torch.float16  # 8-bit layers round their input to float16
         check_padding(self.forward, f"{model_id} ({type(model).__name__})", self.vocab_size, pad, rounded_to, device)
 
     @property
@@ -97,7 +97,7 @@ class CausalLM(Model):
         *,
         only_last: bool = False,
     ) -> tuple[torch.Tensor, list[LayerCache]]:
-        """Logits [rows, columns, vocabulary], those of the last column if that is all that is wanted, and the past."""
+        """Return logits [rows, columns, vocabulary], of the last column alone if `only_last`, and the caches."""
         if adapter_data is not None and any(adapter_data.meta.segment_indices):
             raise self._no_adapters()
         cache = GrowingCache(past_key_values)
@@ -117,56 +117,56 @@ class CausalLM(Model):
 
     @torch.inference_mode()
     def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
-        """One step. A request that is finished gets no more results, and stays until it is filtered out."""
+        """Compute one step. A finished request gets no more results, and stays until it is filtered out."""
         adapted = [request.id for request in batch.requests if request.adapter_index]
         if adapted:
             raise self._no_adapters().of(*adapted)
         is_first = batch.past_key_values is None
-        chosen, logits, past = self.compute(batch)
-        logprobs = chosen.logprobs.tolist()
+        sampled, logits, caches = self.compute(batch)
+        logprobs = sampled.logprobs.tolist()
         _check_numbers(batch, logprobs)
 
-        alternatives = chosen.alternatives.by_row() if chosen.alternatives else {}
-        token_ids = chosen.token_ids.tolist()
+        alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
+        token_ids = sampled.token_ids.tolist()
         batch.append(token_ids)
         generations = []
         for row, token_id in enumerate(token_ids):
             if batch.stopping_criterias[row].finish_reason is not None:
                 continue
-            text, is_special = self._take(batch, row, token_id)
+            text, is_special = self._append_text(batch, row, token_id)
             if row % self.world_size == self.rank:
-                others = self._with_texts(alternatives.get(row))
+                others = self._add_texts(alternatives.get(row))
                 token = NextTokens([token_id], [logprobs[row]], [text], [is_special], others)
-                generations.append(self._generation(batch, row, token, logits if is_first else None))
+                generations.append(self._make_generation(batch, row, token, logits if is_first else None))
         if all(stop.finish_reason is not None for stop in batch.stopping_criterias):
             return generations, None
-        self.advance(batch, chosen.token_ids, past)
+        self.advance(batch, sampled.token_ids, caches)
         return generations, batch
 
     @torch.inference_mode()
     def compute(self, batch: CausalLMBatch) -> Computed:
-        """The next token of every row. The batch stays as it is."""
+        """Choose the next token of every row. The batch stays as it is."""
         is_first = batch.past_key_values is None
-        logits, past = self.forward(
+        logits, caches = self.forward(
             batch.input_ids,
             batch.attention_mask[:, : batch.attention_mask.shape[1] - batch.padding_right_offset],
             batch.position_ids,
             batch.past_key_values,
             only_last=not (is_first and any(request.prefill_logprobs for request in batch.requests)),
         )
-        return Computed(self._choose(batch, logits[:, -1]), logits, past)
+        return Computed(self._choose(batch, logits[:, -1]), logits, caches)
 
     @torch.inference_mode()
-    def advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, past: list[LayerCache]) -> None:
-        """Make the [rows] tokens that were chosen those that are computed next."""
+    def advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, caches: list[LayerCache]) -> None:
+        """Make the [rows] chosen tokens the input of the next step."""
         is_first = batch.past_key_values is None
         batch.input_ids = token_ids[:, None]
         batch.attention_mask[:, batch.attention_mask.shape[1] - batch.padding_right_offset] = 1
         batch.position_ids = batch.position_ids[:, -1:] + 1
         for row, stop in enumerate(batch.stopping_criterias):
-            if stop.finish_reason is not None:  # stands still: the model may not have a position beyond its last
+            if stop.finish_reason is not None:  # keep its position: the model may not have a higher one
                 batch.position_ids[row] -= 1
-        batch.past_key_values = past
+        batch.past_key_values = caches
         batch.max_input_length += 1
         batch.padding_right_offset -= 1
         if is_first:
@@ -188,8 +188,8 @@ class CausalLM(Model):
             token_ids = pad_sequence([ids[:, 0] for ids in batch.all_input_ids], batch_first=True).to(logits.device)
         return sampler(logits, History(lengths[0], lengths[1], token_ids))
 
-    def _take(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Take note of a token: the text it shows, and whether that is a special token's, which is not output."""
+    def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
+        """Return the text that a token adds, and whether it is that of a special token, which is not output."""
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())
@@ -204,24 +204,28 @@ class CausalLM(Model):
         is_special = self.detokenizer.is_special(token_id) and not stop.new_text
         return (self.detokenizer.token_text(token_id) if is_special else stop.new_text), is_special
 
-    def _with_texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
+    def _add_texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
         if alternatives is None:
             return []
         texts = [self.detokenizer.token_text(token_id) for token_id in alternatives.token_ids]
         return [AlternativeTokens(alternatives.token_ids, alternatives.logprobs, texts)]
 
-    def _generation(
+    def _make_generation(
         self, batch: CausalLMBatch, row: int, token: NextTokens, prompt_logits: torch.Tensor | None
     ) -> Generation:
-        """One request's result; with its first token come the logits of the prompts."""
-        request, prompt, prompt_length = batch.requests[row], None, 0
+        """Make one request's result; with its first token come the logits of the prompts."""
+        request, stop, chooser = batch.requests[row], batch.stopping_criterias[row], batch.next_token_choosers[row]
+        prompt, prompt_length, text = None, 0, None
         if prompt_logits is not None:
-            prompt_length = batch.next_token_choosers[row].prompt_length
+            prompt_length = chooser.prompt_length
             prompt = self._prompt_tokens(batch, row, prompt_logits) if request.prefill_logprobs else None
-        return Generation(request.id, prompt, prompt_length, token, _generated_text(batch, row))
+        if stop.finish_reason is not None:
+            seed = None if chooser.params.is_greedy else chooser.params.seed
+            text = GeneratedText(stop.current_output, stop.current_tokens, 0, stop.finish_reason, seed)
+        return Generation(request.id, prompt, prompt_length, token, text)
 
     def _prompt_tokens(self, batch: CausalLMBatch, row: int, logits: torch.Tensor) -> NextTokens:
-        """The prompt with the log probability of each of its tokens."""
+        """Return the prompt with the log probability of each of its tokens."""
         ids = batch.all_input_ids[row][:-1, 0]
         token_ids = ids.tolist()
         return NextTokens(
@@ -233,19 +237,11 @@ class CausalLM(Model):
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
-    """Of each of the [tokens] but the first, which nothing comes before, from [columns, vocabulary] logits, of which
-    the last are theirs."""
+    """Return the log probability of each of [tokens] but the first. Of the [columns, vocabulary] logits, the last are
+    those of the tokens."""
     scores = logits[len(logits) - len(token_ids) : -1].float()
     logprobs = scores.gather(-1, token_ids[1:, None].to(scores.device)).squeeze(-1) - scores.logsumexp(-1)
     return logprobs.tolist()
-
-
-def _generated_text(batch: CausalLMBatch, row: int) -> GeneratedText | None:
-    stop, params = batch.stopping_criterias[row], batch.next_token_choosers[row].params
-    if stop.finish_reason is None:
-        return None
-    seed = None if params.is_greedy else params.seed
-    return GeneratedText(stop.current_output, stop.current_tokens, 0, stop.finish_reason, seed)
 
 
 def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:

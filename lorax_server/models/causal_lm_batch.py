@@ -1,4 +1,4 @@
-"""Requests in a padded batch: how they come in, leave, and join others."""
+"""Requests in a padded batch, which they join and leave between steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class CausalLMBatch(Batch):
     """Requests side by side, padded on the left, so that the last column is the last token of each.
 
     Between steps the mask is `max_input_length + padding_right_offset` wide; its last `padding_right_offset` columns
-    are for tokens to come. The past holds `max_input_length - 1` columns: all but the tokens in `input_ids`.
+    are for tokens to come. The caches hold `max_input_length - 1` columns: all but the tokens in `input_ids`.
     """
 
     batch_id: int
@@ -74,7 +74,7 @@ class CausalLMBatch(Batch):
         dtype: torch.dtype,  # noqa: ARG003  the contract's; the model knows its own
         device: torch.device,
     ) -> "CausalLMBatch":
-        """Take the ids that requests carry, or tokenise their text. Without a `config` nothing limits the prompts.
+        """Use the ids that requests carry, or tokenise their text. Without a `config` nothing limits the prompts.
 
         The config is the one that `CausalLM` has completed: its eos tokens include those of `generation_config.json`.
         """
@@ -101,7 +101,7 @@ class CausalLMBatch(Batch):
         pad_token_id: int,
         device: torch.device,
     ) -> "CausalLMBatch":
-        """A batch of tokenised prompts. Of a request, only `id`, `adapter_index` and `prefill_logprobs` are used."""
+        """Batch tokenised prompts. Of a request, only `id`, `adapter_index` and `prefill_logprobs` are read."""
         if not requests:
             raise ValueError(f"batch {batch_id} has no requests")
         _check_ids(requests)
@@ -144,7 +144,7 @@ class CausalLMBatch(Batch):
 
     @torch.inference_mode()
     def filter(self, request_ids: list[int]) -> "CausalLMBatch | None":
-        """Keep these requests, in this order. Changes and returns this batch, or returns None if nothing is kept."""
+        """Keep these requests, in this order. Change and return this batch, or return None if nothing is kept."""
         if not request_ids:
             return None
         rows, num_rows = self._rows_of(request_ids), len(self)
@@ -161,10 +161,9 @@ class CausalLMBatch(Batch):
         self.input_ids = self.input_ids[index, columns]
         self.position_ids = self.position_ids[index, columns]
         self.attention_mask = self.attention_mask[index, end - width : end + room]
-        if self.past_key_values is not None:
-            pasts = self.past_key_values
-            for layer, past in enumerate(pasts):  # one at a time, so that only one is in memory twice
-                pasts[layer] = select_rows(unfold_heads(past, num_rows), rows, width - 1, self.keys_head_dim_last)
+        caches = self.past_key_values or []
+        for layer, cache in enumerate(caches):  # one at a time, so that only one is in memory twice
+            caches[layer] = select_rows(unfold_heads(cache, num_rows), rows, width - 1, self.keys_head_dim_last)
         self.adapter_meta = adapter_meta_of(self.requests, self.input_ids.shape[1], index.device)
         self.max_input_length, self.padding_right_offset = width, room
         self.max_tokens = len(rows) * (width + room)
@@ -173,7 +172,7 @@ class CausalLMBatch(Batch):
     @classmethod
     @torch.inference_mode()
     def concatenate(cls, batches: "Sequence[CausalLMBatch]") -> "CausalLMBatch":
-        """One batch of all requests. The batches must have taken a step, and are used up, also if this fails."""
+        """Join all requests in one batch. The batches must have taken a step, and are used up, also if this fails."""
         _check_joinable(batches)
         first = batches[0]
         requests = [request for batch in batches for request in batch.requests]
@@ -204,7 +203,7 @@ class CausalLMBatch(Batch):
         )
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Take note of a token of each row."""
+        """Append a token to each row."""
         for row, token_id in enumerate(token_ids):
             self.all_input_ids[row] = torch.cat([self.all_input_ids[row], torch.tensor([[token_id]])])
             self.input_lengths[row] += 1
@@ -213,7 +212,7 @@ class CausalLMBatch(Batch):
         return len(self.requests)
 
     def _room(self) -> int:
-        """For tokens to come. Those that a finished request was allowed and did not need would be beyond the mask."""
+        """Count the tokens to come. A finished request needs none, whatever it was allowed."""
         running = [stop for stop in self.stopping_criterias if stop.finish_reason is None]
         return max((stop.remaining_tokens for stop in running), default=0)
 
@@ -225,7 +224,7 @@ class CausalLMBatch(Batch):
 
 
 def _pad_token(tokenizer: Any, config: Any) -> int:
-    """One that the model has. Without a config any will do: it is masked."""
+    """Find a token that the model has. Without a config any will do: padding is masked."""
     if config is not None:
         return resolve_pad_token(tokenizer, config, config.get_text_config(decoder=True).vocab_size)
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
@@ -245,7 +244,7 @@ def _index(requests: Sequence[Any]) -> dict[int, int]:
 
 
 def adapter_meta_of(requests: Sequence[Any], width: int, device: torch.device) -> AdapterBatchMetadata:
-    """The adapter of every token of `width` columns, row after row."""
+    """Describe the adapter of every token of `width` columns, row after row."""
     indices = torch.tensor([request.adapter_index for request in requests], device=device)
     return AdapterBatchMetadata.from_indices(indices.repeat_interleave(width))
 
@@ -258,7 +257,7 @@ def _check_joinable(batches: Sequence[CausalLMBatch]) -> None:
     if len({batch.keys_head_dim_last for batch in batches}) != 1:
         raise ValueError("batches with different layouts of their keys cannot be joined")
     _check_ids([request for batch in batches for request in batch.requests])
-    shapes = {tuple(_shape(past, len(batch)) for past in batch.past_key_values or ()) for batch in batches}
+    shapes = {tuple(_shape(cache, len(batch)) for cache in batch.past_key_values or ()) for batch in batches}
     if len(shapes) != 1:
         raise ValueError("batches of different models cannot be joined")
 
@@ -269,23 +268,23 @@ def _check_ids(requests: Sequence[Any]) -> None:
         raise ValueError(f"requests of the same id cannot be in one batch: {sorted(ids)}")
 
 
-def _shape(past: LayerCache, num_rows: int) -> tuple[int, int, int]:
-    """Heads, and what is kept of each for a token, of both keys and values whatever the layout."""
-    keys, values = unfold_heads(past, num_rows)
+def _shape(cache: LayerCache, num_rows: int) -> tuple[int, int, int]:
+    """Return the number of heads and the sizes of a head's value and key, whatever the layout of the keys."""
+    keys, values = unfold_heads(cache, num_rows)
     columns = values.shape[2]
     return values.shape[1], values.shape[3], keys[0, 0].numel() // max(columns, 1)
 
 
 def _join_layers(batches: Sequence[CausalLMBatch], length: int) -> list[LayerCache]:
-    """One layer at a time; each is let go of as soon as it is copied, so that only one is in memory twice."""
-    pasts = [batch.past_key_values or [] for batch in batches]
+    """Join one layer at a time, and free its sources as soon as they are copied: only one is in memory twice."""
     joined = []
-    for layer in range(len(pasts[0])):
-        parts = []
-        for batch, past in zip(batches, pasts, strict=True):
-            parts.append(unfold_heads(past[layer], len(batch)))
-            past[layer] = (torch.empty(0), torch.empty(0))
-        joined.append(join_rows(parts, length, batches[0].keys_head_dim_last))
+    for layer in range(len(batches[0].past_key_values or [])):
+        sources = []
+        for batch in batches:
+            assert batch.past_key_values is not None
+            sources.append(unfold_heads(batch.past_key_values[layer], len(batch)))
+            batch.past_key_values[layer] = (torch.empty(0), torch.empty(0))
+        joined.append(join_rows(sources, length, batches[0].keys_head_dim_last))
     for batch in batches:
         batch.past_key_values = None
     return joined

@@ -26,7 +26,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 def load_config(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever transformers makes of a name or a file it cannot take
+    except Exception as error:  # transformers raises anything for a name or a file that it cannot take
         raise ConfigError(f"{model_id}: no config of a model that can be read: {error}") from error
     if find_adapter_config_file(model_id, revision=revision):
         raise ConfigError(f"{model_id}: is an adapter or has one beside it; load the base model, and name the adapter")
@@ -40,7 +40,7 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
 
 
 def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
-    """Whether bitsandbytes has quantized the checkpoint already. Anything else that is stored is refused."""
+    """Return whether bitsandbytes has quantized the checkpoint. Other quantizations are refused."""
     stored = getattr(config, "quantization_config", None)
     if not stored:
         return False
@@ -51,7 +51,7 @@ def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
 
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
-    """The eos tokens that `generation_config.json` names, if there is one. One that is damaged would go unnoticed."""
+    """Return the eos tokens of `generation_config.json`, if there is one. Refuse a damaged file."""
     path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
@@ -111,9 +111,9 @@ def load_model(
 
 
 def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
-    """The token that fills up shorter prompts. It is masked, so any will do that the model knows."""
-    named = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *sorted(eos_token_ids(config, tokenizer)))
-    for token_id in named:
+    """Find the token that pads shorter prompts. It is masked, so any will do that the model knows."""
+    eos = sorted(eos_token_ids(config, tokenizer))
+    for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *eos):
         if token_id is not None and 0 <= token_id < vocab_size:
             return int(token_id)
     raise ConfigError(
@@ -122,20 +122,20 @@ def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
     )
 
 
-def eos_token_ids(*named: Any) -> frozenset[int]:
-    """All eos tokens that a tokenizer or any config names, each one or a list. Some configs say -1 for none."""
-    found: set[Any] = set()
-    for each in named:
-        ids = getattr(each, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
-    wrong = [token_id for token_id in found if not isinstance(token_id, int)]
-    if wrong:
-        raise TypeError(f"eos_token_id is {wrong[0]!r}, not a token's id")
-    return frozenset(token_id for token_id in found if token_id >= 0)
+def eos_token_ids(*sources: Any) -> frozenset[int]:
+    """Return all eos tokens that tokenizers and configs name, each one or a list. Some configs say -1 for none."""
+    eos: set[Any] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        eos.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
+    for token_id in eos:
+        if not isinstance(token_id, int):
+            raise TypeError(f"eos_token_id is {token_id!r}, not a token's id")
+    return frozenset(token_id for token_id in eos if token_id >= 0)
 
 
 def max_positions(config: Any) -> int:
-    """How many tokens of a sequence the model takes; many where its config does not say (BLOOM has no limit).
+    """Return the longest sequence that the model takes; a large number where its config has none (BLOOM).
 
     Where rotary angles change beyond some length, transformers changes them for the whole batch. A request must not
     depend on its neighbours, so that length is the limit.
@@ -145,15 +145,14 @@ def max_positions(config: Any) -> int:
     limits = [limit for limit in named if isinstance(limit, int) and limit > 0][:1]
     for rope in _rope_parameters(text):
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            unscaled = rope.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
+            field = "original_max_position_embeddings"
+            unscaled = rope.get(field) or getattr(text, field, None)
             limits += [unscaled] if unscaled else []
     return min(limits, default=MANY_POSITIONS)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """One set, or one for each kind of layer."""
+    """Return one set of parameters, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return []
@@ -162,7 +161,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _placement(quantize: str | None, device: torch.device) -> dict[str, Any]:
-    """How the weights are stored and where."""
+    """Return the arguments of `from_pretrained` that say how the weights are stored, and where."""
     several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     if quantize is None:
         return {"device_map": "auto"} if several_gpus else {}

@@ -1,4 +1,4 @@
-"""From the type in a checkpoint's `config.json` to the class that runs it."""
+"""Find and load the class for the model type in a checkpoint's `config.json`."""
 
 import json
 from importlib import import_module
@@ -46,7 +46,7 @@ EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 def get_model(
     settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None
 ) -> PagedCausalLM:
-    """Load this rank's part of a model. Without a group, all of it; without ops, the best there are for the device."""
+    """Load this rank's part of a model. Without a group, load all of it; without ops, use the device's best."""
     config = _read_config(settings)
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
@@ -62,10 +62,9 @@ def get_model(
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
-    """The paged model of a config, whatever its weights come from."""
-    model_class = find_class(config.model_type)
+    """Build the paged model of a config."""
     with torch.no_grad():
-        model: PagedCausalLM = model_class("", config, weights)
+        model: PagedCausalLM = find_class(config.model_type)("", config, weights)
     return model.eval()
 
 
@@ -76,8 +75,8 @@ def find_class(model_type: Any) -> type[Any]:
             "models.causal_lm.CausalLM serves others, without adapters"
         )
     module, name = MODELS[model_type].split(".")
-    found: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
-    return found
+    model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
+    return model_class
 
 
 def _read_config(settings: ModelConfig) -> Any:
@@ -91,7 +90,7 @@ def _read_config(settings: ModelConfig) -> Any:
     find_class(model_type)
     try:
         config = AutoConfig.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a value it cannot take
+    except Exception as error:  # transformers raises anything for a value that it cannot take
         raise ConfigError(f"{path}: cannot be used as a model's config: {error}") from error
     if config.model_type != model_type:
         raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
@@ -101,7 +100,7 @@ def _read_config(settings: ModelConfig) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    """What transformers lets through and no architecture can be built from."""
+    """Refuse values that transformers lets through and that no architecture can be built from."""
     for field in COUNTS:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):

@@ -1,4 +1,4 @@
-"""What a request's messages say, checked against the model it is for."""
+"""Requests of the message protocol, checked against their model."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ BASE_MODEL_IDS = ("", "__base_model__")
 
 
 def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
-    """From a `StoppingCriteriaParameters`. A special token is no text, so one that is to stop is meant by its id."""
+    """Read a `StoppingCriteriaParameters`. A special token has no text, so as a stop sequence it stands for its id."""
     special = special_tokens(tokenizer) if pb.stop_sequences else {}
-    named = frozenset(special[text] for text in pb.stop_sequences if text in special)
+    special_ids = frozenset(special[text] for text in pb.stop_sequences if text in special)
     return StopParams(
         max_new_tokens=pb.max_new_tokens,
         min_new_tokens=pb.min_new_tokens,
         eos_token_ids=eos_token_ids(tokenizer, config),
         ignore_eos=pb.ignore_eos_token,
-        stop_token_ids=named.union(pb.stop_token_ids),
+        stop_token_ids=special_ids.union(pb.stop_token_ids),
         stop_strings=tuple(pb.stop_sequences),
         include_stop=not pb.exclude_stop,
     )
 
 
 def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
-    """The ids that a request carries, else those of its text; the last `truncate` of them."""
+    """Return the ids that a request carries, else those of its text; the last `truncate` of them."""
     ids = list(request.tokenized_inputs.ids)
     if not ids and not request.inputs:
         raise InputError("`inputs` cannot be empty")  # also where the tokenizer would begin it with a token
@@ -37,7 +37,7 @@ def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
 
 
 def check_served(request: Any) -> None:
-    """Refuse what a message can ask for and padded batches cannot do."""
+    """Refuse requests that padded batches cannot serve."""
     if request.parameters.adapter_id not in BASE_MODEL_IDS and request.adapter_index == 0:
         raise AdapterError(f"the adapter {request.parameters.adapter_id!r} is named and not loaded")
     if request.tokenized_inputs.input_chunks:
@@ -47,7 +47,7 @@ def check_served(request: Any) -> None:
 
 
 def check_limits(ids: list[int], stop: StopParams, logit_bias: Any, config: Any) -> None:
-    """Refuse what the model cannot take. What fails in a step fails for the whole batch."""
+    """Refuse requests that the model cannot take: an error in a step would fail the whole batch."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
     beyond = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
     if beyond:

@@ -1,4 +1,4 @@
-"""The next token of one sequence."""
+"""Choose the next token of one sequence."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lorax_server.types import SamplingParams, StopParams
 
 
 class NextTokenChooser:
-    """What one request asks for and where its prompt ends: all that choosing its next token takes."""
+    """The sampling parameters of one request, and the length of its prompt."""
 
     def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
         self.params = params
@@ -19,18 +19,21 @@ class NextTokenChooser:
 
     @classmethod
     def from_pb(cls, pb: Any, stop: StopParams | None = None, prompt_length: int = 0) -> "NextTokenChooser":
-        """From a `NextTokenChooserParameters`."""
+        """Read a `NextTokenChooserParameters`."""
         return cls(params_from_pb(pb), stop, prompt_length)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
-        """Choose from [1, vocabulary] scores, after the [1, tokens] of prompt and generated so far."""
+        """Choose from [1, vocabulary] scores, after [1, tokens] of prompt and answer."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
         sampler = Sampler([self.row_sampling], scores.shape[-1], scores.device)
         return sampler(scores, History(length, prompt_length, input_ids))
 
 
 def params_from_pb(pb: Any) -> SamplingParams:
-    """Proto3 cannot tell 0 from nothing: a 0 that would mean nothing is the default. Sampling follows LoRAX's rule."""
+    """Read sampling parameters. Proto3 cannot tell 0 from unset, so a 0 without meaning is the default.
+
+    Whether to sample follows LoRAX's rule.
+    """
     if getattr(pb, "schema", ""):
         raise InputError("`schema`: structured output is not supported yet")
     top_p, typical_p = pb.top_p or 1.0, pb.typical_p or 1.0

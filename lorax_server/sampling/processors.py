@@ -1,16 +1,16 @@
-"""What can be done to scores before a token is chosen. Each row has its own parameter; no row sees another.
+"""Functions that change scores before a token is chosen. Each row has its own parameter; no row depends on another.
 
-Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes the scores it is given.
+Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes its scores in place.
 """
 
 import torch
 
 NEVER = float("-inf")
-FEW = 1024  # tokens among which the nucleus is looked for first
+FEW = 1024  # tokens to search for the nucleus first
 
 
 def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Tokens that were `seen` become less likely, whatever the sign of their score."""
+    """Make `seen` tokens less likely, whatever the sign of their score."""
     penalized = torch.where(scores < 0, scores * penalty[:, None], scores / penalty[:, None])
     return scores.copy_(torch.where(seen, penalized, scores))
 
@@ -18,7 +18,7 @@ def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch
 def penalize_counts(
     scores: torch.Tensor, counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens lose `frequency` for each time and `presence` for the first time they were generated."""
+    """Subtract `frequency` for each time and `presence` for the first time that a token was generated."""
     return scores.sub_(counts * frequency[:, None] + (counts > 0) * presence[:, None])
 
 
@@ -27,18 +27,18 @@ def scale(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
-    """The k best, and all that equal the last of them. No k is above `most`, nor `most` above the vocabulary."""
+    """Keep the k best, and all that equal the last of them. No k is above `most`, nor `most` above the vocabulary."""
     worst_kept = scores.topk(most, dim=-1).values.gather(-1, k[:, None] - 1)
     return scores.masked_fill_(scores < worst_kept, NEVER)
 
 
 def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """The fewest best that leave out at most the probability `rest`, which is 1 - p; of equals those of higher id."""
+    """Keep the fewest best that leave out at most the probability `rest` = 1 - p; of equals those of higher id."""
     probabilities = scores.softmax(-1)
-    wanted = probabilities.sum(-1, keepdim=True, dtype=torch.float64) - rest[:, None]
-    best, place = _best_until(scores, probabilities, wanted)
-    share = probabilities.gather(-1, place)
-    count = (share.cumsum(-1, dtype=torch.float64) - share < wanted).sum(-1, keepdim=True).clamp(min=1)
+    mass = probabilities.sum(-1, keepdim=True, dtype=torch.float64) - rest[:, None]
+    best, ids = _sort_until(scores, probabilities, mass)
+    share = probabilities.gather(-1, ids)
+    count = (share.cumsum(-1, dtype=torch.float64) - share < mass).sum(-1, keepdim=True).clamp(min=1)
     last_kept = best.gather(-1, count - 1)
     is_better, is_equal = scores > last_kept, scores == last_kept
     num_equal = count - is_better.sum(-1, keepdim=True)
@@ -46,29 +46,28 @@ def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(~(is_better | (is_equal & (from_the_end <= num_equal))), NEVER)
 
 
-def _best_until(
-    scores: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor
+def _sort_until(
+    scores: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores from the best on, at least until their probabilities sum up to what is wanted, and where they are.
+    """Return scores from the best on, at least until their probabilities sum up to `mass`, and their token ids.
 
-    A CPU sorts slowly, and a few are nearly always enough. A GPU sorts fast, and looking would make it wait.
+    A CPU sorts slowly, and a few are nearly always enough. A GPU sorts fast, and the host would wait for the check.
     """
     if scores.device.type == "cpu":
-        best, place = scores.topk(min(FEW, scores.shape[-1]), dim=-1)
-        found = probabilities.gather(-1, place).sum(-1, keepdim=True, dtype=torch.float64)
-        if bool((found >= wanted).all()):
-            return best, place
+        best, ids = scores.topk(min(FEW, scores.shape[-1]), dim=-1)
+        if bool((probabilities.gather(-1, ids).sum(-1, keepdim=True, dtype=torch.float64) >= mass).all()):
+            return best, ids
     return scores.sort(dim=-1, descending=True)
 
 
 def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Those that are at least `share` times as likely as the best."""
+    """Keep tokens that are at least `share` times as likely as the best."""
     probabilities = scores.softmax(-1)
     return scores.masked_fill_(probabilities < probabilities.amax(-1, keepdim=True) * share[:, None], NEVER)
 
 
 def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Those whose surprise is closest to what is to be expected, until they have the probability `mass`."""
+    """Keep tokens whose surprise is closest to the expected one, until they have the probability `mass`."""
     log_probabilities = scores.log_softmax(-1)
     probabilities = log_probabilities.exp()
     expected = -_running_sum((log_probabilities * probabilities).nan_to_num(nan=0.0))[:, -1:]
@@ -80,22 +79,22 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(x: torch.Tensor) -> torch.Tensor:
-    """In the order of the row. One row alone is summed in another order by a GPU, and a plain sum by threads of a CPU:
-    in float64, and rounded afterwards, no difference is left of that."""
+    """Sum in float64 and round afterwards. The order of a sum depends on the number of rows on a GPU, and on threads on
+    a CPU; rounding hides it."""
     return x.cumsum(-1, dtype=torch.float64).float()
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[rows] the token at which the probabilities, summed in the order of the vocabulary, pass `uniform` (float64)."""
+    """Return [rows] the token at which probabilities, summed in order of the vocabulary, pass `uniform` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    wanted = (uniform * summed[:, -1])[:, None]
-    return torch.searchsorted(summed, wanted, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
+    drawn = (uniform * summed[:, -1])[:, None]
+    return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
 def order_scores(scores: torch.Tensor) -> torch.Tensor:
-    """[rows, vocabulary] int64 in the order of the scores, the first of equals above the others.
+    """Return [rows, vocabulary] int64 in the order of the scores, the first of equals above the others.
 
-    So the k best are the same ones whatever k is and whoever looks for them: which of equals `topk` finds is left open.
+    So the k best are the same tokens for every k: torch leaves open which of equals `topk` finds.
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the larger a negative number, the smaller its bits
@@ -103,8 +102,8 @@ def order_scores(scores: torch.Tensor) -> torch.Tensor:
 
 
 def count_tokens(token_ids: torch.Tensor, counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[rows, vocabulary] how often each token occurs among those of its row that are `counted`."""
+    """Return [rows, vocabulary] the number of times that each token occurs among the `counted` ones of its row."""
     counted = counted & (token_ids < vocab_size)
-    ids = torch.where(counted, token_ids, vocab_size)  # what is not counted goes to a column of its own
+    ids = torch.where(counted, token_ids, vocab_size)  # uncounted tokens go to a column of their own
     counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)
     return counts.scatter_add_(-1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""The next token of many sequences at once, each with row_sampling of its own."""
+"""Choose the next token of many sequences at once, each with sampling parameters of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from lorax_server.sampling.uniform import as_signed, uniforms
 from lorax_server.sampling.watermark import favour_green, hash_tokens
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
-_COLDEST = 1e-6  # a temperature below would make scores infinite, and the likeliest token as unlikely as the others
-_Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # row, token id and value, of each
+_COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
+_Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids and values
 
 
 class RowSampling(NamedTuple):
-    """What one sequence asks for. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
+    """The parameters of one sequence. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
 
     params: SamplingParams
     min_new_tokens: int = 0
@@ -40,7 +40,7 @@ class RowSampling(NamedTuple):
 
 
 class History(NamedTuple):
-    """What the sequences hold so far. Tokens from a row's length on are not looked at."""
+    """The tokens of the sequences so far. Tokens from a row's length on are not read."""
 
     lengths: torch.Tensor  # [rows] prompt and generated
     prompt_lengths: torch.Tensor  # [rows]
@@ -48,7 +48,7 @@ class History(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The chosen tokens. A log probability that is not a number means that the scores were not either."""
+    """The chosen tokens. A log probability is NaN where the scores were."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32
@@ -56,28 +56,26 @@ class Sampled(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens of those rows that asked for them."""
+    """The likeliest tokens of the rows that ask for them."""
 
     counts: dict[int, int]  # by row, in the order of the tensors
     token_ids: torch.Tensor  # [asking rows, most asked for]
     logprobs: torch.Tensor
 
     def by_row(self) -> dict[int, Alternatives]:
-        ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
-        return {
-            row: Alternatives(ids[i][:count], logprobs[i][:count]) for i, (row, count) in enumerate(self.counts.items())
-        }
+        rows = zip(self.counts.items(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        return {row: Alternatives(ids[:count], logprobs[:count]) for (row, count), ids, logprobs in rows}
 
 
 class _RowGroup(NamedTuple):
-    """The rows that ask for one thing, and what each of them asks for."""
+    """The rows that set one parameter, and its value in each of them."""
 
     rows: torch.Tensor
     is_all: bool
     values: tuple[Any, ...]
 
     def apply(self, scores: torch.Tensor, function: Callable[..., torch.Tensor], *more: Any) -> None:
-        """Let `function` change these rows of the scores."""
+        """Change these rows of the scores by `function`."""
         if self.is_all:
             function(scores, *more, *self.values)
         else:
@@ -120,7 +118,7 @@ class Sampler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether anything depends on what the sequences hold."""
+        """True if any parameter depends on the tokens of the sequences."""
         return any(group is not None for group in (self._watermark, self._repetition, self._counts))
 
     @torch.inference_mode()
@@ -131,19 +129,21 @@ class Sampler:
         token_ids = scores.argmax(-1)
         if self._sampled is not None:
             rows = self._sampled.rows
-            warped = self._warped(scores[rows])
+            warped = scores[rows]
+            for function, group in self._warpers:
+                group.apply(warped, function)
             generated = (history.lengths - history.prompt_lengths)[rows]
             token_ids[rows] = draw(warped, uniforms(self._seeds, generated))
             scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
         if self._raw is not None and scores is not raw:
             scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
-        # Not `logsumexp`: its sum is split over threads where there is one row only, and then rounds otherwise.
+        # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
         all_logprobs = scores.log_softmax(-1)
         logprobs = all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
         return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
     def _penalized(self, raw: torch.Tensor, history: History) -> torch.Tensor:
-        """The scores after all that applies to greedy rows too; `raw` itself where nothing does."""
+        """Apply the parameters that count for greedy rows too; return `raw` itself where there are none."""
         if not self.needs_tokens and self._bias is None and self._forbidden is None:
             return raw
         scores = raw.clone()
@@ -161,24 +161,19 @@ class Sampler:
     def _apply_history(self, scores: torch.Tensor, history: History) -> None:
         tokens, lengths = history.token_ids, history.lengths
         assert tokens is not None, "these rows need the tokens so far"
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         if self._watermark is not None:
             rows = self._watermark.rows
             previous = tokens[rows].gather(-1, lengths[rows, None] - 1).squeeze(-1)
             self._watermark.apply(scores, favour_green, previous)
         if self._repetition is not None:
             rows = self._repetition.rows
-            seen = count_tokens(tokens[rows], place < lengths[rows, None], self._vocab_size) > 0
+            seen = count_tokens(tokens[rows], positions < lengths[rows, None], self._vocab_size) > 0
             self._repetition.apply(scores, penalize_repetition, seen)
         if self._counts is not None:
             rows = self._counts.rows
-            generated = (place < lengths[rows, None]) & (place >= history.prompt_lengths[rows, None])
+            generated = (positions < lengths[rows, None]) & (positions >= history.prompt_lengths[rows, None])
             self._counts.apply(scores, penalize_counts, count_tokens(tokens[rows], generated, self._vocab_size))
-
-    def _warped(self, scores: torch.Tensor) -> torch.Tensor:
-        for function, group in self._warpers:
-            group.apply(scores, function)
-        return scores
 
     def _find_alternatives(self, scores: torch.Tensor, logprobs: torch.Tensor) -> TopTokens | None:
         if self._asking is None:
@@ -187,7 +182,7 @@ class Sampler:
         best = order_scores(scores[self._asking.rows]).topk(most, dim=-1).indices
         return TopTokens(self._num_alternatives, best, logprobs[self._asking.rows].gather(-1, best))
 
-    # --- Which rows ask for what --------------------------------------------------------------------------------------
+    # --- The rows that set each parameter -----------------------------------------------------------------------------
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device)
@@ -195,48 +190,48 @@ class Sampler:
     def _group(
         self, asks: Sequence[bool], *values: Sequence[float], dtype: torch.dtype = torch.float32
     ) -> _RowGroup | None:
-        rows = [row for row, does in enumerate(asks) if does]
+        rows = [row for row, is_set in enumerate(asks) if is_set]
         if not rows:
             return None
-        asked = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
-        return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(asks), asked)
+        columns = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
+        return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(asks), columns)
 
     def _list_biases(self, params: Sequence[SamplingParams]) -> _Entries | None:
-        listed = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
-        for _, token_id, _ in listed:
+        entries = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
+        for _, token_id, _ in entries:
             if token_id >= self._vocab_size:
                 raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {self._vocab_size}")
-        return self._entries(listed, torch.float32)
+        return self._entries(entries, torch.float32)
 
     def _list_forbidden(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:
-        """The tokens that may not be chosen yet, and until how many have been generated."""
-        listed = [
+        """List the tokens that may not be chosen yet, each with the number of tokens to generate before."""
+        entries = [
             (row, token_id, sampling.min_new_tokens)
             for row, sampling in enumerate(row_sampling)
             if sampling.min_new_tokens > 0
             for token_id in sorted(sampling.ending_token_ids)
             if token_id < self._vocab_size
         ]
-        return self._entries(listed, torch.int64)
+        return self._entries(entries, torch.int64)
 
-    def _entries(self, listed: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> _Entries | None:
-        if not listed:
+    def _entries(self, entries: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> _Entries | None:
+        if not entries:
             return None
-        rows, token_ids, values = zip(*listed, strict=True)
+        rows, token_ids, values = zip(*entries, strict=True)
         return self._tensor(rows, torch.int64), self._tensor(token_ids, torch.int64), self._tensor(values, dtype)
 
     def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _RowGroup]]:
-        """In the order in which they are applied. Their rows are counted among those that are sampled."""
+        """List functions in the order in which they are applied. Rows are counted among the sampled ones."""
         temperatures = [max(p.temperature, _COLDEST) for p in sampled]
         counts = [min(p.top_k, self._vocab_size) for p in sampled]
         top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
         if top_k is not None:
             top_k = top_k._replace(values=(*top_k.values, max(counts)))
-        listed: list[tuple[Callable[..., torch.Tensor], _RowGroup | None]] = [
+        warpers: list[tuple[Callable[..., torch.Tensor], _RowGroup | None]] = [
             (scale, self._group([t != 1 for t in temperatures], temperatures)),
             (keep_top_k, top_k),
             (keep_top_p, self._group([p.top_p < 1 for p in sampled], [1 - p.top_p for p in sampled])),
             (keep_min_p, self._group([p.min_p > 0 for p in sampled], [p.min_p for p in sampled])),
             (keep_typical, self._group([p.typical_p < 1 for p in sampled], [p.typical_p for p in sampled])),
         ]
-        return [(function, group) for function, group in listed if group is not None]
+        return [(function, group) for function, group in warpers if group is not None]

@@ -1,4 +1,4 @@
-"""One number in [0, 1) for each (seed, position), the same wherever and beside whatever it is drawn."""
+"""One number in [0, 1) for each (seed, position), the same on every device and in every batch."""
 
 import torch
 
@@ -9,13 +9,13 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[rows] float64, from int64 seeds and positions. 32 bits, so that no product with a sum rounds up to the sum."""
+    """Return [rows] float64 from int64 seeds and positions. 32 bits, so that no product with a sum rounds up to it."""
     bits = _mix(_mix(seeds + _STEP) + (positions + 1) * _STEP)
     return _shift(bits, 32).double() / 2**32
 
 
 def as_signed(seed: int) -> int:
-    """A seed below 2**64 as the int64 with the same bits."""
+    """Return the int64 with the bits of a seed below 2**64."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
@@ -26,5 +26,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Right by so many bits; `>>` alone would repeat the sign."""
+    """Shift right; `>>` alone would repeat the sign."""
     return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)

@@ -1,1 +1,1 @@
-"""Obeys the engine: holds the model and the adapters of one rank, and runs what it is told."""
+"""Follows the engine: holds the model and the adapters of one rank, and runs the steps of plans."""

@@ -1,8 +1,8 @@
 """LoRA: a long run of one adapter's tokens is multiplied on its own, the short ones all at once.
 
 Whatever mix of adapters and ranks a batch has, its short runs cost two products per target. For that the rows of their
-factors are gathered in tiles of equal height: a tile holds some ranks of one run, and one that would reach past the
-rank repeats the last row at weight 0. What lies where is worked out for all targets together, once per batch.
+factors are gathered in tiles of equal height: a tile holds some rows of one run's factor, and one that would reach past
+its end repeats the last row at weight 0. The tiles of all targets are worked out together, once per batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,9 +39,9 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
     for target in targets:
         start, stop = tiles.bounds[target.index], tiles.bounds[target.index + 1]
         if start < stop:
-            local, part = out[:, target.columns], low_rank[start - first : stop - first]
             tokens = None if tiles.is_in_order[target.index] else tiles.tokens[start:stop]
-            _expand(local, part, tokens, batch.buffer, tiles.b_rows[start:stop])
+            products = low_rank[start - first : stop - first]
+            _expand(out[:, target.columns], products, tokens, batch.buffer, tiles.b_rows[start:stop])
 
 
 def _expand(
@@ -51,9 +51,14 @@ def _expand(
     buffer: torch.Tensor,
     b_rows: torch.Tensor,
 ) -> None:
-    """Add the tiles' products with B; without `tokens`, they are those of `out` in order."""
+    """Add the tiles' products with B; without `tokens`, the tiles hold the tokens of `out` in order."""
     width = out.shape[1]
-    total = out.unflatten(0, (len(b_rows), -1)) if tokens is None else _wide(out)
+    if tokens is None:
+        total = out.unflatten(0, (len(b_rows), -1))
+    elif out.dtype == torch.float32:
+        total = out
+    else:  # the sum of several tiles of a token is rounded once, not tile by tile
+        total = torch.zeros_like(out, dtype=torch.float32)
     for piece in _pieces(len(b_rows), b_rows.shape[1] * width * out.itemsize):
         factors = _rows(buffer, b_rows[piece], width)
         if tokens is None:
@@ -63,11 +68,6 @@ def _expand(
             total.index_add_(0, tokens[piece].flatten(), deltas.to(total.dtype))
     if tokens is not None and total is not out:
         out += total.to(out.dtype)
-
-
-def _wide(out: torch.Tensor) -> torch.Tensor:
-    """Where several tiles of a token are summed; in a narrow dtype the sum is rounded once, not tile by tile."""
-    return out if out.dtype == torch.float32 else out.new_zeros(out.shape, dtype=torch.float32)
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
@@ -99,8 +99,8 @@ class Tiles:
 
     bounds: list[int]  # target i has tiles bounds[i] to bounds[i + 1]
     tokens: torch.Tensor  # [tiles, run length] the tokens of a tile's run; past its end, its first, at weight 0
-    a_rows: torch.Tensor  # [tiles, height] where rows of A begin
-    b_rows: torch.Tensor
+    a_rows: torch.Tensor  # [tiles, height] offsets of rows of A
+    b_rows: torch.Tensor  # [tiles, height] offsets of rows of B
     weights: torch.Tensor  # [tiles, run length, height] scales and zeros
     is_in_order: list[bool]  # by target: its tiles hold every token of the batch once, one after the other
 
@@ -125,7 +125,7 @@ class Runs:
         ranks = self.table[..., Field.RANK]
         height = _only_value(ranks) or TILE
         counts = (ranks + height - 1) // height
-        # An entry per tile: target and run it belongs to, as one number, and which tile of their factor it is.
+        # An entry per tile: its target and run, as one number, and its number among the tiles of their factor.
         owners = torch.repeat_interleave(counts.flatten())
         number = torch.arange(len(owners), device=device) - (counts.flatten().cumsum(0) - counts.flatten())[owners]
         target, run = owners // max(num_runs, 1), owners % max(num_runs, 1)
@@ -137,7 +137,7 @@ class Runs:
         is_token = position < self.lengths[run, None]
         scales = self.batch.scales[self.adapters].t().flatten()[owners]
         widths = self.batch.widths[target]
-        # Whether the whole batch is short runs of one length.
+        # True if the whole batch is short runs of one length.
         is_even = num_runs * len(position) == int(self.lengths.sum()) == self.batch.bounds[-1]
         return Tiles(
             bounds=[0, *counts.sum(1).cumsum(0).tolist()],
@@ -150,19 +150,19 @@ class Runs:
 
     @cached_property
     def vectors(self) -> dict[Field, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """By field and target: the tokens of short runs whose adapter has such a vector, and where it begins."""
+        """By field and target: the tokens of short runs whose adapter has such a vector, and its offset."""
         run_of_token = torch.repeat_interleave(self.lengths)
         firsts = (self.lengths.cumsum(0) - self.lengths)[run_of_token]
         tokens = torch.arange(len(run_of_token), device=firsts.device) - firsts + self.starts[run_of_token]
-        found: dict[Field, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        vectors: dict[Field, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for field in (Field.FACTOR, Field.SHIFT):
             offsets = self.table[..., field]
-            found[field] = {}
+            vectors[field] = {}
             for target in (offsets >= 0).any(1).nonzero().flatten().tolist():
-                of_token = offsets[target, run_of_token]
-                has = of_token >= 0
-                found[field][target] = (tokens[has], of_token[has])
-        return found
+                token_offsets = offsets[target, run_of_token]
+                has_vector = token_offsets >= 0
+                vectors[field][target] = (tokens[has_vector], token_offsets[has_vector])
+        return vectors
 
 
 def find_runs(batch: LoraBatch) -> Runs:
@@ -193,18 +193,18 @@ def _add_long(out: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor, run: Lon
 
 
 def _only_value(ranks: torch.Tensor) -> int:
-    """The rank that all factors have, or 0 if they differ."""
-    found = ranks[ranks > 0].unique().tolist()
-    return found[0] if len(found) == 1 else 0
+    """Return the rank that all factors have, or 0 if they differ."""
+    values = ranks[ranks > 0].unique().tolist()
+    return values[0] if len(values) == 1 else 0
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
-    """Stretches of `count` things of `size` bytes."""
+    """Cut `count` items of `size` bytes each into pieces that fit a core's cache."""
     step = max(1, PIECE_BYTES // size)
     return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _rows(buffer: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
-    """`[..., width]`: the stretches of a flat buffer that begin at `starts`."""
+    """Return `[..., width]`, the stretches of a flat buffer that begin at `starts`."""
     windows = buffer.as_strided((buffer.numel() - width + 1, width), (1, 1))
     return windows.index_select(0, starts.flatten()).view(*starts.shape, width)

@@ -1,1 +1,1 @@
-"""One file per dataflow; architectures that differ from another in an ingredient are subclasses of it."""
+"""One file per dataflow. An architecture that differs from another in an ingredient is a subclass of it."""

@@ -26,7 +26,7 @@ from lorax_server.weights import Weights
 
 
 class FlashGPT2PreTrainedModel(PagedCausalLM):
-    """A name of the contract; nothing comes from transformers."""
+    """A name of the contract, which stands for no class of transformers here."""
 
 
 class FlashGPT2Attention(nn.Module):

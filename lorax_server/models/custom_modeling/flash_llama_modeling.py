@@ -1,4 +1,4 @@
-"""Llama, and what the architectures with its dataflow share."""
+"""Llama, the base of all architectures with its dataflow."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ def head_dim(config: Any) -> int:
 
 
 class Biases(NamedTuple):
-    """Which matrices of a layer have a bias."""
+    """The matrices of a layer that have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -73,11 +73,11 @@ class FlashLlamaAttention(nn.Module):
         self.ops = weights.ops
 
     def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
-        """How many tokens a layer looks back over, itself included; None for all."""
+        """Return the number of tokens that a layer looks back over, itself included; None for all."""
         return None
 
     def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        """What happens to queries and keys, side by side as `[tokens, heads, head_dim]`, before they are rotated."""
+        """Normalise queries and keys, side by side as `[tokens, heads, head_dim]`, before they are rotated."""
         return qk
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: PagedContext) -> torch.Tensor:

@@ -12,7 +12,7 @@ from lorax_server.models.custom_modeling.flash_llama_modeling import (
 
 
 def layer_window(config: Any, layer_id: int) -> int | None:
-    """The window of a layer of the Qwen family, whose config lists the type of each."""
+    """Return the window of a layer of the Qwen family, whose config lists the type of each."""
     kind, window = config.layer_types[layer_id], config.sliding_window
     if kind == "full_attention":
         return None

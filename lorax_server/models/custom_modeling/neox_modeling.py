@@ -36,7 +36,7 @@ __all__ = [
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
-    """A name of the contract; nothing comes from transformers."""
+    """A name of the contract, which stands for no class of transformers here."""
 
 
 class GPTNeoXAttention(nn.Module):
@@ -129,7 +129,7 @@ class GPTNeoXModel(nn.Module):
 
 
 class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
-    """The padded form."""
+    """GPT-NeoX in padded batches."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -160,7 +160,7 @@ class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
 
 
 class FlashGPTNeoXForCausalLM(PagedCausalLM):
-    """The same layers, paged: how NeoX is served."""
+    """GPT-NeoX as it is served: the same layers, paged."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         num_heads = config.num_attention_heads
@@ -174,6 +174,5 @@ class FlashGPTNeoXForCausalLM(PagedCausalLM):
 
 
 def _find_head(weights: Weights, prefix: str) -> str:
-    """Checkpoints call the head `embed_out`; in transformers, and so in some checkpoints, it is `lm_head`."""
-    newer = f"{prefix}lm_head"
-    return newer if weights.has(f"{newer}.weight") else f"{prefix}embed_out"
+    """Find the head's name: `embed_out` in most checkpoints, `lm_head` in transformers and in others."""
+    return f"{prefix}lm_head" if weights.has(f"{prefix}lm_head.weight") else f"{prefix}embed_out"

@@ -29,7 +29,7 @@ POSITION_OFFSET = 2
 
 
 class OPTPreTrainedModel(PaddedCausalLM):
-    """A name of the contract; nothing comes from transformers."""
+    """A name of the contract, which stands for no class of transformers here."""
 
 
 class OPTLearnedPositionalEmbedding(nn.Module):
@@ -151,7 +151,7 @@ class OPTModel(nn.Module):
 
 
 class OPTForCausalLM(OPTPreTrainedModel):
-    """The padded form."""
+    """OPT in padded batches."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -181,7 +181,7 @@ class OPTForCausalLM(OPTPreTrainedModel):
 
 
 class FlashOPTForCausalLM(PagedCausalLM):
-    """The same layers, paged: how OPT is served."""
+    """OPT as it is served: the same layers, paged."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         num_heads = config.num_attention_heads
@@ -195,5 +195,5 @@ class FlashOPTForCausalLM(PagedCausalLM):
 def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
-    """Not cut: each rank has all of it."""
+    """Load a projection that is not cut: each rank has all of it."""
     return TensorParallelMultiAdapterLinear(weights, [name], in_features, [whole(out_features)], bias=False)

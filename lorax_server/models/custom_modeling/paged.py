@@ -105,7 +105,7 @@ def load_head(
     """Load the head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
 
     A fine-tune may store a head of its own under a config that still says tied; transformers then uses it, and so do
-    we. `target_name` is what adapters call the head, if that is not its tensor's name.
+    we. Adapters call the head `target_name`, if not by its tensor's name.
     """
     size = embedding.weight.shape[1]
     if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
