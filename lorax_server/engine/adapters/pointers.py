@@ -10,7 +10,7 @@ source.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class PointerCache:
 
     def forget(self, source: str, name: str) -> None:
         """Forget a name, with any token."""
-        remembered: dict[Key, Any]
+        remembered: MutableMapping[Key, Any]
         for remembered in (self._pointers, self._failures):
             for key in [key for key in remembered if key[:2] == (source, name)]:
                 del remembered[key]
