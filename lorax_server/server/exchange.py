@@ -280,8 +280,9 @@ class Exchange:
     def _sum_up(self) -> None:
         record, generations = self.record, self.generations
         completions = [generation.completion for generation in generations]
-        record.generated_tokens = 0 if self._is_scoring else sum(len(each.token_ids) for each in completions)
-        reasons = [each.finish_reason for each in completions]
+        num_generated = sum(len(completion.token_ids) for completion in completions)
+        record.generated_tokens = 0 if self._is_scoring else num_generated
+        reasons = [completion.finish_reason for completion in completions]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
         if self.service.config.log_prompts:
             record.text = "\n".join(generation.text for generation in generations)
