@@ -1,5 +1,7 @@
 """From the name of an adapter to its identity, on behalf of one request: access, quotas and tokens of sources."""
 
+from typing import NamedTuple
+
 from lorax_server.errors import (
     AdapterAccessError,
     AdapterError,
@@ -16,11 +18,19 @@ from lorax_server.server.access.nearest import with_nearest
 from lorax_server.server.http.problems import OPENAI_PREFIX
 from lorax_server.server.seen_adapters import MERGES
 from lorax_server.server.service import Service
+from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Resolved
 
 LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of an adapter fetched just now
 TRANSIENT = (SourceError, OverloadedError, EngineError)  # errors after which the same name may be found
 MAX_LABEL = 256  # characters of a merge's label that are remembered
+
+
+class ResolvedModel(NamedTuple):
+    """The model that answers: an adapter, or the base model by an empty identity, and its tokenizer."""
+
+    adapter: Resolved
+    tokenizer: TextTokenizer
 
 
 class AdapterLookup:

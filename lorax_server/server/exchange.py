@@ -6,49 +6,39 @@ the caller's key, deadlines, errors, logs. The work itself calls `admit`, `resol
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lorax_server.errors import DeadlineError, InputError, LoraxError
+from lorax_server.errors import DeadlineError, LoraxError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
 from lorax_server.server.access.rate_limits import Permit
-from lorax_server.server.adapter_lookup import AdapterLookup
+from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, event, until_gone
 from lorax_server.server.prompts import Prompt, RequestOptions, encode_prompt, fit_stop
-from lorax_server.server.routes.checks import check_logprobs
+from lorax_server.server.routes.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
-from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Request, Resolved
+from lorax_server.types import Request
 
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499  # for the log: there is no client to read it
-TIMEOUT_HEADER = "x-request-timeout"
 BEARER = "bearer "
 SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
-
-
-class ResolvedModel(NamedTuple):
-    """The model that answers: an adapter, or the base model by an empty identity, and its tokenizer."""
-
-    adapter: Resolved
-    tokenizer: TextTokenizer
 
 
 class Exchange:
@@ -120,7 +110,7 @@ class Exchange:
 
     def _identify(self) -> None:
         """Find the caller's key and deadline. Where the server has no keys, a bearer is meant for a source."""
-        self.timeout_s = _shorter(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
+        self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
         authorization = self._http.headers.get("authorization") or ""
         self.key = self.service.keys.identify(self._http.headers.get("authorization"))
         self.record.key = self.key.name
@@ -280,8 +270,9 @@ class Exchange:
     def _sum_up(self) -> None:
         record, generations = self.record, self.generations
         completions = [generation.completion for generation in generations]
-        record.generated_tokens = 0 if self._is_scoring else sum(len(each.token_ids) for each in completions)
-        reasons = [each.finish_reason for each in completions]
+        num_generated = sum(len(completion.token_ids) for completion in completions)
+        record.generated_tokens = 0 if self._is_scoring else num_generated
+        reasons = [completion.finish_reason for completion in completions]
         record.finish_reasons = [reason.name.lower() for reason in reasons if reason is not None]
         if self.service.config.log_prompts:
             record.text = "\n".join(generation.text for generation in generations)
@@ -345,15 +336,3 @@ class Exchange:
         }
         values = {name: int(value * 1000) for name, value in milliseconds.items()} | counts
         return self.stream_headers() | {name: str(value) for name, value in values.items()}
-
-
-def _shorter(limit_s: float | None, asked: str | None) -> float | None:
-    if asked is None:
-        return limit_s
-    try:
-        asked_s = float(asked)
-    except ValueError:
-        asked_s = math.nan
-    if not 0 < asked_s < math.inf:
-        raise InputError(f"{TIMEOUT_HEADER} is a number of seconds above 0, not {asked[:32]!r}")
-    return asked_s if limit_s is None else min(asked_s, limit_s)

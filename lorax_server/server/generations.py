@@ -89,7 +89,7 @@ async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[
                 yield 0, events
         return
     queue: asyncio.Queue[_Item] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(index, each, queue)) for index, each in enumerate(generations)]
+    tasks = [asyncio.create_task(_feed(index, generation, queue)) for index, generation in enumerate(generations)]
     num_running = len(tasks)
     try:
         while num_running:

@@ -14,7 +14,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a prompt is to be answered, whichever route it came by."""
+    """Everything that a request asks for besides its prompt and its model, in the same form for all routes."""
 
     sampling: SamplingParams  # of every answer but for its seed
     stop: StopParams  # without the model's own eos tokens

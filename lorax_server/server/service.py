@@ -99,9 +99,10 @@ class Service:
     async def _note_preloaded(self) -> None:
         for source, name in self.config.engine.preload:
             with suppress(SourceError):  # the engine has logged it already
-                resolved = await self.engine.resolve([AdapterRef(source, name)])
-                self.seen.note(resolved.identity, self.model_names.place(source, name))
-                self.seen.pin(resolved.identity, self.model_names.place(source, name))
+                identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
+                named = self.model_names.place(source, name)
+                self.seen.note(identity, named)
+                self.seen.pin(identity, named)
 
     def drain(self) -> None:
         """Refuse new requests. Those under way have until the deadline, and then get an error that says why."""

@@ -154,11 +154,12 @@ class _Lane:
 
         def run() -> None:
             try:
-                result.set_result(work())
+                settle = partial(result.set_result, work())
             except BaseException as error:
-                result.set_exception(error)
+                settle = partial(result.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._turns.release)
+                loop.call_soon_threadsafe(self._turns.release)  # first: the loop may end with the result
+            settle()
 
         try:
             threading.Thread(target=run, name=self._name, daemon=True).start()

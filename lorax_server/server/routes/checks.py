@@ -1,5 +1,6 @@
 """Checks that the routes of LoRAX and OpenAI share."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from lorax_server.errors import InputError, NotSupportedError
 MAX_STOP_LENGTH = 1024  # characters: preparing the search for a stop string holds up other requests
 MAX_LOGPROBS = 1_000_000  # in memory at once for one request
 MAX_BIASES = 1024
+TIMEOUT_HEADER = "x-request-timeout"
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -67,3 +69,16 @@ def check_logprobs(count: int) -> None:
         f"up to {count} log probabilities are asked for, at most {MAX_LOGPROBS} are given: lower `max_new_tokens`, "
         "`best_of` or `return_k_alternatives`, shorten the prompt or leave out `decoder_input_details`, or stream",
     )
+
+
+def shorten_timeout(limit_s: float | None, asked: str | None) -> float | None:
+    """Return the shorter of the server's limit and the seconds that a header asks for."""
+    if asked is None:
+        return limit_s
+    try:
+        asked_s = float(asked)
+    except ValueError:
+        asked_s = math.nan
+    if not 0 < asked_s < math.inf:
+        raise InputError(f"{TIMEOUT_HEADER} is a number of seconds above 0, not {asked[:32]!r}")
+    return asked_s if limit_s is None else min(asked_s, limit_s)

@@ -231,7 +231,7 @@ def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, N
     if key.base_model:
         bases = dict.fromkeys((names.primary, *config.served_names))
         models = [_model(service, created, name, config.model_id, None) for name in bases]
-    return models + [_model(service, created, name, place.name, names.primary) for name, place in allowed]
+    return models + [_model(service, created, alias, name.name, names.primary) for alias, name in allowed]
 
 
 def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
@@ -239,10 +239,10 @@ def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str
     names, config = service.model_names, service.config
     if name in (names.primary, *config.served_names) and key.base_model:
         return _model(service, created, name, config.model_id, None)
-    place = names.adapters.get(name)
-    if place is None or not key.may_use(names.default_source, name, names.default_source, place.source == HUB):
+    named = names.adapters.get(name)
+    if named is None or not key.may_use(names.default_source, name, names.default_source, named.source == HUB):
         return None
-    return _model(service, created, name, place.name, names.primary)
+    return _model(service, created, name, named.name, names.primary)
 
 
 def _model(service: Service, created: int, name: str, root: str, parent: str | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class ResponseFormat(Schema):
 
 
 class GenerateParameters(OpenSchema):
-    """How to answer. What is null is as if it were not there."""
+    """Options of an answer. A field that is null counts as left out."""
 
     model_config = ConfigDict(json_schema_extra=refusing(GENERATE))
 

@@ -1,4 +1,4 @@
-"""What OpenAI's two routes share: the rules of their parameters, and the frame of their answers."""
+"""The common part of OpenAI's two routes: rules of parameters, and the frame of answers."""
 
 import secrets
 import time

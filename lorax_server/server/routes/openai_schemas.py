@@ -39,7 +39,7 @@ class StreamOptions(Schema):
 
 
 class CommonRequest(OpenSchema):
-    """Of both routes."""
+    """Fields of both routes."""
 
     model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
     max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
