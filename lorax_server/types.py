@@ -255,7 +255,7 @@ class EngineInfo:
 
 @dataclass
 class SchedulerCounters:
-    """What a scheduler has done so far."""
+    """The work of a scheduler so far."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -269,7 +269,7 @@ class SchedulerCounters:
 
 @dataclass
 class AdapterCounters:
-    """What has happened to adapters so far."""
+    """The movements of adapters so far."""
 
     adapters_prepared: int = 0
     adapters_loaded: int = 0

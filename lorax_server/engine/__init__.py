@@ -1,1 +1,1 @@
-"""What decides: which adapters and sequences are where, and what each step computes."""
+"""The engine: decides which sequences each step computes, and which adapters are on the device. No torch."""

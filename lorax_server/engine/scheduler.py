@@ -241,7 +241,7 @@ class Scheduler:
     def _put(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> None:
         builder.add_tokens(sequence, count, samples)
         request = sequence.request
-        self._waiting.charge(request.tenant, request.adapter_identity, count)  # at once: it decides who comes next
+        self._waiting.charge(request.tenant, request.adapter_identity, count)  # at once: it decides what comes next
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()

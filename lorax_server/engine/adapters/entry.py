@@ -9,7 +9,7 @@ from lorax_server.errors import LoraxError
 
 
 class State(Enum):
-    """Where an adapter is."""
+    """The stages of an adapter on its way to the device."""
 
     DISK = "on disk"
     PREPARING = "being prepared"

@@ -1,4 +1,4 @@
-"""What sources have said of names: how long an answer is good, and which one may stand in while a source fails.
+"""Remembered answers of sources: how long each is good, and which one may stand in while a source fails.
 
 A pointer to a local folder is good as long as no file changes. If the folder is broken after a change, its files may be
 in the middle of being written: for a while the previous adapter stands in, marked as stale.

@@ -211,13 +211,9 @@ class AdapterResolver:
                 return
             flight.has_started = True
         try:
-            adapter = self._ask(flight)
+            settle = partial(flight.answer.set_result, self._ask(flight))
         except BaseException as error:
-            self._land(flight, partial(flight.answer.set_exception, error))
-        else:
-            self._land(flight, partial(flight.answer.set_result, adapter))
-
-    def _land(self, flight: _Flight, settle: Callable[[], None]) -> None:
+            settle = partial(flight.answer.set_exception, error)
         with self._lock:
             if flight not in self._unfinished:
                 return  # closed, and settled
