@@ -129,21 +129,15 @@ class Worker:
                 self.preparer.drop(op.identity)
 
 
-class Arrival(Protocol):
-    """The end of a copy: an event of a CUDA stream."""
-
-    def synchronize(self) -> None: ...
-
-
 class _Arrivals:
     """Waits for loads on a thread of its own, so that the engine need not poll. The first load starts the thread."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        self._expected: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._expected: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def expect(self, arrival: Arrival) -> None:
+    def expect(self, arrival: torch.cuda.Event) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="await adapters", daemon=True)
             self._thread.start()

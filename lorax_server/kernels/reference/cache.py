@@ -9,7 +9,7 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> None:
     shape = cache[0].shape
-    writes = find_writes(batch, shape[2])
+    writes = batch.once("writes", lambda: plan_writes(batch, shape[2]))
     for new, blocks, scale in ((k, cache[0], spec.k_scale), (v, cache[1], spec.v_scale)):
         # Attention hides what lies past a sequence's end by a weight of 0, and 0 times a NaN that the block's last
         # owner left behind would be a NaN.
@@ -33,11 +33,7 @@ class Writes:
     fresh: torch.Tensor  # the blocks among them that held nothing of their sequence before
 
 
-def find_writes(batch: PagedBatch, block_size: int) -> Writes:
-    return batch.once("writes", lambda: _find_writes(batch, block_size))
-
-
-def _find_writes(batch: PagedBatch, block_size: int) -> Writes:
+def plan_writes(batch: PagedBatch, block_size: int) -> Writes:
     tokens, slots = batch.stored, batch.slots
     has_slot = slots >= 0
     if not bool(has_slot.all()):

@@ -22,7 +22,7 @@ PIECE_BYTES = 2 << 20
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    runs = find_runs(batch)
+    runs = batch.once("runs", lambda: _find_runs(batch))
     for run in runs.long:
         for target in targets:
             _add_long(out[run.tokens, target.columns], x[run.tokens], batch.buffer, run, target.index)
@@ -71,7 +71,7 @@ def _expand(
 
 
 def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    runs = find_runs(batch)
+    runs = batch.once("runs", lambda: _find_runs(batch))
     for target in targets:
         local = out[:, target.columns]
         width = local.shape[1]
@@ -163,10 +163,6 @@ class Runs:
                 has_vector = token_offsets >= 0
                 vectors[field][target] = (tokens[has_vector], token_offsets[has_vector])
         return vectors
-
-
-def find_runs(batch: LoraBatch) -> Runs:
-    return batch.once("runs", lambda: _find_runs(batch))
 
 
 def _find_runs(batch: LoraBatch) -> Runs:

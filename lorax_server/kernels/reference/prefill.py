@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.reference.cache import dequantize, find_writes, quantize
+from lorax_server.kernels.reference.cache import dequantize, plan_writes, quantize
 from lorax_server.kernels.reference.decode import decode_attention
 
 MAX_SCORES = 2**27  # at once, on a GPU
@@ -76,7 +76,7 @@ def _plan_prefill(batch: PagedBatch, block_size: int) -> _PrefillPlan:
 
 def _list_stored(batch: PagedBatch, block_size: int, num_tokens: int) -> list[bool]:
     """Tell for each token whether its key and value are in the cache."""
-    tokens = find_writes(batch, block_size).tokens
+    tokens = batch.once("writes", lambda: plan_writes(batch, block_size)).tokens
     if tokens is None:
         return [True] * num_tokens
     stored = torch.zeros(num_tokens, dtype=torch.bool)

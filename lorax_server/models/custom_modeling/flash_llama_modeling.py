@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig  # noqa: F401 - a name of the contract
 
 from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
@@ -22,16 +22,6 @@ from lorax_server.models.custom_modeling.paged import (
     load_head,
 )
 from lorax_server.weights import Weights
-
-__all__ = [
-    "FlashLlamaAttention",
-    "FlashLlamaForCausalLM",
-    "FlashLlamaLayer",
-    "FlashLlamaModel",
-    "LlamaConfig",
-    "LlamaMLP",
-    "LlamaRMSNorm",
-]
 
 
 def head_dim(config: Any) -> int:

@@ -11,7 +11,7 @@ from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
-from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary
+from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary  # noqa: F401 - a name of the contract
 from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
@@ -22,17 +22,6 @@ from lorax_server.models.custom_modeling.paged import (
     local_heads,
 )
 from lorax_server.weights import Weights
-
-__all__ = [
-    "FlashGPTNeoXForCausalLM",
-    "GPTNeoXAttention",
-    "GPTNeoXLayer",
-    "GPTNeoXMLP",
-    "GPTNeoXModel",
-    "GPTNeoXPreTrainedModel",
-    "GPTNeoxForCausalLM",
-    "RotaryEmbedding",
-]
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
