@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lorax_server.models.custom_modeling.flash_mistral_modeling as mistral
 import lorax_server.models.custom_modeling.flash_qwen2_modeling as qwen2
@@ -18,11 +18,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import select_ops
 from lorax_server.layers.targets import adapter_targets
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    FlashLlamaForCausalLM,
-    FlashLlamaLayer,
-    LlamaConfig,
-)
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.models.registry import build_model, get_model
 from lorax_server.weights import TensorWeights
 from tests.builders import needs_onednn

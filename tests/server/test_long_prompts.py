@@ -206,7 +206,7 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
             parsed.append(turns.count)
 
         methods: Any = Methods()
-        methods.of = lambda _: {"POST"}
+        methods.allowed_at = lambda _: {"POST"}
         guard = RequestMiddleware(app, methods, Bench().service)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": NATIVE, "headers": headers}
