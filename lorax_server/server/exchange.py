@@ -22,12 +22,12 @@ from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
+from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, event, until_gone
 from lorax_server.server.prompts import Prompt, RequestOptions, encode_prompt, fit_stop
-from lorax_server.server.routes.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord

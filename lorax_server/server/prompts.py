@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lorax_server.errors import ContextLengthError, InputError
-from lorax_server.server.routes.checks import check_text
+from lorax_server.server.checks import check_text
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import SamplingParams, StopParams

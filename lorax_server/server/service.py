@@ -15,7 +15,7 @@ from lorax_server.server.access.folder import FolderWatch
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.rate_limits import RateLimits
-from lorax_server.server.routes.checks import pick_sampling
+from lorax_server.server.checks import pick_sampling
 from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics

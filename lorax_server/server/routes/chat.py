@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
+from lorax_server.server.checks import check, not_yet
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import CHAT
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes import openai
-from lorax_server.server.routes.checks import check, not_yet
 from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.service import Service
 from lorax_server.text.detokenizer import Detokenizer

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from lorax_server.generation.candidates import sort_candidates
 from lorax_server.generation.generation import TokenEvent, locate_tokens
+from lorax_server.server.checks import check
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import COMPLETIONS
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import Prompt, RequestOptions
 from lorax_server.server.routes import openai
-from lorax_server.server.routes.checks import check
 from lorax_server.server.routes.openai_schemas import CompletionRequest, CompletionResponse
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer

@@ -18,8 +18,8 @@ from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
 from lorax_server.server.adapter_pages import FEW, off_loop, select_names
+from lorax_server.server.checks import check_text
 from lorax_server.server.http.problems import Problem, json_response
-from lorax_server.server.routes.checks import check_text
 from lorax_server.server.routes.lorax import ERRORS
 from lorax_server.server.routes.lorax_schemas import (
     DetokenizeRequest,

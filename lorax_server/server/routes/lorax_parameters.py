@@ -7,9 +7,9 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.adapters.resolver import MAX_MERGED
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
+from lorax_server.server.checks import check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.checks import check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
 from lorax_server.server.service import Service
 from lorax_server.types import Merge, SamplingParams, StopParams

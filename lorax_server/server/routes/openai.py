@@ -13,12 +13,12 @@ from lorax_server.generation.candidates import candidate_seed
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import HUB
 from lorax_server.server.access.model_names import Choice, ModelNames, Named
+from lorax_server.server.checks import MAX_BIASES, check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.foreign_fields import refuse_foreign
 from lorax_server.server.http.sse import DONE, event
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.checks import MAX_BIASES, check, check_stops, not_yet, pick_sampling, to_bias
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service

@@ -19,7 +19,7 @@ from lorax_server.errors import (
     OverloadedError,
     SourceError,
 )
-from lorax_server.server.routes import checks
+from lorax_server.server import checks
 from lorax_server.types import Output, Resolved
 from tests.server.bench import ids
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
