@@ -40,7 +40,7 @@ Key = tuple[str, str, str | None]  # source, name, and a hash of the token, on w
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundAdapter:
     """An adapter on this machine, and its files as they were when it was identified."""
 
     spec: AdapterSpec
@@ -89,7 +89,7 @@ class AdapterFinder:
         self._base_types: LRUCache[Key, str] = LRUCache(MAX_BASE_TYPES)
         self._unknown_bases: TTLCache[Key, bool] = TTLCache(MAX_BASE_TYPES, UNKNOWN_BASE_S, timer=clock)
 
-    def find(self, ref: AdapterRef) -> Found:
+    def find(self, ref: AdapterRef) -> FoundAdapter:
         """Fetch an adapter and identify it. Takes as long as its source does."""
         check = partial(self._check_config, key_of(ref))
         failure = SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
@@ -133,7 +133,7 @@ class AdapterFinder:
                     self._base_types[key] = base_type
         return base_type
 
-    def _identify(self, name: str, fetched: FetchedAdapter) -> Found | None:
+    def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
         """Identify a fetched adapter; None if a file has changed since.
 
         Config and weights must be of one moment, and those that their source has checked.
@@ -160,7 +160,7 @@ class AdapterFinder:
         spec = AdapterSpec(identity, name, (StoredPart(folder, config, stamp, identity, settled),), num_elements)
         stamps = tuple(files[folder / file] or () for file in fetched.tokenizer_files)
         resolved = Resolved(identity, str(folder), fetched.tokenizer_files, tokenizer_stamps=stamps)
-        return Found(spec, resolved, files, is_new=fetched.is_new)
+        return FoundAdapter(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
         """Return the identity and the number of elements. Weights with a known stamp are not read."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
-from lorax_server.adapters.sources.finder import Found, Key
+from lorax_server.adapters.sources.finder import FoundAdapter, Key
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.errors import AdapterError, AdapterNotFoundError, LoraxError, SourceError
@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 0.1  # before another look at a folder that changed while it was 
 class Pointer(NamedTuple):
     """The adapter that a name means."""
 
-    adapter: Found
+    adapter: FoundAdapter
     ask_at: float  # from then on its source has to be asked again,
     good_until: float  # and from then on before any request gets an answer
     failing_since: float | None = None  # of a local folder: since when it is broken
@@ -67,7 +67,7 @@ class PointerCache:
         failure = self._failures.get(key)
         return failure if failure is not None and self._clock() < failure.retry_at else None
 
-    def put(self, key: Key, adapter: Found) -> None:
+    def put(self, key: Key, adapter: FoundAdapter) -> None:
         if is_local(key):
             # Where a change might not show in the stamps, only another thorough look can tell.
             ask_at = good_until = math.inf if adapter.is_settled else -math.inf
@@ -112,12 +112,12 @@ class PointerCache:
 
     # --- Without the lock: looks at files -----------------------------------------------------------------------------
 
-    def is_current(self, key: Key, adapter: Found) -> bool:
+    def is_current(self, key: Key, adapter: FoundAdapter) -> bool:
         """Look once at each file. Mark the files as used, so that they do not leave the disk."""
         self._sources.mark_used(key[0], adapter.spec.parts[0].folder)
         return adapter.is_unchanged()
 
-    def find_stand_in(self, key: Key, pointer: Pointer | None, error: LoraxError) -> Found | None:
+    def find_stand_in(self, key: Key, pointer: Pointer | None, error: LoraxError) -> FoundAdapter | None:
         """Return an adapter that may be served in spite of its source's error."""
         if pointer is None:
             return None
@@ -127,7 +127,7 @@ class PointerCache:
         can_stand_in = isinstance(error, SourceError) and not has_token and self.is_current(key, pointer.adapter)
         return pointer.adapter if can_stand_in else None
 
-    def _find_previous(self, pointer: Pointer, error: LoraxError) -> Found | None:
+    def _find_previous(self, pointer: Pointer, error: LoraxError) -> FoundAdapter | None:
         """Return the adapter that a folder held before, as long as its files may be in the middle of being written."""
         since, adapter = pointer.failing_since, pointer.adapter
         if since is None or self._clock() >= since + WRITING_S or not adapter.is_overwritten():

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from lorax_server.adapters.sources.finder import AdapterFinder, Found, Key, key_of
+from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter, Key, key_of
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterSources
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.pointers import (
@@ -47,7 +47,7 @@ class _Flight:
 
     key: Key
     ref: AdapterRef
-    answer: "Future[Found]" = field(default_factory=Future)
+    answer: "Future[FoundAdapter]" = field(default_factory=Future)
     has_started: bool = False
     following: "_Flight | None" = None  # starts when this one has ended
 
@@ -82,7 +82,7 @@ class AdapterResolver:
         self._pointers = PointerCache(sources, revalidate_s, clock)
         self._flights: dict[Key, _Flight] = {}  # those that may be joined, and whose answer will be remembered
         self._unfinished: set[_Flight] = set()
-        self._looks: set[Future[Found]] = set()  # without an answer
+        self._looks: set[Future[FoundAdapter]] = set()  # without an answer
 
     @property
     def num_fetching(self) -> int:
@@ -119,7 +119,7 @@ class AdapterResolver:
         for answer in (*(flight.answer for flight in unfinished), *looks):
             answer.set_exception(_closed())
 
-    def _find(self, ref: AdapterRef) -> "Future[Found]":
+    def _find(self, ref: AdapterRef) -> "Future[FoundAdapter]":
         key = key_of(ref)
         with self._lock:
             pointer = self._pointers.recall(key)
@@ -127,7 +127,7 @@ class AdapterResolver:
                 return self._look_later(key, ref, pointer)
         return self._find_anew(key, ref, None)
 
-    def _find_anew(self, key: Key, ref: AdapterRef, pointer: Pointer | None) -> "Future[Found]":
+    def _find_anew(self, key: Key, ref: AdapterRef, pointer: Pointer | None) -> "Future[FoundAdapter]":
         """Return the failure of a moment ago, or what the source says now."""
         with self._lock:
             failure = self._pointers.recall_failure(key)
@@ -141,15 +141,15 @@ class AdapterResolver:
 
     # --- Looks at files -----------------------------------------------------------------------------------------------
 
-    def _look_later(self, key: Key, ref: AdapterRef, pointer: Pointer) -> "Future[Found]":
+    def _look_later(self, key: Key, ref: AdapterRef, pointer: Pointer) -> "Future[FoundAdapter]":
         """Answer with a pointer if nothing has changed, after a look on a thread."""
         self._check_open(len(self._looks))
-        answer: Future[Found] = Future()
+        answer: Future[FoundAdapter] = Future()
         self._lookers[ref.source].submit(partial(self._look, key, ref, pointer, answer))
         self._looks.add(answer)
         return answer
 
-    def _look(self, key: Key, ref: AdapterRef, pointer: Pointer, answer: "Future[Found]") -> None:
+    def _look(self, key: Key, ref: AdapterRef, pointer: Pointer, answer: "Future[FoundAdapter]") -> None:
         try:
             now = self._clock()
             is_good = now < (pointer.ask_at if ref.token else pointer.good_until)
@@ -170,7 +170,7 @@ class AdapterResolver:
             if is_due and key not in self._flights and len(self._unfinished) < MAX_FLIGHTS:
                 self._join(key, ref)
 
-    def _settle_look(self, answer: "Future[Found]", outcome: "Future[Found]") -> None:
+    def _settle_look(self, answer: "Future[FoundAdapter]", outcome: "Future[FoundAdapter]") -> None:
         with self._lock:
             if answer not in self._looks:
                 return  # closed, and settled
@@ -227,7 +227,7 @@ class AdapterResolver:
                     self._flights[flight.key] = following
         settle()
 
-    def _ask(self, flight: _Flight) -> Found:
+    def _ask(self, flight: _Flight) -> FoundAdapter:
         key = flight.key
         try:
             adapter = self._finder.find(flight.ref)
@@ -269,7 +269,7 @@ def _check_request(refs: Sequence[AdapterRef], merge: Merge | None) -> None:
         raise InputError(f"{len(refs)} adapters are to be merged, but {len(merge.weights)} weights are given")
 
 
-def _combine(merge: Merge | None, adapters: Sequence[Found]) -> Answer:
+def _combine(merge: Merge | None, adapters: Sequence[FoundAdapter]) -> Answer:
     tier = FETCHED if any(adapter.is_new for adapter in adapters) else ""
     if merge is None:
         return adapters[0].spec, adapters[0].resolved._replace(tier=tier)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lorax_server.adapters.sources import finder
-from lorax_server.adapters.sources.finder import AdapterFinder, Found
+from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources
 from lorax_server.errors import AdapterError, SourceError
@@ -85,7 +85,7 @@ class Swap:
             self.put_back()
 
 
-def find(source: LocalSource, name: str = "poet") -> Found:
+def find(source: LocalSource, name: str = "poet") -> FoundAdapter:
     sources = AdapterSources({"local": source}, max_bytes=2**30)
     finder = AdapterFinder(sources, model_type="llama", model_class="LlamaForCausalLM")
     return finder.find(AdapterRef("local", name))
@@ -103,7 +103,7 @@ def swap_at(root: Path, what: str) -> Swap:
     return Swap(path, root.parent / "outside" / what)
 
 
-def read_vouched(found: Found, root: Path) -> dict[str, bytes]:
+def read_vouched(found: FoundAdapter, root: Path) -> dict[str, bytes]:
     """Return the content of the stamped files, which must lie inside the root."""
     names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
     assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)

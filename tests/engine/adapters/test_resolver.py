@@ -1034,12 +1034,12 @@ def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
     bench.ask("tuned", "fake")
     gate = bench.gate()
 
-    def hang(found: finder.Found) -> bool:
+    def hang(found: finder.FoundAdapter) -> bool:
         gate()
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(finder.Found, "is_unchanged", hang)
+        patch.setattr(finder.FoundAdapter, "is_unchanged", hang)
         held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns without waiting for the look
         gate.wait_for(resolver_module.NUM_LOOKERS)
         assert bench.ask("tuned", "other") == identity
@@ -1054,11 +1054,11 @@ def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatc
     gate = bench.gate()
     monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
 
-    def is_unchanged(_: finder.Found) -> bool:
+    def is_unchanged(_: finder.FoundAdapter) -> bool:
         gate()
         return True
 
-    monkeypatch.setattr(finder.Found, "is_unchanged", is_unchanged)
+    monkeypatch.setattr(finder.FoundAdapter, "is_unchanged", is_unchanged)
     held = [bench.begin("tuned") for _ in range(3)]
     assert isinstance(bench.error("tuned"), OverloadedError)
     gate.opened.set()
