@@ -336,7 +336,7 @@ class Server:
 def name_of(process: psutil.Process) -> str:
     """Return the process's purpose, by the way it was started."""
     words = " ".join(process.cmdline())
-    kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "template_worker": "template worker"}
+    kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "template_program": "template worker"}
     return next((name for sign, name in kinds.items() if sign in words), "API")
 
 

@@ -158,7 +158,12 @@ def write_records(world: World) -> str:
     rows = []
     for _ in range(world.rng.randint(2, 4)):
         event = world.event()
-        row = {"person": event.person, "town": event.town, "item": event.item, "colour": event.colour}
+        row: dict[str, str | int] = {
+            "person": event.person,
+            "town": event.town,
+            "item": event.item,
+            "colour": event.colour,
+        }
         row |= {"count": event.count, "day": event.day, "price": event.price}
         fields = world.rng.sample(list(row.items()), world.rng.randint(3, len(row)))
         rows.append(json.dumps(dict(fields), ensure_ascii=False))

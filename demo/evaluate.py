@@ -89,7 +89,7 @@ async def _ask_one(client: httpx2.AsyncClient, model: str, text: str, is_chat: b
     if found.is_error:
         raise RuntimeError(f"{model}: the server answers {found.status_code}: {found.text}")
     (choice,) = found.json()["choices"]
-    return choice["message"]["content"] if is_chat else choice["text"]
+    return str(choice["message"]["content"] if is_chat else choice["text"])
 
 
 def score(answers: Sequence[str], items: Sequence[Item], skill: str) -> float:

@@ -70,7 +70,7 @@ class Recipe:
     """An adapter's config and the length of its training."""
 
     rank: int
-    alpha: float
+    alpha: int
     steps: int
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -136,7 +136,8 @@ def train_base(run: Run) -> None:
     tokens = tokens.to(device)
     print(f"base: {len(tokens):,} tokens after {time.monotonic() - began:.0f} s", flush=True)
     torch.manual_seed(0)
-    model = make_model(tokenizer).to(device)
+    model: Any = make_model(tokenizer)
+    model.to(device)
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     places = torch.Generator().manual_seed(0)
 
@@ -224,7 +225,8 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
     if device == "cpu":
         torch.set_num_threads(1)  # there are as many processes as cores
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
-    model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).to(device)
+    model: Any = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    model.to(device)
     recipe, seed = RECIPES[name], 1_000_000 * (1 + list(RECIPES).index(name))
     torch.manual_seed(seed)
     model = get_peft_model(model, recipe.config())

@@ -247,11 +247,10 @@ class LLM:
                 self._engine.abort(request_id)
 
     def _step(self) -> None:
-        """Generation one step of the engine, for all threads that wait."""
+        """Run one step of the engine, for all threads that wait."""
         self._engine.wait()
         with self._held():
             engine = self._engine
-            engine.wake.clear()
             try:
                 outputs = engine.step()
             except BaseException as error:  # the state of the engine is unknown now

@@ -338,5 +338,5 @@ def _are_counts(values: object) -> bool:
 
 
 def _are_strings(values: object) -> bool:
-    """Accept lists only: a single string is a sequence of strings too, but its characters are not meant."""
+    """Accept lists and tuples: a single string is a sequence of strings too, but its characters are not meant."""
     return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)

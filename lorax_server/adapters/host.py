@@ -59,7 +59,7 @@ def prepare(
         try:
             module = _PreparedModule(adapter.name, target, weights, dtype, group)
             scales[index] = weights.scale
-            for field, number in module.count_rows().items():
+            for field, number in module.count_fields().items():
                 table[index][field] = number
             for field, tensor in module.cast_tensors().items():
                 table[index][field] = layout.add(tensor)
@@ -128,7 +128,7 @@ class _PreparedModule:
         self.shift = self._find_shift()
         self._complete_new_rows()
 
-    def count_rows(self) -> dict[Field, int]:
+    def count_fields(self) -> dict[Field, int]:
         rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
         return {Field.RANK: rank, Field.NUM_ROWS: len(self.rows), Field.NUM_NEW_ROWS: len(self.new_rows)}
 
@@ -261,7 +261,7 @@ class _PreparedModule:
         self.new_rows = rows
 
     def _find_shift(self) -> torch.Tensor | None:
-        """Return the difference between the adapter's output and the base model's, multiplied by the factor."""
+        """Return the vector that is added to the base model's output, after the factor, to get the adapter's."""
         target, weights = self.target, self.weights
         if not target.adds_once:
             return None

@@ -35,7 +35,7 @@ class AdapterSpec:
     identity: str
     name: str
     parts: tuple[StoredPart, ...]
-    num_elements: int  # of its tensors, an upper bound of the memory
+    num_elements: int  # of its tensors; times their size, about the most memory that it takes
     merge: Merge | None = None
 
 

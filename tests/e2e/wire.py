@@ -133,7 +133,7 @@ def children(pid: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes()
-        kinds = {"engine": b"spawn_main", "renderer": b"template_worker", "tracker": b"resource_tracker"}
+        kinds = {"engine": b"spawn_main", "renderer": b"template_program", "tracker": b"resource_tracker"}
         found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}
     return found
 

@@ -24,7 +24,6 @@ class LocalSource(Source):
     """
 
     kind = "local"
-    is_local = True
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = [Path(os.path.abspath(root)) for root in roots]

@@ -61,9 +61,6 @@ class Source(ABC):
     """An origin of adapters. Each method raises an AdapterError that names the adapter."""
 
     kind: str
-    # True: adapters lie in folders of this machine. They never fail, they only change, and a look at their files shows
-    # it. False: only the source can tell, and it may be unreachable.
-    is_local = False
 
     @abstractmethod
     def authorize(self, name: str, token: str | None) -> None:
@@ -136,10 +133,6 @@ class AdapterSources:
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._sources)
-
-    def is_local(self, kind: str) -> bool:
-        """Tell whether a look at files, not the source, shows changes of its adapters."""
-        return kind in self._sources and self._sources[kind].is_local
 
     def find_watched_paths(self, source: str, name: str) -> WatchedPaths:
         """Return the paths to watch for changes of an adapter; none where its source has to be asked."""

@@ -29,7 +29,7 @@ class EngineClient(Protocol):
         """Yield the request's outputs as they come, or raise the error that ends it. A reader that stops aborts it."""
 
     def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
-        """Do the same, with all outputs since the last ones at once."""
+        """Yield outputs like `generate`, but in lists: all that came since the last list."""
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
         """End a request and its reader, which gets the error if there is one. Do nothing if it has ended already."""

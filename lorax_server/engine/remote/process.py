@@ -113,7 +113,7 @@ class _EngineLoop:
             if self._is_stopping:
                 return
             self._send(engine.step())
-            is_idle, since = not engine.is_busy, time.monotonic()
+            is_idle, since = not (engine.is_busy or engine.wake.is_set()), time.monotonic()
             engine.wait()  # returns at once if a message has come
             if is_idle:
                 self._idle_s += time.monotonic() - since
@@ -226,7 +226,10 @@ class _EngineLoop:
             self._refuse(reply.query_id, error)
 
     def _refuse(self, query_id: int, error: BaseException) -> None:
-        self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
+        try:
+            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
+        except messages.ChannelError as unsendable:  # the error quotes text that is none, such as a lone surrogate
+            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(unsendable))))
 
 
 def _to_report(error: BaseException) -> LoraxError:

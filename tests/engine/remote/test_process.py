@@ -16,8 +16,8 @@ import zmq
 from lorax_server.engine.remote import messages, process
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import serve
-from lorax_server.errors import EngineError
-from lorax_server.types import AdapterRef, Output, Resolved, SampledToken
+from lorax_server.errors import EngineError, InputError
+from lorax_server.types import AdapterRef, EngineStatus, Output, Resolved, SampledToken
 from tests.engine.fake_engine import FakeEngine, ask_for, fake_info
 
 
@@ -345,3 +345,17 @@ def test_the_folder_is_left_to_who_made_it(peer: Peer) -> None:
     folder = Path(peer._channel._address)
     stop(peer)
     assert folder.exists()
+
+
+def test_a_refusal_that_cannot_be_sent_is_refused_all_the_same(peer: Peer) -> None:
+    """An adapter's files may hold lone surrogates, which its errors then quote."""
+
+    def status() -> EngineStatus:
+        raise InputError("config field \ud800 is not known")
+
+    peer.engine.status = status  # type: ignore[method-assign]
+    peer.send(messages.GetStatus(1))
+    reply = peer.receive()
+    assert isinstance(reply, messages.Refused)
+    assert (reply.query_id, reply.failure.status) == (1, 500)
+    stop(peer)
