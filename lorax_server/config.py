@@ -206,7 +206,7 @@ class LimitsConfig(Settings):
     max_connections_per_address: int = setting(
         2048, "open connections of one client's address; 0 is no limit, for servers behind a proxy", at_least=0
     )
-    max_concurrent_requests: int = setting(1024, "requests in progress; more are refused")
+    max_concurrent_requests: int = setting(1024, "answers in progress; more are refused")
     new_adapters_per_minute: int | None = setting(
         None, "adapters that a key may name and that are new to the server", none="60; without keys no limit"
     )

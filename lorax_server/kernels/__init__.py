@@ -1,4 +1,4 @@
-"""The operations of a forward. `reference` is their specification and runs on a CPU."""
+"""The operations of a forward. `reference` is their specification, and runs on every device."""
 
 from lorax_server.kernels.ops import (
     NUM_OFFSETS,

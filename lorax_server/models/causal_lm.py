@@ -189,7 +189,7 @@ class CausalLM(Model):
         return sampler(logits, History(lengths[0], lengths[1], token_ids))
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Return the text that a token adds, and whether it is that of a special token, which is not output."""
+        """Advance a row's text and stop rules by a token. Return the text it adds, and whether its token is special."""
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())

@@ -90,10 +90,14 @@ class Exchange:
 
     async def _work(self, work: Coroutine[Any, Any, Response]) -> Response | None:
         """Return the work's response, or None if the client has left before."""
-        working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(self._http.receive))
         try:
             self.service.check_is_open()
-            self._identify()  # tasks begin only when this one waits
+            self._identify()
+        except BaseException:
+            work.close()
+            raise
+        working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(self._http.receive))
+        try:
             ends = (working, leaving, self._stopped)
             await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if working.done():

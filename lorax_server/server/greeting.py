@@ -1,4 +1,4 @@
-"""The greeting of the demo: the address of the page, and three commands to paste."""
+"""The greeting of a server with examples, such as the demo: the address of the page, and three commands to paste."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 GREETING = """
   {model} is ready, with {count} adapters: {names}.
@@ -25,7 +26,8 @@ DEFAULT_URL = "http://127.0.0.1:3000"  # where our commands look for a server
 
 def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
     """Write commands that ask three adapters for the first example, or the base model if there are none."""
-    first, *_ = json.loads(examples.read_text())
+    no_example: dict[str, Any] = {"prompt": "Hello!", "models": []}
+    first = next(iter(json.loads(examples.read_bytes())), no_example)
     prompt, models = first["prompt"], [name for name in first["models"] if name in names][:COMMANDS] or [model]
     program = _find_program()
     option = "" if url == DEFAULT_URL else f" --url {quote(url)}"

@@ -16,7 +16,7 @@ MOVE_UNITS = 65536
 
 @dataclass(frozen=True)
 class _Resident:
-    """An adapter in device memory; its bytes are not kept on the host."""
+    """A loaded adapter: all but its bytes, which are in the device's buffer."""
 
     table: torch.Tensor
     scales: torch.Tensor

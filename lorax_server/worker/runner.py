@@ -1,4 +1,5 @@
-"""Runs the steps of a paged model, from a plan to the chosen tokens. They are fetched when the step is collected."""
+"""Runs the steps of a paged model, from a plan to the chosen tokens. Their copy to the host begins at once, and
+`collect` waits for it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -130,7 +130,8 @@ class Worker:
 
 
 class _Arrivals:
-    """Waits for loads on a thread of its own, so that the engine need not poll. The first load starts the thread."""
+    """Waits for loads on a thread of its own, so that the engine need not poll. The first load that
+    is not there at once starts the thread."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify

@@ -1,4 +1,4 @@
-"""The op table in plain torch. It runs on a CPU, and every other kernel is tested against it."""
+"""The op table in plain torch. It runs on every device, and every other kernel is tested against it."""
 
 from lorax_server.kernels.reference.cache import write_kv
 from lorax_server.kernels.reference.decode import decode_attention

@@ -182,7 +182,8 @@ def _choice(
         "index": index,
         "text": (answers.text if is_echoed else "") + "".join([token_event.text for token_event in token_events]),
         "logprobs": logprobs,
-        "finish_reason": "length" if body.is_scoring else openai.finish_reason(generation.completion.finish_reason),
+        # Not the generation's own: it may have ended while these events waited for a slow client.
+        "finish_reason": "length" if body.is_scoring else openai.finish_reason(token_events[-1].finish_reason),
     }
 
 

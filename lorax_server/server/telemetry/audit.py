@@ -75,7 +75,7 @@ class AuditLog:
         self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
     def refuse(self, request: AuditedRequest, problem: Problem) -> None:
-        """Count and log a request that is refused outside of `Service.answer`."""
+        """Count and log a request that is refused outside of `Exchange.answer`."""
         record = RequestRecord(request.request_id, request.path, request.key, started_at=time.time())
         record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
         self._metrics.refuse(record)

@@ -145,7 +145,7 @@ def test_who_is_not_known_is_told_how_to_be() -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "message"),
     [
-        (404, "not_found", "Not FoundAdapter"),
+        (404, "not_found", "Not Found"),
         (405, "method_not_allowed", "Method Not Allowed"),
         (408, "timeout", "Request Timeout"),
         (418, "validation", HTTPStatus(418).phrase),

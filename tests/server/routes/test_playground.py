@@ -110,7 +110,7 @@ def test_what_a_browser_has_is_not_sent_again(page: Page) -> None:
 def test_nothing_else_is_there(page: Page, path: str) -> None:
     answer = page.get(path)
     assert answer.status == 404
-    assert json.loads(answer.body) == {"error": "Not FoundAdapter", "error_type": "not_found"}
+    assert json.loads(answer.body) == {"error": "Not Found", "error_type": "not_found"}
 
 
 def test_it_is_read_only(page: Page) -> None:
