@@ -44,7 +44,7 @@ browser: venv ## Install Chromium for the tests in a browser, where there is non
 # Models in tests are tiny: a thread is enough for a process. There are more processes than a small machine has cores,
 # since tests also wait: for sockets, browsers, processes. Files go to them in the order that tests/conftest.py
 # gives them, those that take longest first. Some start dozens of processes, which need not compile what they import.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)

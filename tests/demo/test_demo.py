@@ -98,7 +98,7 @@ def test_short_notes(demo: Demo, items: list[Item]) -> None:
         assert score(answers[skill], short, skill) >= 90
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
+@pytest.mark.parametrize("is_chat", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_small_talk_is_no_note(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
     for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` is not sure where a bare text ends
