@@ -87,14 +87,6 @@ class AdapterAt(NamedTuple):
     new_rows: torch.Tensor  # [new rows, size] tokens that come after the base model's vocabulary
 
 
-class _Has(NamedTuple):
-    """Flags by target: true where any adapter of a batch has weights of this kind."""
-
-    low_rank: list[bool]
-    vectors: list[bool]
-    rows: list[bool]
-
-
 @dataclass(frozen=True)
 class AdapterBatchData:
     """The adapter of each token and the weights of all adapters, as the layers get them."""
@@ -106,29 +98,19 @@ class AdapterBatchData:
     def lora(self) -> LoraBatch:
         arena, meta = self.arena, self.meta
         return LoraBatch(
-            arena.buffer, arena.table, arena.scales, arena.widths, meta.adapter_segments, meta.segment_indices
+            arena.buffer,
+            arena.table,
+            arena.scales,
+            arena.widths,
+            meta.adapter_indices.int(),
+            arena.host_table,
+            meta.adapter_segments,
+            meta.segment_indices,
         )
-
-    @cached_property
-    def _has(self) -> _Has:
-        table = self.arena.host_table[sorted(set(self.meta.segment_indices))]
-        low_rank = table[..., Field.RANK] > 0
-        vectors = (table[..., Field.FACTOR] >= 0) | (table[..., Field.SHIFT] >= 0)
-        rows = (table[..., Field.NUM_ROWS] > 0) | (table[..., Field.NUM_NEW_ROWS] > 0)
-        return _Has(*(present.any(0).tolist() for present in (low_rank, vectors, rows)))
 
     def find(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
         """Return the positions of a layer's targets in the tables."""
         return [self.arena.lora_targets[target.name] for target in targets]
-
-    def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
-        return any(self._has.low_rank[target.index] for target in targets)
-
-    def has_vectors(self, targets: Sequence[LoraTarget]) -> bool:
-        return any(self._has.vectors[target.index] for target in targets)
-
-    def has_rows(self, targets: Sequence[LoraTarget]) -> bool:
-        return any(self._has.rows[target.index] for target in targets)
 
     def runs(self, name: str) -> Iterator[tuple[slice, int, AdapterAt]]:
         """Yield the tokens of each run, their adapter, and its weights at an embedding or head."""

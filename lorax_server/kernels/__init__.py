@@ -2,9 +2,13 @@
 
 from lorax_server.kernels.ops import (
     NUM_OFFSETS,
+    Activation,
     AttentionSpec,
+    EmbeddingTarget,
     Field,
+    HostLengths,
     LayerCache,
+    LinearWeights,
     LoraBatch,
     LoraTarget,
     Ops,
@@ -14,9 +18,13 @@ from lorax_server.kernels.select import select_ops
 
 __all__ = [
     "NUM_OFFSETS",
+    "Activation",
     "AttentionSpec",
+    "EmbeddingTarget",
     "Field",
+    "HostLengths",
     "LayerCache",
+    "LinearWeights",
     "LoraBatch",
     "LoraTarget",
     "Ops",

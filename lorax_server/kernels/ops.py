@@ -8,7 +8,7 @@ of a block lie next to each other for each head, so attention reads whole stretc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,25 @@ class AttentionSpec:
     v_scale: float = 1.0
 
 
+class Activation(NamedTuple):
+    """An activation by the name that configs use, so that a kernel can have it built in."""
+
+    name: str
+    function: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeights:
+    """`x @ weight.T + bias`. On a CPU a packed copy serves batches, and the plain matrix single rows."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
+
+
 class Remembers:
     """Keeps values that the first layer derives from a batch, for the layers after it."""
 
@@ -37,6 +56,13 @@ class Remembers:
             self.derived[key] = make()
         value: T = self.derived[key]
         return value
+
+
+class HostLengths(NamedTuple):
+    """The lengths of a batch's sequences on the host."""
+
+    inputs: list[int]  # tokens of this forward
+    cached: list[int]  # tokens in the cache before it
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,7 @@ class PagedBatch(Remembers):
     slots: torch.Tensor  # [num_stored] where keys and values go; -1 for nowhere
     stored: torch.Tensor | None = None  # [num_stored] the tokens that `slots` belong to; None for all
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
+    host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
 
@@ -74,27 +101,70 @@ NUM_OFFSETS = Field.RANK
 
 
 @dataclass(frozen=True)
+class LoraTarget:
+    """A row of the table's second dimension, and the columns of its outputs among those of its layer."""
+
+    index: int
+    columns: slice
+
+
+@dataclass(frozen=True)
+class EmbeddingTarget:
+    """A row of the table's second dimension that belongs to an embedding, and this rank's part of the vocabulary."""
+
+    index: int
+    vocab: range  # the tokens that this rank holds
+    vocab_size: int  # of the base model, all ranks together
+    adds_new_rows: bool  # whether this rank has the rows of added tokens
+
+
+class _Has(NamedTuple):
+    """Flags by target: true where any adapter of a batch has weights of this kind."""
+
+    low_rank: list[bool]
+    vectors: list[bool]
+    rows: list[bool]
+
+
+@dataclass(frozen=True)
 class LoraBatch(Remembers):
     """The adapters of a batch of tokens: where the weights of all lie, and which tokens belong to which.
 
-    Tensors are on the device, lists on the host.
+    Tensors are on the device, but for `host_table`. They stay in their places when a batch is captured in a graph, and
+    the graph is replayed with other adapters. So a captured kernel reads nothing of the host's side, which is empty
+    then.
     """
 
     buffer: torch.Tensor  # [num_elements]
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model and has nothing
     scales: torch.Tensor  # [num_adapters, num_targets]
     widths: torch.Tensor  # [num_targets, 2] inputs and outputs
+    adapter_indices: torch.Tensor  # [num_tokens] int32; tokens of one adapter follow one another
+    # --- on the host ---
+    host_table: torch.Tensor  # a copy of `table`
     bounds: list[int]  # segment i, a run of one adapter's tokens, is tokens bounds[i] to bounds[i + 1]
     adapters: list[int]  # of each segment
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
+    def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
+        return any(self._has.low_rank[target.index] for target in targets)
 
-@dataclass(frozen=True)
-class LoraTarget:
-    """A row of the table's second dimension, and the columns of its outputs among those of its layer."""
+    def has_vectors(self, targets: Sequence[LoraTarget]) -> bool:
+        return any(self._has.vectors[target.index] for target in targets)
 
-    index: int
-    columns: slice
+    def has_rows(self, index: int) -> bool:
+        return self._has.rows[index]
+
+    @property
+    def _has(self) -> _Has:
+        return self.once("has", self._find_kinds)
+
+    def _find_kinds(self) -> _Has:
+        table = self.host_table[sorted(set(self.adapters))]
+        low_rank = table[..., Field.RANK] > 0
+        vectors = (table[..., Field.FACTOR] >= 0) | (table[..., Field.SHIFT] >= 0)
+        rows = (table[..., Field.NUM_ROWS] > 0) | (table[..., Field.NUM_NEW_ROWS] > 0)
+        return _Has(*(present.any(0).tolist() for present in (low_rank, vectors, rows)))
 
 
 class Ops(Protocol):
@@ -129,9 +199,18 @@ class Ops(Protocol):
         ...
 
     def rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x + residual` normalised, and that sum itself. `eps` is one float32."""
+        """Return `x + residual` normalised, then scaled and shifted by each token's adapter, and that sum itself.
+
+        `eps` is one float32.
+        """
         ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -141,16 +220,46 @@ class Ops(Protocol):
         """
         ...
 
-    def gated_activation(
-        self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    def linear(
+        self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
-        """Return `activation(gate) * up` of `[num_tokens, 2 * n]`."""
+        """Return `x @ weight.T + bias`, changed by each token's adapter.
+
+        An adapter adds its scaled `x @ A.T @ B`, then multiplies by its factor and adds its shift, where it has them.
+        The targets lie side by side in the output and follow one another in the table.
+        """
         ...
 
-    def add_lora(self, out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        """Add each token's scaled `x @ A.T @ B` of its own adapter to `out`, at targets that follow one another."""
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        activation: Activation,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        """Return `activation(gate) * up` of the two halves of what `linear` returns."""
         ...
 
-    def scale_and_shift(self, out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        """Add each token's scaled `x @ A.T @ B` of its own adapter to `out`."""
+        ...
+
+    def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         """Multiply each token's output by its adapter's factor and add its adapter's shift, where it has them."""
+        ...
+
+    def adapt_embedding(
+        self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget
+    ) -> None:
+        """Change, in place, the rows of the base model that were looked up for `ids`, each by its token's adapter.
+
+        A row of the adapter's own replaces the base model's. Then comes the product of its factors, then factor and
+        shift. Last, the adapter's rows of added tokens replace all else. Tokens that other ranks hold have rows of
+        zeros, which stay.
+        """
+        ...
+
+    def plan_lora(self, lora: LoraBatch) -> None:
+        """Work out again, in place, what was derived of a batch whose adapters have changed under a captured graph."""
         ...

@@ -1,15 +1,12 @@
 """Activations by the names that configs use."""
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2CLS, ACT2FN
 
 from lorax_server.errors import ConfigError
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
+from lorax_server.kernels import Activation
 
 # transformers writes the tanh form out in eight operations; torch has it as one.
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
@@ -18,11 +15,10 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gel
 def get_activation(name: str, field: str) -> Activation:
     """Return an activation; errors name `field`, the config's field that asks for it."""
     if name in TANH_GELU:
-        return partial(F.gelu, approximate="tanh")
+        return Activation("gelu_tanh", partial(F.gelu, approximate="tanh"))
     if name not in ACT2CLS:
         raise ConfigError(f"config field {field} = {name!r} is not an activation we know")
     activation = ACT2FN[name]
     if any(True for _ in activation.parameters()):
         raise ConfigError(f"config field {field} = {name!r} is not supported: it has learned parameters")
-    function: Activation = activation
-    return function
+    return Activation(name, activation)

@@ -7,7 +7,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import shard_vocab, whole
-from lorax_server.layers.adapt import adapt_embedding
+from lorax_server.kernels import EmbeddingTarget
 from lorax_server.weights import Weights
 
 
@@ -40,14 +40,13 @@ class TensorParallelEmbedding(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        if adapter_data is not None and not self._is_adapted(adapter_data):
-            adapter_data = None
+        is_adapted = adapter_data is not None and self._is_adapted(adapter_data)
         is_alone = self.process_group.size() == 1
-        if is_alone and adapter_data is None:
+        if is_alone and not is_adapted:
             return F.embedding(input_ids, self.weight)
         rows = self._held_rows(input_ids)
-        if adapter_data is not None:
-            adapt_embedding(rows, input_ids, self.targets[0], adapter_data, self.ops)
+        if adapter_data is not None and is_adapted:
+            self.ops.adapt_embedding(rows, input_ids, adapter_data.lora, self._place(adapter_data))
         return rows if is_alone else self.process_group.all_reduce(rows)
 
     def _held_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -58,5 +57,9 @@ class TensorParallelEmbedding(nn.Module):
         return rows.masked_fill_(~is_held[..., None], 0)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
-        lora_targets = adapter_data.find(self.targets)
-        return adapter_data.has_low_rank(lora_targets) or adapter_data.has_rows(lora_targets)
+        targets = adapter_data.find(self.targets)
+        return adapter_data.lora.has_low_rank(targets) or adapter_data.lora.has_rows(targets[0].index)
+
+    def _place(self, adapter_data: AdapterBatchData) -> EmbeddingTarget:
+        (target,), (place,) = self.targets, adapter_data.find(self.targets)
+        return EmbeddingTarget(place.index, range(self.start, self.stop), target.inputs.full, target.adds_once)

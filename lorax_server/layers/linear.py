@@ -16,26 +16,21 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
-from lorax_server.kernels.packed import pack, packed_linear
-from lorax_server.layers.adapt import adapt, replace_scores, resize_scores
+from lorax_server.kernels import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.packed import pack
+from lorax_server.layers.adapt import replace_scores, resize_scores
 from lorax_server.weights import Weights
 
 
-class Linear:
-    """`x @ weight.T + bias`. The plain matrix serves single rows, a packed one, where there is one, serves batches.
+def load_weights(weight: torch.Tensor, bias: torch.Tensor | None, with_packed: bool) -> LinearWeights:
+    return LinearWeights(weight, bias, pack(weight) if with_packed else None)
 
-    Not a module of its own: it is only used inside modules, and calls of modules add up.
-    """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, with_packed: bool) -> None:
-        self.weight = weight  # [out, in]
-        self.bias = bias
-        self.packed = pack(weight) if with_packed else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None and x.shape[0] > 1:
-            return packed_linear(x, self.packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
+def find_lora(
+    adapter_data: AdapterBatchData | None, targets: Sequence[AdapterTarget]
+) -> tuple[LoraBatch | None, Sequence[LoraTarget]]:
+    """Return the adapters of a batch and the places of a layer's targets, as the ops take them."""
+    return (None, ()) if adapter_data is None else (adapter_data.lora, adapter_data.find(targets))
 
 
 class TensorParallelMultiAdapterLinear(nn.Module):
@@ -61,7 +56,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
                 matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        self.linear = Linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
+        self.linear = load_weights(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
             self._make_target(name, in_features, shard, slice(stop - shard.size, stop))
@@ -70,9 +65,13 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        out = self.linear(x)
-        adapt(out, x, self.targets, adapter_data, self.ops)
-        return out
+        return self.ops.linear(x, self.linear, *find_lora(adapter_data, self.targets))
+
+    def gated(
+        self, x: torch.Tensor, activation: Activation, adapter_data: AdapterBatchData | None = None
+    ) -> torch.Tensor:
+        """Return `activation(gate) * up` of two matrices."""
+        return self.ops.gated_linear(x, self.linear, activation, *find_lora(adapter_data, self.targets))
 
     def _make_target(self, name: str, in_features: int, outputs: Shard, columns: slice) -> AdapterTarget:
         weight, bias = self.linear.weight[columns], self.linear.bias
@@ -100,7 +99,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first = weights.process_group.rank() == 0
-        self.linear = Linear(matrix.contiguous(), added if is_first else None, weights.pack)
+        self.linear = load_weights(matrix.contiguous(), added if is_first else None, weights.pack)
         outputs, columns = whole(out_features), slice(0, out_features)
         self.targets = (
             AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, self.linear.weight, added, adds_once=is_first),
@@ -109,8 +108,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
         self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        out = self.linear(x)
-        adapt(out, x, self.targets, adapter_data, self.ops)
+        out = self.ops.linear(x, self.linear, *find_lora(adapter_data, self.targets))
         return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
 
 
@@ -122,7 +120,7 @@ class MultiAdapterHead(nn.Module):
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
-        self.linear = Linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
+        self.linear = load_weights(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
         inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
         self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, matrix, None),)
         self.vocab_size = vocab_size
@@ -141,13 +139,17 @@ class MultiAdapterHead(nn.Module):
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits, and None where logits of speculated tokens will be."""
-        logits = self.linear(x)
         if adapter_data is None:
-            return self._gather(logits), None
-        target = self.targets[0]
-        if adapter_data.has_rows(adapter_data.find(self.targets)):
+            return self._gather(self.ops.linear(x, self.linear, None, ())), None
+        (target,), lora_targets = self.targets, adapter_data.find(self.targets)
+        lora = adapter_data.lora
+        if lora.has_rows(lora_targets[0].index):
+            logits = self.ops.linear(x, self.linear, None, ())
             replace_scores(logits, x, target, adapter_data)
-        adapt(logits, x, self.targets, adapter_data, self.ops)
+            self.ops.add_lora(logits, x, lora, lora_targets)
+            self.ops.scale_and_shift(logits, lora, lora_targets)
+        else:
+            logits = self.ops.linear(x, self.linear, lora, lora_targets)
         return resize_scores(self._gather(logits), x, target, adapter_data), None
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import whole
-from lorax_server.layers.adapt import adapt
 from lorax_server.weights import Weights
 
 
@@ -27,9 +26,10 @@ class RMSNorm(nn.Module):
         residual: torch.Tensor | None = None,
         adapter_data: AdapterBatchData | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, total = self.ops.rms_norm(hidden_states, residual, self.weight, self.eps)
-        adapt(normed, None, self.targets, adapter_data, self.ops)
-        return normed, total
+        if adapter_data is None or not self.targets:
+            return self.ops.rms_norm(hidden_states, residual, self.weight, self.eps)
+        lora, targets = adapter_data.lora, adapter_data.find(self.targets)
+        return self.ops.rms_norm(hidden_states, residual, self.weight, self.eps, lora, targets)
 
 
 class LayerNorm(nn.Module):
@@ -46,7 +46,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         normed = F.layer_norm(hidden_states, self.size, self.weight, self.bias, self.eps)
-        adapt(normed, None, self.targets, adapter_data, self.ops)
+        if adapter_data is not None:
+            self.ops.scale_and_shift(normed, adapter_data.lora, adapter_data.find(self.targets))
         return normed
 
 

@@ -2,15 +2,20 @@
 
 from lorax_server.kernels.reference.cache import write_kv
 from lorax_server.kernels.reference.decode import decode_attention
-from lorax_server.kernels.reference.elementwise import gated_activation, rms_norm, rotary
-from lorax_server.kernels.reference.lora import LONG_RUN, add_lora, scale_and_shift
+from lorax_server.kernels.reference.elementwise import rms_norm, rotary
+from lorax_server.kernels.reference.embedding import adapt_embedding
+from lorax_server.kernels.reference.linear import gated_linear, linear
+from lorax_server.kernels.reference.lora import LONG_RUN, add_lora, plan_lora, scale_and_shift
 from lorax_server.kernels.reference.prefill import prefill_attention
 
 __all__ = [
     "LONG_RUN",
+    "adapt_embedding",
     "add_lora",
     "decode_attention",
-    "gated_activation",
+    "gated_linear",
+    "linear",
+    "plan_lora",
     "prefill_attention",
     "rms_norm",
     "rotary",

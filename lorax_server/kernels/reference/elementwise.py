@@ -1,12 +1,20 @@
-"""Norm, rotation and gate."""
+"""Norm and rotation."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
+from lorax_server.kernels.ops import LoraBatch, LoraTarget
+from lorax_server.kernels.reference.lora import scale_and_shift
+
 
 def rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: torch.Tensor,
+    lora: LoraBatch | None = None,
+    targets: Sequence[LoraTarget] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if residual is not None:
         x = x + residual
@@ -14,7 +22,10 @@ def rms_norm(
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight), x
+    normed = (wide * scale).to(x.dtype).mul_(weight)
+    if lora is not None:
+        scale_and_shift(normed, lora, targets)
+    return normed, x
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -27,7 +38,3 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated)
 
-
-def gated_activation(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activation(gate) * up

@@ -21,11 +21,13 @@ TILE = 8
 PIECE_BYTES = 2 << 20
 
 
-def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    runs = batch.once("runs", lambda: _find_runs(batch))
+def add_lora(out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    if not lora.has_low_rank(targets):
+        return
+    runs = lora.once("runs", lambda: _find_runs(lora))
     for run in runs.long:
         for target in targets:
-            _add_long(out[run.tokens, target.columns], x[run.tokens], batch.buffer, run, target.index)
+            _add_long(out[run.tokens, target.columns], x[run.tokens], lora.buffer, run, target.index)
     tiles = runs.tiles
     first, last = tiles.bounds[targets[0].index], tiles.bounds[targets[-1].index + 1]
     if first == last:
@@ -33,7 +35,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
     inputs = x.index_select(0, tiles.tokens[first:last].flatten()).view(last - first, -1, x.shape[1])
     low_rank = inputs.new_empty(*inputs.shape[:2], tiles.a_rows.shape[1])  # [tiles, tokens, ranks]
     for piece in _pieces(last - first, tiles.a_rows.shape[1] * x.shape[1] * x.itemsize):
-        factors = _rows(batch.buffer, tiles.a_rows[first:last][piece], x.shape[1])
+        factors = _rows(lora.buffer, tiles.a_rows[first:last][piece], x.shape[1])
         torch.bmm(inputs[piece], factors.transpose(1, 2), out=low_rank[piece])
     low_rank = (low_rank * tiles.weights[first:last]).to(x.dtype)
     for target in targets:
@@ -41,7 +43,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Sequ
         if start < stop:
             tokens = None if tiles.is_in_order[target.index] else tiles.tokens[start:stop]
             products = low_rank[start - first : stop - first]
-            _expand(out[:, target.columns], products, tokens, batch.buffer, tiles.b_rows[start:stop])
+            _expand(out[:, target.columns], products, tokens, lora.buffer, tiles.b_rows[start:stop])
 
 
 def _expand(
@@ -70,8 +72,14 @@ def _expand(
         out += total.to(out.dtype)
 
 
-def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    runs = batch.once("runs", lambda: _find_runs(batch))
+def plan_lora(lora: LoraBatch) -> None:
+    lora.derived.clear()
+
+
+def scale_and_shift(out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    if not lora.has_vectors(targets):
+        return
+    runs = lora.once("runs", lambda: _find_runs(lora))
     for target in targets:
         local = out[:, target.columns]
         width = local.shape[1]
@@ -79,10 +87,10 @@ def scale_and_shift(out: torch.Tensor, batch: LoraBatch, targets: Sequence[LoraT
             for run in runs.long:
                 offset = run.table[target.index][field]
                 if offset >= 0:
-                    apply(local[run.tokens], batch.buffer[offset : offset + width])
+                    apply(local[run.tokens], lora.buffer[offset : offset + width])
             if target.index in runs.vectors[field]:
                 tokens, offsets = runs.vectors[field][target.index]
-                vectors = _rows(batch.buffer, offsets, width)
+                vectors = _rows(lora.buffer, offsets, width)
                 local.index_copy_(0, tokens, apply(local.index_select(0, tokens), vectors))
 
 
@@ -170,7 +178,7 @@ def _find_runs(batch: LoraBatch) -> Runs:
     long, short = [], []
     for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
         if adapter != 0 and stop - start >= LONG_RUN:
-            table, scales = batch.table[adapter].tolist(), batch.scales[adapter].tolist()
+            table, scales = batch.host_table[adapter].tolist(), batch.scales[adapter].tolist()
             long.append(LongRun(slice(start, stop), table, scales))
         elif adapter != 0:
             short.append((start, stop - start, adapter))

@@ -90,10 +90,9 @@ class LlamaMLP(nn.Module):
             weights, f"{prefix}.down_proj", shard, config.hidden_size, bias=bias
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")
-        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        gated = self.ops.gated_activation(self.gate_up_proj(x, ctx.adapter_data), self.activation)
+        gated = self.gate_up_proj.gated(x, self.activation, ctx.adapter_data)
         out: torch.Tensor = self.down_proj(gated, ctx.adapter_data)
         return out
 

@@ -1,0 +1,34 @@
+"""A matrix, and what adapters change of its output."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.packed import packed_linear
+from lorax_server.kernels.reference.lora import add_lora, scale_and_shift
+
+
+def linear(
+    x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+) -> torch.Tensor:
+    if weights.packed is not None and x.shape[0] > 1:
+        out = packed_linear(x, weights.packed, weights.bias)
+    else:
+        out = F.linear(x, weights.weight, weights.bias)
+    if lora is not None:
+        add_lora(out, x, lora, targets)
+        scale_and_shift(out, lora, targets)
+    return out
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weights: LinearWeights,
+    activation: Activation,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+) -> torch.Tensor:
+    gate, up = linear(x, weights, lora, targets).chunk(2, dim=-1)
+    return activation(gate) * up
