@@ -1,0 +1,91 @@
+"""Load kernels and launch them, and describe tensors to the copy engine."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from lorax_server.errors import EngineError
+
+MAP_BYTES = 128
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the driver returned, or raise its error."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise EngineError(f"the CUDA driver answers {error.name}")
+    return values[0] if values else None
+
+
+class Kernel:
+    """A kernel on the current device."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        self._module = check(driver.cuModuleLoadData(cubin))
+        self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._shared_bytes = shared_bytes
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+
+    def launch(
+        self, blocks: int, threads: int, args: Sequence[ctypes.Structure | ctypes.Array[Any]], early: bool
+    ) -> None:
+        """Launch on torch's current stream; `early`: while the one in front runs, for which the kernel itself waits."""
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
+        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
+    """Describe boxes of `rows` x 64 of a matrix."""
+    return _tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
+
+
+def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
+    """Describe boxes of 16, and of 8, rows x `width` anywhere in a flat buffer, the rows `stride` elements apart.
+
+    The dimensions overlap: a box begins at any 64 elements, and its rows reach `15 * stride` further. The buffer ends
+    with that much room after the last factor.
+    """
+    lines = (buffer.numel() - 15 * stride) // 64
+    return b"".join(
+        _tensor_map(buffer, (64, rows, lines), (stride * buffer.itemsize, 128), (64, rows, width // 64))
+        for rows in (16, 8)
+    )
+
+
+def _tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[tensor.dtype]
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            len(sizes),
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(encoded.getPtr(), MAP_BYTES)

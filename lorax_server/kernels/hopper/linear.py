@@ -1,0 +1,246 @@
+"""A linear with the LoRA of its rows in one launch, for up to 128 rows; LoRA alone after a product, for up to 256."""
+
+import ctypes
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lorax_server.kernels.hopper.compiler import Compiler
+from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, factor_maps, matrix_map
+from lorax_server.kernels.hopper.settings import Setting, find_setting
+from lorax_server.kernels.hopper.sources import (
+    HEIGHTS,
+    PLAN_THREADS,
+    THREADS,
+    AddLoraVariant,
+    LinearVariant,
+    PlanVariant,
+    Variant,
+)
+from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTarget
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = PLAN_THREADS
+MAX_SLICES = 3
+ITEM_RANKS = 16
+RECORD_BYTES = 32
+
+
+class _Args(ctypes.Structure):
+    """`Args` of lora.cu, field by field."""
+
+    _fields_ = (
+        ("maps", ctypes.c_ubyte * (8 * MAP_BYTES)),
+        *((name, ctypes.c_void_p) for name in ("x", "buffer", "y", "v", "d", "bias", "table", "adapters")),
+        *((name, ctypes.c_void_p) for name in ("items", "records", "num_items", "num_tiles", "flags", "counters")),
+        ("inputs", ctypes.c_int),
+        ("outputs", ctypes.c_int * MAX_SLICES),
+        *((name, ctypes.c_int) for name in ("slices", "x_stride", "y_stride", "rows", "plan_rows", "max_items")),
+        *((name, ctypes.c_int) for name in ("target", "num_targets", "lora_blocks", "steps", "early", "zero")),
+        ("fill", ctypes.c_ubyte * 80),  # up to a multiple of its alignment
+    )
+
+
+class _PlanArgs(ctypes.Structure):
+    """`PlanArgs` of plan.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("adapters", "table", "scales", "records", "items", "num_items")),
+        *((name, ctypes.c_void_p) for name in ("num_tiles", "flags")),
+        *((name, ctypes.c_int) for name in ("rows", "plan_rows", "num_targets", "max_items")),
+    )
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """What the kernels need to know of a batch, in fixed places on the device."""
+
+    rows: int
+    max_items: int  # of one target
+    records: torch.Tensor
+    items: torch.Tensor
+    num_items: torch.Tensor
+    num_tiles: torch.Tensor
+    flags: torch.Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, num_targets: int, device: torch.device) -> "LoraPlan":
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        max_items = rows * MAX_RANK // ITEM_RANKS
+        return cls(
+            rows,
+            max_items,
+            empty(num_targets, rows, RECORD_BYTES, dtype=torch.uint8),
+            empty(num_targets, max_items),
+            empty(num_targets),
+            empty(1),
+            empty(num_targets, rows, dtype=torch.uint8),
+        )
+
+
+class FusedLinear:
+    """The compiled kernels of one device, and the memory that they share from launch to launch.
+
+    One step at a time may be under way, on one stream: the counters, V and D are those of the launch that runs.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.device, self.dtype = device, dtype
+        self.num_sms: int = properties.multi_processor_count
+        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}a")
+        self._kernels: dict[Variant, Kernel] = {}
+        self._weight_maps: dict[LinearWeights, bytes] = {}
+        self._factor_maps: dict[tuple[int, int, int, int], bytes] = {}
+        self._deltas: dict[int, torch.Tensor] = {}
+        # The first tensor on the device: it makes the context that the driver needs.
+        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        self._low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
+
+    def fits(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
+        """Return whether the kernels can do a linear: others are left to another implementation."""
+        outputs, inputs = weights.weight.shape
+        widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
+        return (
+            weights.weight.dtype == self.dtype
+            and weights.weight.is_contiguous()
+            and inputs % 8 == 0
+            and inputs >= 64
+            and len(widths) <= MAX_SLICES
+            and sum(widths) == outputs
+            and all(width % 8 == 0 for width in widths)
+        )
+
+    def compile(self, linears: Iterable[tuple[int, int]], with_lora: bool) -> None:
+        """Compile all kernels that linears of these inputs and outputs need, so that no request waits for it."""
+        start = time.monotonic()
+        variants: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
+        for inputs, outputs in set(linears):
+            for height in HEIGHTS:
+                setting = find_setting(inputs, outputs, height, self.num_sms)
+                variants |= {self._variant(height, setting, lora) for lora in {False, with_lora}}
+        missing = [variant for variant in sorted(variants, key=str) if variant not in self._kernels]
+        for variant, cubin in zip(missing, self._compiler.compile_all(v.source for v in missing), strict=True):
+            self._load(variant, cubin)
+        seconds, compiled = time.monotonic() - start, self._compiler.num_compiled
+        logger.info("%d kernels in %.1f s, %d of them compiled anew", len(missing), seconds, compiled)
+
+    def plan(self, lora: LoraBatch) -> LoraPlan:
+        return lora.once("fused plan", lambda: self._make_plan(lora))
+
+    def replan(self, lora: LoraBatch) -> None:
+        """Work out a batch's plan again, in the same places."""
+        plan, num_targets = self.plan(lora), lora.table.shape[1]
+        args = _PlanArgs(
+            lora.adapter_indices.data_ptr(),
+            lora.table.data_ptr(),
+            lora.scales.data_ptr(),
+            plan.records.data_ptr(),
+            plan.items.data_ptr(),
+            plan.num_items.data_ptr(),
+            plan.num_tiles.data_ptr(),
+            plan.flags.data_ptr(),
+            plan.rows,
+            plan.rows,
+            num_targets,
+            plan.max_items,
+        )
+        self._kernel(PlanVariant()).launch(num_targets, PLAN_THREADS, [args], early=False)
+
+    def _make_plan(self, lora: LoraBatch) -> LoraPlan:
+        plan = LoraPlan.allocate(len(lora.adapter_indices), lora.table.shape[1], self.device)
+        lora.derived["fused plan"] = plan
+        self.replan(lora)
+        return plan
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+        setting: Setting | None = None,
+    ) -> torch.Tensor:
+        """Return the product of up to 128 rows, with all that their adapters change of it."""
+        rows, (outputs, inputs) = len(x), weights.weight.shape
+        height = next(height for height in HEIGHTS if rows <= height)
+        setting = setting or find_setting(inputs, outputs, height, self.num_sms)
+        variant = self._variant(height, setting, lora is not None)
+        out = torch.empty(rows, outputs, dtype=self.dtype, device=self.device)
+        width = 1024 if height * 128 * setting.stages + 16384 * setting.stages > 150000 else 512
+        args = self._args(out, x, weights.bias, lora, targets, width)
+        args.lora_blocks = setting.lora_blocks
+        args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
+        args.d = 0 if lora is None else self._delta(outputs).data_ptr()
+        args.early = setting.early if lora is None else setting.early_with_lora
+        if weights not in self._weight_maps:
+            self._weight_maps[weights] = matrix_map(weights.weight, 128)
+        maps = [ctypes.create_string_buffer(m, MAP_BYTES) for m in (self._weight_maps[weights], matrix_map(x, height))]
+        blocks = -(-outputs // 128) * setting.cluster + (0 if lora is None else setting.lora_blocks)
+        self._kernel(variant).launch(blocks, THREADS, [*maps, args], early=args.early > 0)
+        return out
+
+    def add_lora(
+        self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget], early: int = 0
+    ) -> None:
+        """Add LoRA of up to 256 rows to what another library has computed."""
+        args = self._args(out, x, None, lora, targets, 1024)
+        args.lora_blocks, args.early = self.num_sms, early
+        self._kernel(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)
+
+    def _args(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+        width: int,
+    ) -> _Args:
+        args = _Args(x=x.data_ptr(), y=out.data_ptr(), bias=0 if bias is None else bias.data_ptr())
+        args.inputs, args.x_stride, args.y_stride, args.rows = x.shape[1], x.stride(0), out.stride(0), len(x)
+        args.outputs[0], args.slices = out.shape[1], 1
+        if lora is None:
+            return args
+        plan, first = self.plan(lora), targets[0].index
+        widths = [target.columns.stop - target.columns.start for target in targets]
+        maps = [self._maps(lora.buffer, stride, width) for stride in (x.shape[1], *widths)]
+        ctypes.memmove(args.maps, b"".join(maps), len(maps) * 2 * MAP_BYTES)
+        args.outputs[: len(widths)], args.slices = widths, len(widths)
+        args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
+        args.adapters, args.v = lora.adapter_indices.data_ptr(), self._low_rank.data_ptr()
+        args.items, args.records = plan.items[first].data_ptr(), plan.records[first].data_ptr()
+        args.num_items, args.num_tiles = plan.num_items[first:].data_ptr(), plan.num_tiles.data_ptr()
+        args.flags, args.counters = plan.flags[first].data_ptr(), self._counters.data_ptr()
+        args.plan_rows, args.max_items = plan.rows, plan.max_items
+        args.target, args.num_targets = first, lora.table.shape[1]
+        return args
+
+    def _delta(self, outputs: int) -> torch.Tensor:
+        if outputs not in self._deltas:
+            self._deltas[outputs] = torch.empty(MAX_ROWS // 2, outputs, dtype=self.dtype, device=self.device)
+        return self._deltas[outputs]
+
+    def _maps(self, buffer: torch.Tensor, stride: int, width: int) -> bytes:
+        key = (buffer.data_ptr(), buffer.numel(), stride, width)
+        if key not in self._factor_maps:
+            self._factor_maps[key] = factor_maps(buffer, stride, width)
+        return self._factor_maps[key]
+
+    def _variant(self, height: int, setting: Setting, with_lora: bool) -> LinearVariant:
+        return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)
+
+    def _kernel(self, variant: Variant) -> Kernel:
+        if variant not in self._kernels:
+            self._load(variant, self._compiler.compile(variant.source))
+        return self._kernels[variant]
+
+    def _load(self, variant: Variant, cubin: bytes) -> None:
+        self._kernels[variant] = Kernel(cubin, "kernel", variant.shared_bytes)

@@ -1,0 +1,103 @@
+"""The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
+
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import torch
+
+NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
+THREADS = 288
+PLAN_THREADS = 256
+TILE_BYTES = 128 * 128  # 128 columns of 64 weights
+SHARED_BYTES = 227 * 1024  # that a block may have
+LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
+
+
+class LinearVariant(NamedTuple):
+    """The product of up to `height` rows, with or without LoRA beside it."""
+
+    dtype: torch.dtype
+    height: int
+    stages: int
+    cluster: int
+    with_lora: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (TILE_BYTES + self.height * 128 + 16)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 2 if 2 * self.shared_bytes <= SHARED_BYTES else 1
+
+    @property
+    def source(self) -> str:
+        lora = "true" if self.with_lora else "false"
+        arguments = f"{NUMBERS[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
+        return "\n".join(
+            (
+                _text("prelude.cu"),
+                _text("lora.cu"),
+                _wgmma(self.height),
+                _text("linear.cu"),
+                f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
+                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) kernel(const __grid_constant__ TensorMap w, "
+                "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
+                f"  linear<{arguments}>(&w, &x, p);",
+                "}",
+            )
+        )
+
+
+class AddLoraVariant(NamedTuple):
+    """LoRA alone, added to what another library has computed."""
+
+    dtype: torch.dtype
+
+    @property
+    def shared_bytes(self) -> int:
+        return LORA_BYTES
+
+    @property
+    def source(self) -> str:
+        head = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ Args p)'
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), f"{head} {{ add_lora<{NUMBERS[self.dtype]}>(p); }}"))
+
+
+class PlanVariant(NamedTuple):
+    """What LoRA needs to know of a batch."""
+
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
+
+
+Variant = LinearVariant | AddLoraVariant | PlanVariant
+
+
+@cache
+def _text(name: str) -> str:
+    return (files("lorax_server.kernels.hopper") / name).read_text()
+
+
+def _wgmma(height: int) -> str:
+    """Write the instruction that multiplies 64 columns of W by `height` rows of x, which names all its registers."""
+    count = height // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+
+    def instruction(dtype: str) -> str:
+        return (
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{height}k16.f32.{dtype}.{dtype} "
+            f'{{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}\\n" : {outputs} : "l"(a), "l"(b), "r"(1));'
+        )
+
+    return (
+        f"template <class Number> DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b) {{\n"
+        f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
+    )

@@ -1,0 +1,123 @@
+"""Random batches of adapters on a GPU, and what a linear must make of them, in float32."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
+
+UNIT = 128  # elements: factors begin on 256 bytes
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's ranks by target, 0 where it lacks one, and whether it has factors and shifts."""
+
+    ranks: Sequence[int]
+    vectors: bool = False
+
+
+class World:
+    """One linear of several slices, and adapters for it, all random. Memory between the factors is NaN."""
+
+    def __init__(
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        adapters: Sequence[Adapter],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        bias: bool = False,
+        seed: int = 0,
+        first_target: int = 1,
+    ) -> None:
+        self.inputs, self.widths, self.adapters, self.dtype = inputs, list(widths), adapters, dtype
+        self.draw = torch.Generator("cuda").manual_seed(seed)
+        outputs = sum(widths)
+        self.weights = LinearWeights(self.normal(outputs, inputs) * 0.02, self.normal(outputs) if bias else None)
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        self.targets = [
+            LoraTarget(first_target + i, slice(start, start + width))
+            for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+        ]
+        num_targets = first_target + len(widths) + 1
+        self.table = torch.full((len(adapters) + 1, num_targets, len(Field)), -1, dtype=torch.int64)
+        self.table[..., Field.RANK :] = 0
+        self.scales = torch.rand(len(adapters) + 1, num_targets, generator=self.draw, device="cuda") + 0.5
+        self._pieces: list[tuple[int, torch.Tensor]] = []
+        self._end = UNIT
+        for index, adapter in enumerate(adapters, 1):
+            self._place(index, adapter)
+        self.buffer = torch.full((self._end + 16 * max(inputs, *widths),), torch.nan, dtype=dtype, device="cuda")
+        for at, values in self._pieces:
+            self.buffer[at : at + values.numel()] = values.flatten()
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.draw, device="cuda").to(self.dtype)
+
+    def _place(self, index: int, adapter: Adapter) -> None:
+        for slice_, target in enumerate(self.targets):
+            rank, width, row = adapter.ranks[slice_], self.widths[slice_], self.table[index, target.index]
+            row[Field.RANK] = rank
+            if rank:
+                row[Field.A] = self._store(self.normal(rank, self.inputs) * 0.05)
+                row[Field.B] = self._store(self.normal(rank, width) * 0.05)
+            if adapter.vectors:
+                row[Field.FACTOR] = self._store(self.normal(width))
+                row[Field.SHIFT] = self._store(self.normal(width))
+
+    def _store(self, values: torch.Tensor) -> int:
+        at = self._end
+        self._pieces.append((at, values))
+        self._end += -(-values.numel() // UNIT) * UNIT + UNIT
+        return at
+
+    def batch(self, indices: Sequence[int]) -> LoraBatch:
+        widths = torch.zeros(self.table.shape[1], 2, dtype=torch.int64, device="cuda")
+        indices = torch.tensor(indices, dtype=torch.int32, device="cuda")
+        return LoraBatch(self.buffer, self.table.cuda(), self.scales, widths, indices, self.table, [], [])
+
+    def expected(self, x: torch.Tensor, indices: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute in float32; with `out`, the LoRA that is added to it, without factors and shifts."""
+        wide = x.float()
+        if out is None:
+            y = wide @ self.weights.weight.float().t()
+            y += 0 if self.weights.bias is None else self.weights.bias.float()
+        else:
+            y = out.float()
+        for row, index in enumerate(indices):
+            for target in self.targets if index else ():
+                y[row, target.columns] = self._adapt(y[row, target.columns], wide[row], index, target, out is None)
+        return y
+
+    def _adapt(
+        self, y: torch.Tensor, x: torch.Tensor, index: int, target: LoraTarget, with_vectors: bool
+    ) -> torch.Tensor:
+        fields, width = self.table[index, target.index].tolist(), len(y)
+        if rank := fields[Field.RANK]:
+            a = self._take(fields[Field.A], rank, self.inputs)
+            b = self._take(fields[Field.B], rank, width)
+            y = y + self.scales[index, target.index] * (x @ a.t()) @ b
+        if with_vectors and fields[Field.FACTOR] >= 0:
+            y = y * self._take(fields[Field.FACTOR], 1, width)[0] + self._take(fields[Field.SHIFT], 1, width)[0]
+        return y
+
+    def _take(self, at: int, rows: int, width: int) -> torch.Tensor:
+        return self.buffer[at : at + rows * width].view(rows, width).float()
+
+
+def spread(rows: int, adapters: int) -> list[int]:
+    """Give each adapter about as many rows as the others."""
+    return [1 + row * adapters // rows for row in range(rows)]
+
+
+def mix(rows: int, adapters: int, seed: int) -> list[int]:
+    """Draw adapters for rows, base rows among them, in the order of their indices."""
+    draw = random.Random(seed)
+    return sorted(draw.randint(0, adapters) for _ in range(rows))
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected).norm() / expected.norm())
