@@ -259,6 +259,10 @@ class Ops(Protocol):
         """
         ...
 
+    def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
+        """Compile the kernels that these linears need, so that no request waits for them."""
+        ...
+
     def plan_lora(self, lora: LoraBatch) -> None:
         """Work out again, in place, what was derived of a batch whose adapters have changed under a captured graph."""
         ...

@@ -1,10 +1,28 @@
 """Choose the implementation of the operations for a device."""
 
+import logging
+
 import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.ops import Ops
 
+logger = logging.getLogger(__name__)
 
-def select_ops(device: torch.device) -> Ops:  # noqa: ARG001 - every device has the same ones so far
-    return reference
+HOPPER = 9  # major compute capability
+
+
+def select_ops(device: torch.device) -> Ops:
+    """Return the fastest ops of a device: CUDA C++ on Hopper, Triton on other NVIDIA GPUs, plain torch elsewhere."""
+    if device.type != "cuda":
+        return reference
+    from lorax_server.kernels.triton.ops import TritonOps
+
+    if torch.cuda.get_device_capability(device)[0] == HOPPER:
+        try:
+            from lorax_server.kernels.hopper.ops import HopperOps
+
+            return HopperOps(device)
+        except Exception as error:  # whatever a compiler, a driver or a missing library says
+            logger.warning("kernels for Hopper cannot be compiled, Triton's are used instead: %s", error)
+    return TritonOps()

@@ -1,13 +1,19 @@
 """Load kernels and launch them, and describe tensors to the copy engine."""
 
 import ctypes
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
 from lorax_server.errors import EngineError
+from lorax_server.kernels.hopper.compiler import Compiler
+from lorax_server.kernels.hopper.sources import Variant
+
+logger = logging.getLogger(__name__)
 
 MAP_BYTES = 128
 
@@ -47,6 +53,36 @@ class Kernel:
             config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
         check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+class Kernels:
+    """The kernels of one device, compiled when they are first asked for, or before."""
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        torch.zeros(1, device=device)  # makes the context that the driver needs
+        self.device = device
+        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}a")
+        self._loaded: dict[Variant, Kernel] = {}
+
+    def get(self, variant: Variant) -> Kernel:
+        if variant not in self._loaded:
+            self._load(variant, self._compiler.compile(variant.source))
+        return self._loaded[variant]
+
+    def compile(self, variants: Iterable[Variant]) -> None:
+        """Compile several kernels at once, so that no request waits for them."""
+        start, before = time.monotonic(), self._compiler.num_compiled
+        missing = [variant for variant in variants if variant not in self._loaded]
+        for variant, cubin in zip(missing, self._compiler.compile_all(v.source for v in missing), strict=True):
+            self._load(variant, cubin)
+        seconds, compiled = time.monotonic() - start, self._compiler.num_compiled - before
+        logger.info(
+            "CUDA kernels: %d in %.1f s, %d of them compiled, the others on disk", len(missing), seconds, compiled
+        )
+
+    def _load(self, variant: Variant, cubin: bytes) -> None:
+        self._loaded[variant] = Kernel(cubin, "kernel", variant.shared_bytes)
 
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:

@@ -1,16 +1,13 @@
 """A linear with the LoRA of its rows in one launch, for up to 128 rows; LoRA alone after a product, for up to 256."""
 
 import ctypes
-import logging
 import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lorax_server.kernels.hopper.compiler import Compiler
-from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, factor_maps, matrix_map
+from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, factor_maps, matrix_map
 from lorax_server.kernels.hopper.settings import Setting, find_setting
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
@@ -22,8 +19,6 @@ from lorax_server.kernels.hopper.sources import (
     Variant,
 )
 from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTarget
-
-logger = logging.getLogger(__name__)
 
 MAX_ROWS = PLAN_THREADS
 MAX_SLICES = 3
@@ -86,23 +81,21 @@ class LoraPlan:
 
 
 class FusedLinear:
-    """The compiled kernels of one device, and the memory that they share from launch to launch.
+    """Launches the linears of one device, and has the memory that they share from launch to launch.
 
     One step at a time may be under way, on one stream: the counters, V and D are those of the launch that runs.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        properties = torch.cuda.get_device_properties(device)
+    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        device = kernels.device
         self.device, self.dtype = device, dtype
-        self.num_sms: int = properties.multi_processor_count
-        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}a")
-        self._kernels: dict[Variant, Kernel] = {}
+        self.num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernels = kernels
         self._weight_maps: dict[LinearWeights, bytes] = {}
         self._factor_maps: dict[tuple[int, int, int, int], bytes] = {}
-        self._deltas: dict[int, torch.Tensor] = {}
-        # The first tensor on the device: it makes the context that the driver needs.
-        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
-        self._low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
+        self.deltas: dict[int, torch.Tensor] = {}
+        self.counters = torch.zeros(3, dtype=torch.int32, device=device)
+        self.low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
 
     def fits(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
         """Return whether the kernels can do a linear: others are left to another implementation."""
@@ -118,19 +111,12 @@ class FusedLinear:
             and all(width % 8 == 0 for width in widths)
         )
 
-    def compile(self, linears: Iterable[tuple[int, int]], with_lora: bool) -> None:
-        """Compile all kernels that linears of these inputs and outputs need, so that no request waits for it."""
-        start = time.monotonic()
-        variants: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
-        for inputs, outputs in set(linears):
-            for height in HEIGHTS:
-                setting = find_setting(inputs, outputs, height, self.num_sms)
-                variants |= {self._variant(height, setting, lora) for lora in {False, with_lora}}
-        missing = [variant for variant in sorted(variants, key=str) if variant not in self._kernels]
-        for variant, cubin in zip(missing, self._compiler.compile_all(v.source for v in missing), strict=True):
-            self._load(variant, cubin)
-        seconds, compiled = time.monotonic() - start, self._compiler.num_compiled
-        logger.info("%d kernels in %.1f s, %d of them compiled anew", len(missing), seconds, compiled)
+    def variants(self, inputs: int, outputs: int, with_lora: bool) -> set[Variant]:
+        """List the kernels that a linear needs at all heights."""
+        settings = {height: find_setting(inputs, outputs, height, self.num_sms) for height in HEIGHTS}
+        return {
+            self._variant(height, setting, lora) for height, setting in settings.items() for lora in {False, with_lora}
+        } | ({PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set())
 
     def plan(self, lora: LoraBatch) -> LoraPlan:
         return lora.once("fused plan", lambda: self._make_plan(lora))
@@ -152,7 +138,7 @@ class FusedLinear:
             num_targets,
             plan.max_items,
         )
-        self._kernel(PlanVariant()).launch(num_targets, PLAN_THREADS, [args], early=False)
+        self._kernels.get(PlanVariant()).launch(num_targets, PLAN_THREADS, [args], early=False)
 
     def _make_plan(self, lora: LoraBatch) -> LoraPlan:
         plan = LoraPlan.allocate(len(lora.adapter_indices), lora.table.shape[1], self.device)
@@ -184,7 +170,7 @@ class FusedLinear:
             self._weight_maps[weights] = matrix_map(weights.weight, 128)
         maps = [ctypes.create_string_buffer(m, MAP_BYTES) for m in (self._weight_maps[weights], matrix_map(x, height))]
         blocks = -(-outputs // 128) * setting.cluster + (0 if lora is None else setting.lora_blocks)
-        self._kernel(variant).launch(blocks, THREADS, [*maps, args], early=args.early > 0)
+        self._kernels.get(variant).launch(blocks, THREADS, [*maps, args], early=args.early > 0)
         return out
 
     def add_lora(
@@ -193,7 +179,7 @@ class FusedLinear:
         """Add LoRA of up to 256 rows to what another library has computed."""
         args = self._args(out, x, None, lora, targets, 1024)
         args.lora_blocks, args.early = self.num_sms, early
-        self._kernel(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)
+        self._kernels.get(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)
 
     def _args(
         self,
@@ -215,18 +201,18 @@ class FusedLinear:
         ctypes.memmove(args.maps, b"".join(maps), len(maps) * 2 * MAP_BYTES)
         args.outputs[: len(widths)], args.slices = widths, len(widths)
         args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
-        args.adapters, args.v = lora.adapter_indices.data_ptr(), self._low_rank.data_ptr()
+        args.adapters, args.v = lora.adapter_indices.data_ptr(), self.low_rank.data_ptr()
         args.items, args.records = plan.items[first].data_ptr(), plan.records[first].data_ptr()
         args.num_items, args.num_tiles = plan.num_items[first:].data_ptr(), plan.num_tiles.data_ptr()
-        args.flags, args.counters = plan.flags[first].data_ptr(), self._counters.data_ptr()
+        args.flags, args.counters = plan.flags[first].data_ptr(), self.counters.data_ptr()
         args.plan_rows, args.max_items = plan.rows, plan.max_items
         args.target, args.num_targets = first, lora.table.shape[1]
         return args
 
     def _delta(self, outputs: int) -> torch.Tensor:
-        if outputs not in self._deltas:
-            self._deltas[outputs] = torch.empty(MAX_ROWS // 2, outputs, dtype=self.dtype, device=self.device)
-        return self._deltas[outputs]
+        if outputs not in self.deltas:
+            self.deltas[outputs] = torch.empty(MAX_ROWS // 2, outputs, dtype=self.dtype, device=self.device)
+        return self.deltas[outputs]
 
     def _maps(self, buffer: torch.Tensor, stride: int, width: int) -> bytes:
         key = (buffer.data_ptr(), buffer.numel(), stride, width)
@@ -236,11 +222,3 @@ class FusedLinear:
 
     def _variant(self, height: int, setting: Setting, with_lora: bool) -> LinearVariant:
         return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)
-
-    def _kernel(self, variant: Variant) -> Kernel:
-        if variant not in self._kernels:
-            self._load(variant, self._compiler.compile(variant.source))
-        return self._kernels[variant]
-
-    def _load(self, variant: Variant, cubin: bytes) -> None:
-        self._kernels[variant] = Kernel(cubin, "kernel", variant.shared_bytes)

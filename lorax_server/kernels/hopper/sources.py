@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
+GATE_THREADS = 256
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
 THREADS = 288
 PLAN_THREADS = 256
@@ -76,7 +78,37 @@ class PlanVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
 
 
-Variant = LinearVariant | AddLoraVariant | PlanVariant
+class NormVariant(NamedTuple):
+    """The norm of rows, of which a thread has some times eight elements."""
+
+    dtype: torch.dtype
+    chunks: int
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        call = f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);"
+        head = 'extern "C" __global__ void __launch_bounds__(1024) kernel(const __grid_constant__ NormArgs p)'
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+
+
+class GateVariant(NamedTuple):
+    """`activation(gate) * up`."""
+
+    dtype: torch.dtype
+    activation: str
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
+        head = (
+            f'extern "C" __global__ void __launch_bounds__({GATE_THREADS}) kernel(const __grid_constant__ GateArgs p)'
+        )
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+
+
+Variant = LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
 
 
 @cache

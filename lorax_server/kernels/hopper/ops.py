@@ -1,0 +1,85 @@
+"""The op table on Hopper: CUDA C++ for the rows of a decode step, Triton for prompts and all else."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.hopper import small
+from lorax_server.kernels.hopper.driver import Kernels
+from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
+from lorax_server.kernels.hopper.sources import ACTIVATIONS, HEIGHTS, NUMBERS, GateVariant, PlanVariant, Variant
+from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.triton.ops import TritonOps
+
+FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
+PLAIN_ROWS = 64  # without: above, cuBLAS is faster
+
+
+class HopperOps(TritonOps):
+    """The ops of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Compile the smallest kernel, to find out here whether kernels can be compiled at all."""
+        super().__init__()
+        self._kernels = Kernels(device)
+        self._kernels.compile([PlanVariant()])
+        self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
+
+    def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
+        variants: set[Variant] = set()
+        for weights in linears:
+            fused = self._fused.get(weights.weight.dtype)
+            if fused is not None and fused.fits(weights, ()):
+                outputs, inputs = weights.weight.shape
+                variants |= fused.variants(inputs, outputs, with_lora)
+                variants.add(small.norm_variant(fused.dtype, inputs))
+        variants |= {GateVariant(dtype, name) for dtype in NUMBERS for name in ACTIVATIONS}
+        self._kernels.compile(sorted(variants, key=str))
+
+    def linear(
+        self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    ) -> torch.Tensor:
+        rows, fused = len(x), self._fused.get(x.dtype)
+        if not 0 < rows <= MAX_ROWS or fused is None or not x.is_contiguous() or not fused.fits(weights, targets):
+            return super().linear(x, weights, lora, targets)
+        if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS):
+            return fused.linear(x, weights, lora, targets)
+        out = F.linear(x, weights.weight, weights.bias)
+        if lora is not None:
+            fused.add_lora(out, x, lora, targets)
+            self.scale_and_shift(out, lora, targets)
+        return out
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        activation: Activation,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        outputs = weights.weight.shape[0]
+        if len(x) > MAX_ROWS or activation.name not in ACTIVATIONS or x.dtype not in NUMBERS or outputs % 16:
+            return super().gated_linear(x, weights, activation, lora, targets)
+        return small.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fused = self._fused.get(x.dtype)
+        if not 0 < len(x) <= MAX_ROWS or fused is None or not small.can_norm(x, residual):
+            return super().rms_norm(x, residual, weight, eps, lora, targets)
+        adapters = (lora, fused.plan(lora), targets[0]) if lora is not None and targets else None
+        return small.rms_norm(self._kernels, x, residual, weight, eps, adapters)
+
+    def plan_lora(self, lora: LoraBatch) -> None:
+        if len(lora.adapter_indices) <= MAX_ROWS:
+            self._fused[lora.buffer.dtype].replan(lora)
+        super().plan_lora(lora)

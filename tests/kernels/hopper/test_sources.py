@@ -1,0 +1,77 @@
+"""The CUDA sources compile, for every shape of the table, without a GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
+from lorax_server.kernels.hopper.sources import (
+    ACTIVATIONS,
+    HEIGHTS,
+    SHARED_BYTES,
+    AddLoraVariant,
+    GateVariant,
+    LinearVariant,
+    NormVariant,
+    PlanVariant,
+    Variant,
+)
+
+compiler = pytest.importorskip("lorax_server.kernels.hopper.compiler", reason="needs cuda-core", exc_type=ImportError)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+VARIANTS: list[Variant] = [
+    LinearVariant(BF16, 8, 11, 2, True),
+    LinearVariant(FP16, 16, 6, 1, True),
+    LinearVariant(BF16, 128, 6, 2, False),
+    AddLoraVariant(BF16),
+    PlanVariant(),
+    NormVariant(FP16, 2),
+    *(GateVariant(BF16, name) for name in ACTIVATIONS),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_variant_compiles(variant: Variant, tmp_path: Path) -> None:
+    assert compiler.Compiler("sm_90a", tmp_path).compile(variant.source)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_stages_fit_into_shared_memory(height: int) -> None:
+    assert LinearVariant(BF16, height, LONG_STAGES[height], 1, True).shared_bytes <= SHARED_BYTES
+    if height < 128:
+        assert LinearVariant(BF16, height, SHORT_STAGES[height], 1, True).blocks_per_sm == 2
+
+
+def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path) -> None:
+    first, second = compiler.Compiler("sm_90a", tmp_path), compiler.Compiler("sm_90a", tmp_path)
+    cubin = first.compile(PlanVariant().source)
+    assert second.compile(PlanVariant().source) == cubin
+    assert (first.num_compiled, second.num_compiled) == (1, 0)
+    assert compiler.Compiler("sm_90", tmp_path).compile(PlanVariant().source) != cubin
+
+
+def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
+    cubin = compiler.Compiler("sm_90a", tmp_path).compile(PlanVariant().source)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    again = compiler.Compiler("sm_90a", tmp_path)
+    assert again.compile(PlanVariant().source) == cubin
+    assert again.num_compiled == 1
+    (kept,) = tmp_path.iterdir()
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    compiler.Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAX_KERNEL_CACHE", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path
+    monkeypatch.delenv("LORAX_KERNEL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tmp_path, "cache"))
+    assert compiler.cache_folder() == tmp_path / "cache/lorax/kernels"
