@@ -1,4 +1,4 @@
-"""Make the table of settings of Hopper's linears: measure each shape of the models that people serve, and keep the best.
+"""Make the table of settings of Hopper's linears: measure the shapes of models that people serve, and keep the best.
 
 Run it on the GPU that the table is for: `python benchmarks/tune_linears.py`. It changes
 `lorax_server/kernels/hopper/settings.json`, where the shapes of other GPUs stay. The peer is the guess that shapes
@@ -112,8 +112,8 @@ def candidates(tiles: int, height: int, num_sms: int) -> Iterator[tuple[int, int
                 yield stages, cluster
 
 
-def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float, float]:
-    """Return the best setting, and its times with and without adapters."""
+def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float]:
+    """Return the best setting, and its time with adapters."""
     tiles = -(-bench.shape.outputs // 128)
     plain = {
         (stages, cluster, early): bench.time(height, Setting(stages, cluster, 0, 0, early), None)
@@ -128,9 +128,8 @@ def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float, float
                 setting = Setting(stages, cluster, blocks, early, 0)
                 with_lora[setting] = bench.time(height, setting, lora)
     chosen = min(with_lora, key=lambda setting: with_lora[setting])
-    early, without = min((e, plain[chosen.stages, chosen.cluster, e]) for e in (2, 3))
-    early = min((2, 3), key=lambda e: plain[chosen.stages, chosen.cluster, e])
-    return chosen._replace(early=early), with_lora[chosen], without
+    early = min((2, 3), key=lambda early: plain[chosen.stages, chosen.cluster, early])
+    return chosen._replace(early=early), with_lora[chosen]
 
 
 def main() -> None:
@@ -147,7 +146,7 @@ def main() -> None:
     for shape in dict.fromkeys(shape for name in args.models for shape in shapes(MODELS[name])):
         bench = Bench(fused, shape, buffer)
         for height in HEIGHTS:
-            setting, with_lora, _ = tune(bench, height, fused.num_sms)
+            setting, with_lora = tune(bench, height, fused.num_sms)
             guess = guess_setting(shape.outputs, height, fused.num_sms)
             guessed = bench.time(height, guess, bench.batch(height))
             entries[f"{shape.inputs} {shape.outputs} {height}"] = list(setting)

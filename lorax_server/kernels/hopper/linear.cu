@@ -96,7 +96,8 @@ DEVICE void finish_outputs(const Args& p, float4 product, int row, int column, i
   if (p.bias) y.add(load_four<Number>(p.bias + column));
   if (LORA) {
     const int has = p.flags[slice * p.T + row];
-    if (has & HAS_LORA) y.add(load_four<Number>(p.d + at));
+    if (has & HAS_LORA)
+      for (int part = 0; part <= has / MORE_PARTS; part++) y.add(load_four<Number>(p.d + (i64)part * D_ROWS * p.y_stride + at));
     if (has & (HAS_FACTOR | HAS_SHIFT)) {
       const i64* fields = p.table + ((i64)p.adapters[row] * p.num_targets + p.target + slice) * FIELDS;
       const int within = column - (slice > 0 ? p.N[0] : 0) - (slice > 1 ? p.N[1] : 0);

@@ -23,6 +23,7 @@ from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTar
 MAX_ROWS = PLAN_THREADS
 MAX_SLICES = 3
 ITEM_RANKS = 16
+MAX_PARTS = MAX_RANK // 64
 RECORD_BYTES = 32
 
 
@@ -32,12 +33,14 @@ class _Args(ctypes.Structure):
     _fields_ = (
         ("maps", ctypes.c_ubyte * (8 * MAP_BYTES)),
         *((name, ctypes.c_void_p) for name in ("x", "buffer", "y", "v", "d", "bias", "table", "adapters")),
-        *((name, ctypes.c_void_p) for name in ("items", "records", "num_items", "num_tiles", "flags", "counters")),
+        *((name, ctypes.c_void_p) for name in ("items", "records", "parts")),
+        *((name, ctypes.c_void_p) for name in ("num_items", "num_parts", "num_tiles", "flags", "counters")),
         ("inputs", ctypes.c_int),
         ("outputs", ctypes.c_int * MAX_SLICES),
-        *((name, ctypes.c_int) for name in ("slices", "x_stride", "y_stride", "rows", "plan_rows", "max_items")),
+        *((name, ctypes.c_int) for name in ("slices", "x_stride", "y_stride", "rows")),
+        *((name, ctypes.c_int) for name in ("plan_rows", "max_items", "max_parts")),
         *((name, ctypes.c_int) for name in ("target", "num_targets", "lora_blocks", "steps", "early", "zero")),
-        ("fill", ctypes.c_ubyte * 80),  # up to a multiple of its alignment
+        ("fill", ctypes.c_ubyte * 60),  # up to a multiple of its alignment
     )
 
 
@@ -45,9 +48,9 @@ class _PlanArgs(ctypes.Structure):
     """`PlanArgs` of plan.cu, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("adapters", "table", "scales", "records", "items", "num_items")),
-        *((name, ctypes.c_void_p) for name in ("num_tiles", "flags")),
-        *((name, ctypes.c_int) for name in ("rows", "plan_rows", "num_targets", "max_items")),
+        *((name, ctypes.c_void_p) for name in ("adapters", "table", "scales", "records", "items", "parts")),
+        *((name, ctypes.c_void_p) for name in ("num_items", "num_parts", "num_tiles", "flags")),
+        *((name, ctypes.c_int) for name in ("rows", "plan_rows", "num_targets", "max_items", "max_parts")),
     )
 
 
@@ -56,10 +59,11 @@ class LoraPlan:
     """What the kernels need to know of a batch, in fixed places on the device."""
 
     rows: int
-    max_items: int  # of one target
-    records: torch.Tensor
-    items: torch.Tensor
+    records: torch.Tensor  # [targets, rows] of each tile
+    items: torch.Tensor  # [targets, most] pieces of 16 ranks, which are shrunk
+    parts: torch.Tensor  # [targets, most] pieces of 64 ranks, which are expanded
     num_items: torch.Tensor
+    num_parts: torch.Tensor
     num_tiles: torch.Tensor
     flags: torch.Tensor
 
@@ -68,12 +72,12 @@ class LoraPlan:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        max_items = rows * MAX_RANK // ITEM_RANKS
         return cls(
             rows,
-            max_items,
             empty(num_targets, rows, RECORD_BYTES, dtype=torch.uint8),
-            empty(num_targets, max_items),
+            empty(num_targets, rows * MAX_RANK // ITEM_RANKS),
+            empty(num_targets, rows * MAX_PARTS),
+            empty(num_targets),
             empty(num_targets),
             empty(1),
             empty(num_targets, rows, dtype=torch.uint8),
@@ -130,13 +134,16 @@ class FusedLinear:
             lora.scales.data_ptr(),
             plan.records.data_ptr(),
             plan.items.data_ptr(),
+            plan.parts.data_ptr(),
             plan.num_items.data_ptr(),
+            plan.num_parts.data_ptr(),
             plan.num_tiles.data_ptr(),
             plan.flags.data_ptr(),
             plan.rows,
             plan.rows,
             num_targets,
-            plan.max_items,
+            plan.items.shape[1],
+            plan.parts.shape[1],
         )
         self._kernels.get(PlanVariant()).launch(num_targets, PLAN_THREADS, [args], early=False)
 
@@ -203,15 +210,16 @@ class FusedLinear:
         args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
         args.adapters, args.v = lora.adapter_indices.data_ptr(), self.low_rank.data_ptr()
         args.items, args.records = plan.items[first].data_ptr(), plan.records[first].data_ptr()
-        args.num_items, args.num_tiles = plan.num_items[first:].data_ptr(), plan.num_tiles.data_ptr()
+        args.parts, args.num_tiles = plan.parts[first].data_ptr(), plan.num_tiles.data_ptr()
+        args.num_items, args.num_parts = plan.num_items[first:].data_ptr(), plan.num_parts[first:].data_ptr()
         args.flags, args.counters = plan.flags[first].data_ptr(), self.counters.data_ptr()
-        args.plan_rows, args.max_items = plan.rows, plan.max_items
+        args.plan_rows, args.max_items, args.max_parts = plan.rows, plan.items.shape[1], plan.parts.shape[1]
         args.target, args.num_targets = first, lora.table.shape[1]
         return args
 
     def _delta(self, outputs: int) -> torch.Tensor:
         if outputs not in self.deltas:
-            self.deltas[outputs] = torch.empty(MAX_ROWS // 2, outputs, dtype=self.dtype, device=self.device)
+            self.deltas[outputs] = torch.empty(MAX_PARTS * HEIGHTS[-1], outputs, dtype=self.dtype, device=self.device)
         return self.deltas[outputs]
 
     def _maps(self, buffer: torch.Tensor, stride: int, width: int) -> bytes:

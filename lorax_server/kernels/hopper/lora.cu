@@ -7,16 +7,19 @@
 //
 // Shrink: V = scale * x A^T. A block takes whole items (16 ranks of one tile's adapter at one slice), each warp an eighth
 // of every stage. The ranks of an item lie in V in the order r % 4 * 4 + r / 4.
-// Expand: when all blocks have shrunk, D = V B, or y += V B, for WIDTH columns of a tile at a time.
+// Expand: when all blocks have shrunk, D = V B, or y += V B, for WIDTH columns of a tile at a time. A large rank is cut
+// into parts, each with a D of its own, so that no block has much more to do than the others.
 // Whatever lies behind L2 is asked for two stages ahead: records 32 at a time, one in each lane; x and V in registers.
 
 constexpr int MAX_RANK = 512;   // room for one slice in a row of V
 constexpr int TILE_ROWS = 8;    // rows of one adapter that are multiplied together
 constexpr int ITEM_RANKS = 16;
+constexpr int PART_RANKS = 64;
+constexpr int D_ROWS = 128;     // rows that a D has room for
 constexpr int THREADS = 288, COMPUTING = 256;
 constexpr int HEAD_BYTES = 9216;  // of shared memory in front of the ring: sums of the warps, and barriers
 constexpr uint4 ZEROS = {0, 0, 0, 0};
-constexpr int HAS_LORA = 1, HAS_FACTOR = 2, HAS_SHIFT = 4;
+constexpr int HAS_LORA = 1, HAS_FACTOR = 2, HAS_SHIFT = 4, MORE_PARTS = 8;  // flags: the last, times the parts but one
 constexpr int FIELDS = 10, FIELD_A = 0, FIELD_B = 1, FIELD_FACTOR = 2, FIELD_SHIFT = 3, FIELD_RANK = 7;
 
 struct Record {  // one tile at one slice
@@ -30,17 +33,18 @@ struct Record {  // one tile at one slice
 struct Args {
   TensorMap a[2], b[3][2];  // the adapters' memory as rows of the linear's inputs, and of each slice's outputs; boxes of 16 rows, and of 8
   const u16 *x, *buffer;    // inputs [M][x_stride]; the adapters' memory
-  u16 *y, *v, *d;           // outputs [M][y_stride]; x A^T [M][slices * MAX_RANK]; LoRA's part of the outputs [M][y_stride]
+  u16 *y, *v, *d;           // outputs [M][y_stride]; x A^T [M][slices * MAX_RANK]; LoRA's part of the outputs [part][D_ROWS][y_stride]
   const u16* bias;
   const i64* table;         // [adapter][target][FIELDS]
   const int* adapters;      // [M]
   const u32* items;         // [slice][max_items] of the shrink: tile | number among the tile's items << 16
   const Record* records;    // [slice][T]
-  const int *num_items, *num_tiles;  // [slice], [1]
+  const u32* parts;         // [slice][max_parts] of the expand: tile | number among the tile's parts << 16
+  const int *num_items, *num_parts, *num_tiles;  // [slice], [slice], [1]
   const u8* flags;          // [slice][T] what each row's adapter has here
   int* counters;            // blocks that have shrunk; that have expanded; that need the counters no more
   int K, N[3], slices;
-  int x_stride, y_stride, M, T, max_items;
+  int x_stride, y_stride, M, T, max_items, max_parts;
   int target, num_targets;  // the first slice's row of the table, and how many rows an adapter has
   int lora_blocks, steps;   // blocks that do LoRA; pieces of 64 inputs that a block of the product does
   int early;                // 0: plain launch. 1: wait for the kernel before. 2: and let the next one start at once. 3: or after the last load
@@ -98,32 +102,38 @@ struct Items {
   DEVICE const Record& record(const Item& i) const { return p.records[i.slice * p.T + i.tile]; }
 };
 
-// A unit of the expand: WIDTH columns of one tile at one slice.
+// A unit of the expand: WIDTH columns of one part of a tile's ranks at one slice.
 template <int WIDTH>
 struct Units {
   const Args& p;
-  int blocks[3], per_tile, total;
-  DEVICE Units(const Args& args) : p(args), per_tile(0) {
+  int blocks[3], first[3], total;  // of each slice: columns in WIDTHs, and the number of its first unit
+  DEVICE Units(const Args& args) : p(args), total(0) {
 #pragma unroll
-    for (int s = 0; s < 3; s++) { blocks[s] = (p.N[s] + WIDTH - 1) / WIDTH; per_tile += blocks[s]; }
-    total = *p.num_tiles * per_tile;
+    for (int s = 0; s < 3; s++) {
+      blocks[s] = (p.N[s] + WIDTH - 1) / WIDTH;
+      first[s] = total;
+      if (s < p.slices) total += __ldg(p.num_parts + s) * blocks[s];
+    }
   }
-  struct Unit { int slice, tile, column; };  // the first column within the slice
+  struct Unit { int slice, tile, part, column; };  // the first column within the slice
   DEVICE Unit find(int number) const {
-    Unit u;
-    u.tile = number / per_tile;
-    int rest = number - u.tile * per_tile;
-    u.slice = 0;
-    if (rest >= blocks[0]) { rest -= blocks[0]; u.slice = 1; }
-    if (u.slice == 1 && rest >= blocks[1]) { rest -= blocks[1]; u.slice = 2; }
-    u.column = rest * WIDTH;
-    return u;
+    const int slice = (p.slices > 1 && number >= first[1]) + (p.slices > 2 && number >= first[2]);
+    const int rest = number - (slice == 0 ? 0 : slice == 1 ? first[1] : first[2]);
+    const int count = slice == 0 ? blocks[0] : slice == 1 ? blocks[1] : blocks[2], at = rest / count;
+    const u32 part = __ldg(p.parts + slice * p.max_parts + at);
+    return {slice, (int)(part & 0xffff), (int)(part >> 16), (rest - at * count) * WIDTH};
   }
   DEVICE const Record& record(const Unit& u) const { return p.records[u.slice * p.T + u.tile]; }
 };
 
+// The ranks of a unit, from `begin` to `end`. Where the result is added to y, one unit has all of them.
+struct Ranks {
+  int begin, end;
+  DEVICE Ranks(int part, int rank, bool whole) : begin(whole ? 0 : part * PART_RANKS), end(whole ? (part ? 0 : rank) : min(rank, begin + PART_RANKS)) {}
+};
+
 // Every factor's record is asked for while the one before is being fetched.
-template <int WIDTH, class RingType>
+template <int WIDTH, bool ADD, class RingType>
 DEVICE void fetch_factors(const Args& p, RingType& ring, int block) {
   struct Factor { i64 at; int ranks, slice; };
   const Items items(p);
@@ -144,7 +154,8 @@ DEVICE void fetch_factors(const Args& p, RingType& ring, int block) {
     if (i >= units.total) return Factor{0, 0, 0};
     const auto u = units.find(i);
     const Record& r = units.record(u);
-    return Factor{__ldg(&r.b) + u.column, __ldg(&r.rank), u.slice};
+    const Ranks ranks(u.part, __ldg(&r.rank), ADD);
+    return Factor{__ldg(&r.b) + (i64)ranks.begin * p.N[u.slice] + u.column, ranks.end - ranks.begin, u.slice};
   };
   next = find_unit(block);
   for (int i = block; i < units.total; i += p.lora_blocks) {
@@ -248,29 +259,31 @@ DEVICE void expand(const Args& p, RingType& ring, int block) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3, v_stride = p.slices * MAX_RANK;
   const Units<WIDTH> units(p);
   if (block >= units.total) return;
-  struct Stage { int rows, rank, done, slice, column; };  // of the slice
-  int my_rows = 0, my_rank = -1, my_slice = 0, my_column = 0;
-  auto load_records = [&](int number) {  // of the 32 units from `number` on, one in each lane; a rank of -1 past the end
+  struct Stage { int rows, done, end, begin, slice, column; };  // ranks from `done` on, up to `end`; column of the slice
+  int my_rows = 0, my_end = -1, my_begin = 0, my_slice = 0, my_column = 0;
+  auto load_records = [&](int number) {  // of the 32 units from `number` on, one in each lane; an end of -1 past the last
     const int i = block + (number + lane) * p.lora_blocks;
-    my_rank = -1;
+    my_end = -1;
     if (i >= units.total) return;
     const auto u = units.find(i);
     const Record& r = units.record(u);
-    my_rows = __ldg(&r.rows); my_rank = __ldg(&r.rank); my_slice = u.slice; my_column = u.column;
+    const Ranks ranks(u.part, __ldg(&r.rank), ADD);
+    my_rows = __ldg(&r.rows); my_end = ranks.end; my_begin = ranks.begin; my_slice = u.slice; my_column = u.column;
   };
   load_records(0);
   if (lane == 0) await(p.counters, p.lora_blocks);
   __syncwarp();
   int number = -1;
-  Stage ahead = {0, 0, 0, 0, 0};
+  Stage ahead = {0, 0, 0, 0, 0, 0};
   auto load_next = [&](Stage& stage, uint2& v) {  // false at the end
     ahead.done += ITEM_RANKS;
-    while (ahead.done >= ahead.rank) {
-      if (ahead.rank < 0) return false;
+    while (ahead.done >= ahead.end) {
+      if (ahead.end < 0) return false;
       number++;
       if (number && (number & 31) == 0) load_records(number);
-      ahead = {__shfl_sync(~0u, my_rows, number & 31), __shfl_sync(~0u, my_rank, number & 31), 0,
-               __shfl_sync(~0u, my_slice, number & 31), __shfl_sync(~0u, my_column, number & 31)};
+      const int from = number & 31, begin = __shfl_sync(~0u, my_begin, from);
+      ahead = {__shfl_sync(~0u, my_rows, from), begin, __shfl_sync(~0u, my_end, from), begin,
+               __shfl_sync(~0u, my_slice, from), __shfl_sync(~0u, my_column, from)};
     }
     stage = ahead;
     v = uint2{0, 0};
@@ -281,11 +294,11 @@ DEVICE void expand(const Args& p, RingType& ring, int block) {
   float d[GROUPS][4][4];
   uint4 old[GROUPS][2];
   auto multiply = [&](const Stage& stage, const uint2& v) {
-    const int rows = stage.rows >> 24, ranks = stage.rank - stage.done, left = ranks - c, first = warp * PART + g * 8;
+    const int rows = stage.rows >> 24, ranks = stage.end - stage.done, left = ranks - c, first = warp * PART + g * 8;
     const int y_column = stage.column + (stage.slice > 0 ? p.N[0] : 0) + (stage.slice > 1 ? p.N[1] : 0) + first;
-    u16* y = (ADD ? p.y : p.d) + (i64)((stage.rows & 0xffffff) + 2 * c) * p.y_stride + y_column;  // rows 2c and 2c + 1
+    u16* y = (ADD ? p.y : p.d + (i64)(stage.begin / PART_RANKS) * D_ROWS * p.y_stride) + (i64)((stage.rows & 0xffffff) + 2 * c) * p.y_stride + y_column;  // rows 2c and 2c + 1
     auto inside = [&](int k) { return stage.column + first + k * 64 < p.N[stage.slice]; };
-    if (stage.done == 0) {
+    if (stage.done == stage.begin) {
 #pragma unroll
       for (int k = 0; k < GROUPS; k++) {
         if (ADD && 2 * c < rows && inside(k)) old[k][0] = __ldcg((const uint4*)(y + k * 64));
@@ -348,7 +361,7 @@ DEVICE void lora(const Args& p, u8* shared, int block) {
     return;
   }
   if (threadIdx.x >= COMPUTING) {
-    if (threadIdx.x == COMPUTING) fetch_factors<WIDTH>(p, ring, block);
+    if (threadIdx.x == COMPUTING) fetch_factors<WIDTH, ADD>(p, ring, block);
     return;
   }
   shrink<Number, WIDTH>(p, ring, (float*)shared, block);

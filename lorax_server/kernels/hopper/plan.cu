@@ -1,14 +1,15 @@
 // What LoRA needs to know of a batch, worked out when the batch changes: tiles of up to TILE_ROWS rows of one adapter, and
-// for each target a record of each tile, the items of the shrink, and flags of each row. A block works out one target.
+// for each target a record of each tile, the items of the shrink, the parts of the expand, and flags of each row. A block
+// works out one target.
 struct PlanArgs {
   const int* adapters;         // [M]
   const i64* table;            // [adapter][target][FIELDS]
   const float* scales;         // [adapter][target]
   Record* records;             // [target][T]
-  u32* items;                  // [target][max_items]
-  int *num_items, *num_tiles;  // [target], [1]
+  u32 *items, *parts;          // [target][max_items], [target][max_parts]
+  int *num_items, *num_parts, *num_tiles;  // [target], [target], [1]
   u8* flags;                   // [target][T]
-  int M, T, num_targets, max_items;
+  int M, T, num_targets, max_items, max_parts;
 };
 
 constexpr int PLAN_THREADS = 256;  // as many as there may be rows
@@ -26,6 +27,13 @@ DEVICE int inclusive_sum(int value, int* warps) {
   __syncthreads();
   for (int w = 0; w < warp; w++) value += warps[w];
   return value;
+}
+
+// Cuts the ranks of every thread's tile into pieces of `size`, and lists the pieces of all tiles one after the other.
+DEVICE void write_pieces(int rank, int size, u32* pieces, int* total, int* warps) {
+  const int count = (rank + size - 1) / size, last = inclusive_sum(count, warps);
+  for (int i = 0; i < count; i++) pieces[last - count + i] = (u32)threadIdx.x | (u32)i << 16;
+  if (threadIdx.x == PLAN_THREADS - 1) *total = last;
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) kernel(const __grid_constant__ PlanArgs p) {
@@ -49,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) kernel(const __grid_c
 
   if (row < p.M) {
     const i64* fields = p.table + mine * FIELDS;
-    const int has = (fields[FIELD_RANK] > 0) * HAS_LORA | (fields[FIELD_FACTOR] >= 0) * HAS_FACTOR | (fields[FIELD_SHIFT] >= 0) * HAS_SHIFT;
-    p.flags[(i64)target * p.T + row] = adapter == 0 ? 0 : has;
+    const int rank = (int)fields[FIELD_RANK], more = rank > 0 ? (rank - 1) / PART_RANKS : 0;
+    const int has = (rank > 0) * HAS_LORA | (fields[FIELD_FACTOR] >= 0) * HAS_FACTOR | (fields[FIELD_SHIFT] >= 0) * HAS_SHIFT;
+    p.flags[(i64)target * p.T + row] = adapter == 0 ? 0 : has | more * MORE_PARTS;
   }
   int rank = 0;
   if (row < tiles) {
@@ -59,8 +68,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) kernel(const __grid_c
     rank = (int)fields[FIELD_RANK];
     p.records[(i64)target * p.T + row] = {fields[FIELD_A], fields[FIELD_B], tile_first[row] | tile_rows[row] << 24, rank, p.scales[at], 0};
   }
-  const int count = (rank + ITEM_RANKS - 1) / ITEM_RANKS, last = inclusive_sum(count, warps);
-  u32* items = p.items + (i64)target * p.max_items + last - count;
-  for (int i = 0; i < count; i++) items[i] = (u32)row | (u32)i << 16;
-  if (row == PLAN_THREADS - 1) p.num_items[target] = last;
+  write_pieces(rank, ITEM_RANKS, p.items + (i64)target * p.max_items, p.num_items + target, warps);
+  write_pieces(rank, PART_RANKS, p.parts + (i64)target * p.max_parts, p.num_parts + target, warps);
 }
