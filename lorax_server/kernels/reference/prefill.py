@@ -1,5 +1,6 @@
 """Prefill: any number of new tokens per sequence. Sequences of equal shape are attended to together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -8,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.reference.cache import dequantize, plan_writes, quantize
+from lorax_server.kernels.reference.cache import dequantize, quantize
 from lorax_server.kernels.reference.decode import decode_attention
+
+Decode = Callable[[torch.Tensor, LayerCache, PagedBatch, AttentionSpec], torch.Tensor]
 
 MAX_SCORES = 2**27  # at once, on a GPU
 
@@ -17,14 +20,27 @@ MAX_SCORES = 2**27  # at once, on a GPU
 def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
 ) -> torch.Tensor:
+    return prefill_with(decode_attention, q, k, v, cache, batch, spec)
+
+
+def prefill_with(
+    decode: Decode,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    batch: PagedBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Attend as `prefill_attention`; sequences with one new token go through `decode`."""
     plan = batch.once("prefill", lambda: _plan_prefill(batch, cache[0].shape[2]))
     sources = [_round(k, cache[0], spec.k_scale), _round(v, cache[1], spec.v_scale)]
     out = torch.empty_like(q)
     for group in plan.groups:
-        keys, values = (_gather(*source, group, batch) for source in sources)
+        keys, values = (_gather(*source, group) for source in sources)
         out[group.tokens] = _attend(group, q, keys, values, spec).flatten(0, 1)
     if plan.singles is not None:
-        out[plan.single_tokens] = decode_attention(q[plan.single_tokens], cache, plan.singles, spec)
+        out[plan.single_tokens] = decode(q[plan.single_tokens], cache, plan.singles, spec)
     return out
 
 
@@ -39,10 +55,11 @@ def _round(new: torch.Tensor, blocks: torch.Tensor, scale: float) -> tuple[torch
 class _SequenceGroup:
     """Sequences with the same number of new tokens and of cached tokens."""
 
-    rows: list[int]
+    num_seqs: int
     tokens: slice | torch.Tensor
     num_new: int
     num_cached: int
+    blocks: torch.Tensor  # [num_seqs, blocks of the cached tokens]
 
 
 @dataclass(frozen=True)
@@ -53,19 +70,20 @@ class _PrefillPlan:
 
 
 def _plan_prefill(batch: PagedBatch, block_size: int) -> _PrefillPlan:
-    new, cached = batch.input_lengths.tolist(), batch.cache_lengths.tolist()
+    new, cached = batch.host_lengths or (batch.input_lengths.tolist(), batch.cache_lengths.tolist())
     starts = [0, *accumulate(new)]
     device = batch.block_tables.device
-    is_stored = _list_stored(batch, block_size, starts[-1])
     shapes = {row: (new[row], cached[row]) for row in range(len(new)) if new[row]}
-    single = [row for row, shape in shapes.items() if shape[0] == 1 and shape[1] and is_stored[starts[row]]]
+    single = _find_singles(batch, shapes, starts)
     for row in single:
         del shapes[row]
     groups = []
     ordered = sorted(shapes, key=lambda row: (shapes[row], row))
     for (num_new, num_cached), members in groupby(ordered, key=lambda row: shapes[row]):
         rows = list(members)
-        groups.append(_SequenceGroup(rows, _index_tokens(rows, starts, num_new, device), num_new, num_cached))
+        tokens = _index_tokens(rows, starts, num_new, device)
+        blocks = batch.block_tables[_index_rows(rows, device), : -(-num_cached // block_size)].long()
+        groups.append(_SequenceGroup(len(rows), tokens, num_new, num_cached, blocks))
     singles = None
     if single:
         at = torch.tensor(single, device=device)
@@ -74,14 +92,24 @@ def _plan_prefill(batch: PagedBatch, block_size: int) -> _PrefillPlan:
     return _PrefillPlan(groups, singles, single_tokens)
 
 
-def _list_stored(batch: PagedBatch, block_size: int, num_tokens: int) -> list[bool]:
-    """Tell for each token whether its key and value are in the cache."""
-    tokens = batch.once("writes", lambda: plan_writes(batch, block_size)).tokens
-    if tokens is None:
-        return [True] * num_tokens
-    stored = torch.zeros(num_tokens, dtype=torch.bool)
-    stored[tokens.cpu()] = True
-    return stored.tolist()
+def _find_singles(batch: PagedBatch, shapes: dict[int, tuple[int, int]], starts: list[int]) -> list[int]:
+    """Return the sequences with one new token, which is stored, and others in the cache."""
+    single = [row for row, (num_new, num_cached) in shapes.items() if num_new == 1 and num_cached]
+    if not single:
+        return []  # and the device need not be asked what is stored
+    has_slot = (batch.slots >= 0).cpu()
+    if batch.stored is None:
+        is_stored = has_slot
+    else:
+        is_stored = torch.zeros(starts[-1], dtype=torch.bool)
+        is_stored[batch.stored.cpu()] = has_slot
+    return [row for row in single if is_stored[starts[row]]]
+
+
+def _index_rows(rows: list[int], device: torch.device) -> slice | torch.Tensor:
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
 
 
 def _index_tokens(rows: list[int], starts: list[int], num_new: int, device: torch.device) -> slice | torch.Tensor:
@@ -91,21 +119,17 @@ def _index_tokens(rows: list[int], starts: list[int], num_new: int, device: torc
     return (first[:, None] + torch.arange(num_new, device=device)).flatten()
 
 
-def _gather(
-    new: torch.Tensor, blocks: torch.Tensor, scale: float, group: _SequenceGroup, batch: PagedBatch
-) -> torch.Tensor:
+def _gather(new: torch.Tensor, blocks: torch.Tensor, scale: float, group: _SequenceGroup) -> torch.Tensor:
     """Return the cached and new tokens of a group: `[sequences, kv_heads, tokens, head_dim]`."""
     new = _split_sequences(new, group)
     if group.num_cached == 0:
         return new
-    num_blocks = -(-group.num_cached // blocks.shape[2])
-    cached = blocks[batch.block_tables[group.rows, :num_blocks].long()]
-    cached = dequantize(cached, new.dtype, scale).transpose(1, 2).flatten(2, 3)
+    cached = dequantize(blocks[group.blocks], new.dtype, scale).transpose(1, 2).flatten(2, 3)
     return torch.cat([cached[:, :, : group.num_cached], new], dim=2)
 
 
 def _split_sequences(flat: torch.Tensor, group: _SequenceGroup) -> torch.Tensor:
-    split: torch.Tensor = flat[group.tokens].unflatten(0, (len(group.rows), group.num_new))
+    split: torch.Tensor = flat[group.tokens].unflatten(0, (group.num_seqs, group.num_new))
     return split.transpose(1, 2)
 
 

@@ -1,0 +1,210 @@
+"""Attention in Triton against the reference, which runs on a CPU."""
+
+import pytest
+import torch
+
+from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
+from lorax_server.kernels.triton import attention, cache
+from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from tests.kernels.triton.paging import BAD, FP8, fill, make_batch, move, move_cache, normal, without_bad
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SPEC = AttentionSpec(0.3)
+LENGTHS = [5, 1, 70, 33, 64]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut sequences into few stretches in the interpreter, which runs them one after the other."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(attention, "PROGRAMS", 24)
+
+
+def check_decode(
+    device: torch.device,
+    lengths: list[int],
+    *,
+    heads: tuple[int, int, int] = (4, 2, 16),
+    block_size: int = 8,
+    spec: AttentionSpec = SPEC,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    width: int = 0,
+) -> torch.Tensor:
+    """Compare with the reference, in caches that are NaN wherever no sequence has a token."""
+    num_heads, num_kv_heads, head_dim = heads
+    batch, num_blocks = make_batch(
+        [(1, length - 1) if length else (0, 0) for length in lengths], block_size, width=width
+    )
+    kv = fill(batch, (num_blocks, num_kv_heads, block_size, head_dim), cache_dtype or dtype, bad=BAD, seed=1)
+    fused = normal(len(lengths), num_heads + 2 * num_kv_heads, head_dim, seed=2, dtype=dtype)
+    out = decode_attention(fused.to(device)[:, :num_heads], move_cache(kv, device), move(batch, device), spec).cpu()
+    assert out.dtype == dtype
+    rows = [row for row, length in enumerate(lengths) if length]
+    assert not out[[row for row, length in enumerate(lengths) if not length]].any()
+    if not rows:
+        return out
+    alone = PagedBatch(batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots)
+    expected = reference.decode_attention(fused[rows, :num_heads], without_bad(kv), alone, spec)
+    torch.testing.assert_close(out[rows], expected, rtol=0, atol=TOLERANCE[dtype])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_decode(dtype: torch.dtype, window: int | None, device: torch.device) -> None:
+    check_decode(device, LENGTHS, dtype=dtype, spec=AttentionSpec(0.3, window))
+
+
+@pytest.mark.parametrize("heads", [(3, 3, 20), (6, 2, 8), (4, 1, 40), (1, 1, 1), (20, 1, 16)])
+def test_decode_of_odd_heads(heads: tuple[int, int, int], device: torch.device) -> None:
+    check_decode(device, [7, 40], heads=heads)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24, 256])
+def test_decode_with_blocks_of_any_size(block_size: int, device: torch.device) -> None:
+    check_decode(device, [7, 40, 24], block_size=block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
+    check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 9, 0], [0] * 30, [3, 50, *[0] * 28]])
+def test_padding_gets_zeros(lengths: list[int], device: torch.device) -> None:
+    check_decode(device, lengths, width=100)
+
+
+def test_a_stretch_may_be_one_tile_or_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_BYTES", 1024)  # tiles of 16 tokens
+    for programs in (1, 4, 24):
+        monkeypatch.setattr(attention, "PROGRAMS", programs)
+        check_decode(device, [100, 15, 17])
+
+
+def test_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PROGRAMS", 2048)
+    assert [attention.count_splits(stretches) for stretches in (1, 8, 512, 2047, 5000)] == [128, 128, 4, 2, 1]
+
+
+def test_neighbours_change_no_bit(device: torch.device) -> None:
+    kept = check_decode(device, [40, 60, 9])[0]
+    assert torch.equal(kept, check_decode(device, [40, 1, 0])[0])
+    assert torch.equal(kept, check_decode(device, [40, 100, 77], width=50)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_of_either_width(dtype: torch.dtype, device: torch.device) -> None:
+    batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
+    kv = fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1)
+    narrow = PagedBatch(batch.block_tables, batch.input_lengths.to(dtype), batch.cache_lengths.to(dtype), batch.slots)
+    q = normal(2, 4, 16, seed=3)
+    out = decode_attention(q.to(device), move_cache(kv, device), move(narrow, device), AttentionSpec(0.3))
+    expected = reference.decode_attention(q, without_bad(kv), batch, AttentionSpec(0.3))
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-5)
+
+
+# --- prefill
+
+MIXED = [(5, 0), (1, 7), (3, 6), (5, 0), (1, 1), (2, 9), (3, 6), (1, 0), (4, 4)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("has_host_lengths", [False, True])
+def test_prefill(window: int | None, cache_dtype: torch.dtype, has_host_lengths: bool, device: torch.device) -> None:
+    batch, num_blocks = make_batch(MIXED, 8)
+    kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), cache_dtype, bad=BAD, seed=1))
+    q, k, v = normal(25, 8, 16, seed=5).split([4, 2, 2], dim=1)
+    spec = AttentionSpec(0.3, window, 0.5, 0.25)
+    reference.write_kv(k, v, kv, batch, spec)
+    expected = reference.prefill_attention(q, k, v, kv, batch, spec)
+    lengths = HostLengths(*map(list, zip(*MIXED, strict=True))) if has_host_lengths else None
+    given = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots, host_lengths=lengths)
+    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), move(given, device), spec)
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
+
+
+def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
+    """Lengths on the device are wrong here: whoever read them would fail."""
+    batch, num_blocks = make_batch([(5, 0), (3, 0)], 8)
+    q, k, v = normal(8, 8, 16, seed=5).split([4, 2, 2], dim=1)
+    kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1))
+    expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
+    wrong = torch.full((2,), 10**6)
+    given = PagedBatch(batch.block_tables, wrong, wrong, wrong, host_lengths=HostLengths([5, 3], [0, 0]))
+    moved = move(given, device)
+    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), moved, AttentionSpec(0.3))
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
+
+
+# --- on a GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (12, 2, 96), (16, 1, 256), (14, 2, 80)])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_decode_as_models_do(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
+    device = torch.device("cuda")
+    for num_seqs in (1, 5, 70):
+        lengths = [1 + 97 * row % 700 for row in range(num_seqs)]
+        for window in (None, 128):
+            spec = AttentionSpec(heads[2] ** -0.5, window)
+            check_decode(device, lengths, heads=heads, block_size=block_size, dtype=dtype, spec=spec, width=200)
+            fp8 = AttentionSpec(heads[2] ** -0.5, window, 0.1, 0.2)
+            check_decode(device, lengths, heads=heads, block_size=block_size, dtype=dtype, spec=fp8, cache_dtype=FP8)
+
+
+def step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.Tensor) -> torch.Tensor:
+    """Store one token per sequence and attend from it."""
+    spec = AttentionSpec(0.3, 100)
+    cache.write_kv(new[:, :2], new[:, 2:], kv, batch, spec)
+    return decode_attention(q, kv, batch, spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [4, 1100])
+def test_a_captured_step_is_replayed_with_other_lengths_and_blocks(num_seqs: int) -> None:
+    device = torch.device("cuda")
+    batches = [
+        make_batch(
+            [(1, (step * 37 + row * 11) % 90) if (row + step) % 3 else (0, 0) for row in range(num_seqs)],
+            16,
+            width=8,
+            seed=step,
+        )
+        for step in range(3)
+    ]
+    num_blocks = max(count for _, count in batches)
+    held, q, new = (
+        move(batches[0][0], device),
+        normal(num_seqs, 4, 32, seed=1).to(device),
+        normal(num_seqs, 4, 32, seed=2).to(device),
+    )
+    kv = move_cache(fill(batches[0][0], (num_blocks, 2, 16, 32), torch.float32, bad=BAD, seed=3), device)
+    step(q, kv, held, new)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(q, kv, held, new)
+    for batch, _ in batches[1:]:
+        for static, fresh in zip(
+            (held.block_tables, held.input_lengths, held.cache_lengths, held.slots, *kv),
+            (
+                batch.block_tables,
+                batch.input_lengths,
+                batch.cache_lengths,
+                batch.slots,
+                *fill(batch, kv[0].shape, torch.float32, bad=BAD, seed=4),
+            ),
+            strict=True,
+        ):
+            static.copy_(fresh)
+        captured.fill_(BAD)
+        graph.replay()
+        found = captured.clone()
+        assert found.isfinite().all()
+        assert torch.equal(found, step(q, kv, held, new))
+        assert not found[held.input_lengths == 0].any()
+        assert found[held.input_lengths > 0].any(-1).all()

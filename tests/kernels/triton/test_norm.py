@@ -1,0 +1,154 @@
+"""Norm and rotation in Triton against the reference, which runs on a CPU."""
+
+import math
+
+import pytest
+import torch
+
+from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
+from lorax_server.kernels.triton.norm import rms_norm, rotary
+from tests.kernels.triton.paging import normal
+
+# One step of a value's last place and, in the interpreter, which cuts bfloat16 instead of rounding it, a few.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 4e-2}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = torch.tensor(1e-5)
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)])
+def test_rms_norm(dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...], device: torch.device) -> None:
+    x, weight = normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2, dtype=dtype)
+    residual = normal(*shape, seed=3, dtype=dtype) if has_residual else None
+    expected = reference.rms_norm(x, residual, weight, EPS)
+    given = None if residual is None else residual.to(device)
+    found = rms_norm(x.to(device), given, weight.to(device), EPS.to(device))
+    for ours, theirs in zip(found, expected, strict=True):
+        check_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
+    expected, _ = reference.rms_norm(x[:, 1:4], None, weight, EPS)
+    given = x.to(device)
+    found, same = rms_norm(given[:, 1:4], None, weight.to(device), EPS.to(device))
+    check_close(found, expected)
+    assert torch.equal(given.cpu(), x)
+    assert torch.equal(same.cpu(), x[:, 1:4])
+
+
+def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
+    """Make four adapters: one has nothing, the others a factor, a shift, or both. NaNs lie around the vectors."""
+    buffer = torch.full((7 * size,), math.nan)
+    table = torch.full((5, 3, len(Field)), -1)
+    at = 0
+    for adapter, fields in enumerate([[], [], [Field.FACTOR], [Field.SHIFT], [Field.FACTOR, Field.SHIFT]]):
+        for field in fields:
+            at += size // 2
+            buffer[at : at + size] = normal(size, seed=adapter * 10 + field)
+            table[adapter, 1, field] = at
+            at += size
+    table[..., Field.RANK :] = 0
+    indices = torch.tensor([0, 1, 2, 2, 3, 4], dtype=torch.int32)
+    return LoraBatch(
+        buffer=buffer.to(device, dtype),
+        table=table.to(device),
+        scales=torch.ones(5, 3, device=device),
+        widths=torch.full((3, 2), size, device=device),
+        adapter_indices=indices.to(device),
+        host_table=table,
+        bounds=[0, 1, 2, 4, 5, 6],
+        adapters=[0, 1, 2, 3, 4],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, has_residual: bool, device: torch.device) -> None:
+    x, weight = normal(6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
+    residual = normal(6, 20, seed=3, dtype=dtype) if has_residual else None
+    targets = [LoraTarget(1, slice(0, 20))]
+    lora = adapters(20, dtype, torch.device("cpu"))
+    expected, total = reference.rms_norm(x, residual, weight, EPS, lora, targets)
+    given = None if residual is None else residual.to(device)
+    on_device = adapters(20, dtype, device)
+    found, summed = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, targets)
+    check_close(found, expected)
+    check_close(summed, total)
+    plain, _ = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, [])
+    check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
+    assert not torch.allclose(plain[2:].float(), found[2:].float(), atol=0.1)
+
+
+def test_an_adapter_changes_whole_rows_only(device: torch.device) -> None:
+    x, weight = normal(6, 20, seed=1).to(device), normal(20, seed=2).to(device)
+    with pytest.raises(ValueError, match="whole rows"):
+        rms_norm(x, None, weight, EPS.to(device), adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 10))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim", "turning"), [(3, 16, 16), (5, 20, 12), (1, 2, 2), (4, 8, 0), (33, 128, 128)])
+def test_rotary(dtype: torch.dtype, heads: int, dim: int, turning: int, device: torch.device) -> None:
+    whole = normal(3, heads + 2, dim, seed=1, dtype=dtype)
+    angles = normal(3, turning // 2, seed=2)
+    found = whole.to(device)
+    rotary(found[:, 1 : 1 + heads], angles.cos().to(device), angles.sin().to(device))
+    reference.rotary(whole[:, 1 : 1 + heads], angles.cos(), angles.sin())
+    check_close(found, whole)
+
+
+# --- on a GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [128, 896, 4096, 5120, 16384])
+def test_rms_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
+    x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
+    weight = normal(size, seed=3, dtype=dtype)
+    expected = reference.rms_norm(x, residual, weight, EPS)
+    found = rms_norm(*(x.cuda() for x in (x, residual, weight, EPS)))
+    assert torch.equal(found[1].cpu(), expected[1])
+    one_place = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=one_place, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotary_rounds_as_the_reference(dtype: torch.dtype) -> None:
+    x, angles = normal(70, 40, 128, seed=1, dtype=dtype), normal(70, 64, seed=2)
+    found = x.cuda()
+    rotary(found, angles.cos().cuda(), angles.sin().cuda())
+    reference.rotary(x, angles.cos(), angles.sin())
+    assert torch.equal(found.cpu(), x)
+
+
+@pytest.mark.gpu
+def test_a_captured_norm_is_replayed_with_other_adapters() -> None:
+    device = torch.device("cuda")
+    x, weight, eps = (tensor.cuda() for tensor in (normal(6, 20, seed=1), normal(20, seed=2), EPS))
+    lora, targets = adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 20))]
+    angles = normal(6, 10, seed=3).cuda()
+
+    def step() -> torch.Tensor:
+        normed, _ = rms_norm(x, x, weight, eps, lora, targets)
+        rotary(normed[:, None], angles.cos(), angles.sin())
+        return normed
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for indices in ([4, 4, 3, 2, 0, 0], [1, 0, 4, 2, 3, 3]):
+        lora.adapter_indices.copy_(torch.tensor(indices))
+        captured.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(captured, step())
+        assert captured.isfinite().all()
