@@ -76,7 +76,8 @@ def adapt_rows(
     workers = min(rows, max(8, PROGRAMS // blocks))
     _expand[(blocks, workers)](
         out[:, targets[0].columns.start :], scratch, tiles, count, lora.buffer, lora.table, lora.scales, *sizes,
-        out.stride(0), WIDTHS=widths, BLOCK_N=block_n, VECTORS=with_vectors, **constants, num_warps=4, num_stages=2,
+        out.stride(0), WIDTHS=widths, BLOCK_N=block_n, PARTS=MOST_PARTS, VECTORS=with_vectors, **constants,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _shrink(
 def _expand(
     out, v, tiles, num_tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, stride,
     WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr, VECTORS: tl.constexpr, SLICES: tl.constexpr, ROOM: tl.constexpr,
-    HEIGHT: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Change a block of columns of every so manieth tile."""
     index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
@@ -138,7 +139,7 @@ def _expand(
             total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             total += multiply_b(
                 v_tile, SLICES * ROOM, num_rows.to(tl.int64) * SLICES * ROOM, num_parts, is_row, buffer, fields, scale,
-                columns, width, INTERPRETED,
+                columns, width, PARTS, INTERPRETED,
             )  # fmt: skip
             if VECTORS:
                 total = scale_and_shift_tile(total, buffer, fields, columns, width)

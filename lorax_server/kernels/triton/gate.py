@@ -21,7 +21,6 @@ from lorax_server.kernels.triton.tiles import prompt_tiles
 
 BUILT_IN = ("silu", "gelu", "gelu_tanh", "relu")
 PLAIN_HEIGHT, PLAIN_BLOCK = 4, 512
-HEIGHT = {64: 32, 128: 64}  # two products of this height take the registers of one
 BLOCK_N = 128
 
 
@@ -59,12 +58,12 @@ def gated_linear(
     gate_up = F.linear(x, weights.weight, weights.bias)
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    height = HEIGHT[prompt.choose_heights(tokens).expand]
-    tiles = prompt_tiles(lora, height)
+    token_class = prompt.find_class(tokens)
+    tiles = prompt_tiles(lora, token_class.gate_height)
     _adapted_gate[(triton.cdiv(width, BLOCK_N), len(tiles))](
         out, gate_up, low_rank.v, tiles, lora.buffer, lora.table, lora.scales, *low_rank.sizes,
-        WIDTH=width, ACTIVATION=activation.name, HEIGHT=height, BLOCK_N=BLOCK_N, INTERPRETED=is_interpreted(),
-        num_warps=4, num_stages=2,
+        WIDTH=width, ACTIVATION=activation.name, HEIGHT=token_class.gate_height, BLOCK_N=BLOCK_N,
+        PARTS=token_class.most_parts, INTERPRETED=is_interpreted(), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -103,7 +102,7 @@ def _gate(
 def _adapted_gate(
     out, gate_up, v, tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, room,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     first, count, adapter = load_tile(tiles, tl.program_id(1))
     fields = find_fields(table, adapter, num_targets, first_target)
@@ -113,10 +112,11 @@ def _adapted_gate(
     rows = (first + place).to(tl.int64)[:, None]
     at = gate_up + rows * (2 * WIDTH) + columns[None, :]
     up = _adapt(
-        at + WIDTH, v, buffer, fields, scales, first, is_row, 1, columns, num_rows, num_parts, room, WIDTH, INTERPRETED
-    )
+        at + WIDTH, v, buffer, fields + NUM_FIELDS, scales, first, is_row, 1, columns, num_rows, num_parts, room,
+        WIDTH, PARTS, INTERPRETED,
+    )  # fmt: skip
     gate = _adapt(
-        at, v, buffer, fields, scales, first, is_row, 0, columns, num_rows, num_parts, room, WIDTH, INTERPRETED
+        at, v, buffer, fields, scales, first, is_row, 0, columns, num_rows, num_parts, room, WIDTH, PARTS, INTERPRETED
     )
     value = _activate(gate, ACTIVATION) * up
     mask = is_row[:, None] & (columns < WIDTH)[None, :]
@@ -125,13 +125,13 @@ def _adapted_gate(
 
 @triton.jit
 def _adapt(
-    at, v, buffer, fields, scales, first, is_row, INDEX: tl.constexpr, columns, num_rows, num_parts, room,
-    WIDTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    at, v, buffer, fields, scales, first, is_row, index, columns, num_rows, num_parts, room,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Load one half of the base model's output and let the adapter change it."""
-    own = fields + INDEX * NUM_FIELDS
     base = tl.load(at, mask=is_row[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
     total = base + expand_tile(
-        v, buffer, own, scales, first, is_row, INDEX, columns, WIDTH, num_rows, num_parts, room, 2, INTERPRETED
-    )
-    return scale_and_shift_tile(total, buffer, own, columns, WIDTH)
+        v, buffer, fields, scales, first, is_row, index, columns, WIDTH, num_rows, num_parts, room, 2, PARTS,
+        INTERPRETED,
+    )  # fmt: skip
+    return scale_and_shift_tile(total, buffer, fields, columns, WIDTH)

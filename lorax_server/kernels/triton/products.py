@@ -89,11 +89,12 @@ def multiply_a(
 
 @triton.jit
 def multiply_b(
-    v, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width, INTERPRETED: tl.constexpr
-):
+    v, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width,
+    PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Return the scaled `V @ B` of a tile and some columns, float32. `v` points at the slice's V of its first row.
 
-    What lies past a factor's end may be a NaN, so neither operand has any of it.
+    V has at most `PARTS` parts. What lies past a factor's end may be a NaN, so neither operand has any of it.
     """
     rank = tl.load(fields + RANK).to(tl.int32)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
@@ -102,12 +103,13 @@ def multiply_b(
     for first in range(0, rank, RANKS):
         ranks = first + tl.arange(0, RANKS)
         is_rank = ranks < rank
-        low_rank = tl.zeros((is_row.shape[0], RANKS), tl.float32)
-        for part in range(num_parts):
-            at = v + part * part_stride + rows[:, None] * row_stride + ranks[None, :]
-            low_rank += tl.load(at, mask=is_row[:, None] & is_rank[None, :], other=0.0)
         at_b = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
         factor = tl.load(at_b, mask=is_rank[:, None] & (columns < width)[None, :], other=0.0)
+        at = v + rows[:, None] * row_stride + ranks[None, :]
+        is_value = is_row[:, None] & is_rank[None, :]
+        low_rank = tl.load(at, mask=is_value, other=0.0)
+        for part in tl.static_range(1, PARTS):  # no loop, so that all are loaded at the same time
+            low_rank += tl.load(at + part * part_stride, mask=is_value & (part < num_parts), other=0.0)
         total = multiply((low_rank * scale).to(factor.dtype), factor, total, INTERPRETED)
     return total
 

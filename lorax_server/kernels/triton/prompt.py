@@ -30,18 +30,21 @@ from lorax_server.kernels.triton.tiles import prompt_tiles
 
 SHORT_PROMPT = 2048  # tokens
 PROGRAMS = 128  # about the number of processors
-MOST_PARTS = 8
 SHRINK_BYTES = 256  # of a row of inputs, at a time
 BLOCK_N = 128
 
 
-class Heights(NamedTuple):
-    shrink: int
-    expand: int
+class TokenClass(NamedTuple):
+    """Numbers that kernels are compiled for: the heights of tiles, and the most parts of a linear's inputs."""
+
+    shrink_height: int
+    expand_height: int
+    gate_height: int
+    most_parts: int
 
 
-def choose_heights(tokens: int) -> Heights:
-    return Heights(32, 64) if tokens <= SHORT_PROMPT else Heights(64, 128)
+def find_class(tokens: int) -> TokenClass:
+    return TokenClass(32, 64, 32, 8) if tokens <= SHORT_PROMPT else TokenClass(64, 128, 64, 4)
 
 
 class LowRank(NamedTuple):
@@ -75,10 +78,10 @@ def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Se
 def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> LowRank:
     """Multiply every token by its adapter's A, for all targets of a linear."""
     (tokens, inputs), slices = x.shape, len(targets)
-    height = choose_heights(tokens).shrink
+    height, most_parts = find_class(tokens).shrink_height, find_class(tokens).most_parts
     ranks = lora.once("ranks", lambda: _largest_ranks(lora))
     chunks = -(-max(ranks[target.index] for target in targets) // RANKS.value)
-    parts = max(1, min(MOST_PARTS, PROGRAMS // -(-tokens // height)))
+    parts = max(1, min(most_parts, PROGRAMS // -(-tokens // height)))
     v = x.new_empty(parts, tokens, slices, chunks * RANKS.value, dtype=torch.float32)
     low_rank = LowRank(v, lora.table.shape[1], targets[0].index)
     tiles = prompt_tiles(lora, height)
@@ -107,7 +110,8 @@ def expand(
     adds: bool = False,
 ) -> None:
     """Write what adapters add, and the bias, to `out`, or add it to what is there."""
-    height = choose_heights(len(out)).expand
+    token_class = find_class(len(out))
+    height = token_class.expand_height
     tiles = prompt_tiles(lora, height)
     widths = tuple(target.columns.stop - target.columns.start for target in targets)
     blocks = sum(-(-width // BLOCK_N) for width in widths)
@@ -115,7 +119,7 @@ def expand(
         out[:, targets[0].columns.start :], out if bias is None else bias, low_rank.v, tiles, lora.buffer, lora.table,
         lora.scales, *low_rank.sizes, out.stride(0),
         WIDTHS=widths, SLICES=len(targets), HEIGHT=height, BLOCK_N=BLOCK_N, ADDS=adds, HAS_BIAS=bias is not None,
-        INTERPRETED=is_interpreted(), num_warps=4 if height == 64 else 8, num_stages=2,
+        PARTS=token_class.most_parts, INTERPRETED=is_interpreted(), num_warps=height // 16, num_stages=2,
     )  # fmt: skip
 
 
@@ -155,7 +159,7 @@ def _shrink(
 def _expand(
     out, bias, v, tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, room, stride,
     WIDTHS: tl.constexpr, SLICES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, ADDS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
     first, count, adapter = load_tile(tiles, tl.program_id(1))
@@ -167,7 +171,7 @@ def _expand(
     at = out + (first + place).to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
     total = expand_tile(
         v, buffer, fields, scales + adapter * num_targets + first_target, first, is_row, index, columns, width,
-        num_rows, num_parts, room, SLICES, INTERPRETED,
+        num_rows, num_parts, room, SLICES, PARTS, INTERPRETED,
     )  # fmt: skip
     mask = is_row[:, None] & is_column[None, :]
     if ADDS:
@@ -180,13 +184,14 @@ def _expand(
 @triton.jit
 def expand_tile(
     v, buffer, fields, scales, first, is_row, index, columns, width, num_rows, num_parts, room,
-    SLICES: tl.constexpr, INTERPRETED: tl.constexpr,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return what adapters add to some columns of slice `index` of a tile."""
+    room = tl.multiple_of(room, RANKS)
     row_stride = SLICES * room
     scale = tl.load(scales + index)
     v_tile = v + first.to(tl.int64) * row_stride + index * room
     part_stride = num_rows.to(tl.int64) * row_stride
     return multiply_b(
-        v_tile, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width, INTERPRETED
+        v_tile, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width, PARTS, INTERPRETED
     )

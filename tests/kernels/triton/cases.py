@@ -5,22 +5,22 @@ before Triton is imported, so `test_interpreter.py` runs the folder in a process
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget, reference
 from tests.kernels.triton.interpreter import IS_INTERPRETED, accept_numpy
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if IS_INTERPRETED:
     accept_numpy()
 
-DEVICES = ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
-on_devices = pytest.mark.parametrize("device", DEVICES)
-gpu_only = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no graphs")
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_devices = pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
+on_gpu = pytest.mark.parametrize("device", [CUDA])
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
@@ -135,6 +135,14 @@ def inputs_of(layer: Layer, batch: LoraBatch, seed: int = 1) -> torch.Tensor:
     return normal(len(batch.adapter_indices), layer[0], seed=seed, dtype=batch.buffer.dtype).to(batch.buffer.device)
 
 
+# --- mixes of adapters
+
+MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
+RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
+RANKS |= {"mixed": MIXED_RANKS, "wide mix": [[512, 3], *MIXED_RANKS[1:]]}
+GROUPS = [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1)]
+
+
 # --- expected values
 
 
@@ -156,6 +164,11 @@ def widened_weights(weights: LinearWeights) -> LinearWeights:
     return LinearWeights(weights.weight.float().cpu(), None if bias is None else bias.float().cpu())
 
 
+def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bool) -> torch.Tensor:
+    weights = widened_weights(linear_weights(layer, batch.buffer.dtype, "cpu", bias=bias))
+    return reference.linear(x.float().cpu(), weights, widened(batch), targets_of(layer))
+
+
 def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Compare with float32, relative to the size of a row, of whose terms each is rounded."""
     assert found.dtype == dtype
@@ -171,7 +184,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with NaNs, and with a number that is no row of anything."""
     make = torch.Tensor.new_empty
 
     def new_empty(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -179,5 +193,3 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return out.fill_(math.nan if out.is_floating_point() else -12345)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    return
-    yield

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,50 +12,56 @@ from lorax_server.kernels import LoraBatch, reference
 from tests.kernels.triton.cases import (
     BF16,
     DTYPES,
+    FP16,
+    FP32,
+    GROUPS,
     IS_INTERPRETED,
     LAYERS,
+    MIXED_RANKS,
+    RANKS,
     SMALL_LAYERS,
     Layer,
     Runs,
     bits,
     check_close,
-    gpu_only,
+    expected_linear,
     inputs_of,
     linear_weights,
     lora_batch,
     normal,
     on_devices,
+    on_gpu,
     targets_of,
     widened,
-    widened_weights,
 )
 
 triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
 TritonOps = triton_ops.TritonOps
 
-MIXED = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
-RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)} | {"mixed": MIXED, "wide mix": [[512, 3], *MIXED]}
-if IS_INTERPRETED:
-    RANKS = {"1": RANKS["1"], "24": RANKS["24"], "mixed": MIXED}
 RUNS: dict[str, Runs] = {
     "one": [(1, 1)],
     "one each": [(adapter, 1) for adapter in (3, 1, 2, 5, 4)],
-    "groups": [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1)],
+    "groups": GROUPS,
     "one group": [(3, 40)],
     "base": [(0, 4)],
+    "full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)],
+    "bucket": [(1, 30), (4, 34)],
 }
-if not IS_INTERPRETED:
-    RUNS |= {"full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)], "bucket": [(1, 30), (4, 34)]}
+# Of everything on a GPU. The interpreter is slow: there each value comes once.
+CASES = list(product(LAYERS, DTYPES, RANKS, RUNS))
+if IS_INTERPRETED:
+    CASES = [
+        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
+        (SMALL_LAYERS[1], FP16, "24", "one each"),
+        (SMALL_LAYERS[2], FP32, "1", "one group"),
+        (SMALL_LAYERS[1], BF16, "512", "one"),
+        (SMALL_LAYERS[0], FP32, "16", "base"),
+    ]
 
 
 def poison(ops: TritonOps) -> None:  # type: ignore[valid-type]
     for scratch in ops._scratch.values():  # type: ignore[attr-defined]
         scratch.fill_(math.nan)
-
-
-def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, bias: bool) -> torch.Tensor:
-    weights = widened_weights(linear_weights(layer, batch.buffer.dtype, "cpu", bias=bias))
-    return reference.linear(x.float().cpu(), weights, widened(batch), targets_of(layer))
 
 
 def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
@@ -63,15 +70,12 @@ def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
     for seed in range(2):
         x = inputs_of(layer, batch, seed)
         out = ops.linear(x, weights, batch, targets_of(layer))
-        check_close(out, expected_linear(x, layer, batch, bias), dtype)
+        check_close(out, expected_linear(x, layer, batch, bias=bias), dtype)
         poison(ops)
 
 
 @on_devices
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
 def test_a_linear_with_each_rows_own_adapter(
     device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
@@ -79,9 +83,8 @@ def test_a_linear_with_each_rows_own_adapter(
 
 
 @on_devices
-@pytest.mark.parametrize("layer", SMALL_LAYERS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", ["mixed", "24"])
+@pytest.mark.parametrize("ranks", ["mixed", "8"])
+@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
 def test_factors_shifts_and_biases(device: str, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
     batch = lora_batch(
         layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
@@ -93,7 +96,7 @@ def test_factors_shifts_and_biases(device: str, layer: Layer, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: torch.dtype) -> None:
     layer = SMALL_LAYERS[0]
-    batch = lora_batch(layer, RUNS["groups"], MIXED, device=device, dtype=dtype, factors=[1], shifts=[2])
+    batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
     x, width = inputs_of(layer, batch), sum(layer[1])
     out = normal(len(x), width + 8, seed=3, dtype=dtype).to(device)
     before, expected = out.clone(), out[:, :width].float().cpu()
@@ -109,7 +112,7 @@ def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: to
 def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
-    batch = lora_batch(layer, runs, MIXED, device=device, dtype=BF16)
+    batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
     weights, ops, targets = linear_weights(layer, BF16, device, bias=False), TritonOps(), targets_of(layer)
     x = inputs_of(layer, batch)
     clean = ops.linear(x, weights, batch, targets)
@@ -139,7 +142,7 @@ def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(device: str, dtype
     found = []
     row, base = normal(layer[0], seed=5, dtype=dtype), normal(sum(layer[1]), seed=6, dtype=dtype)
     for seed, (runs, place) in enumerate(mixes):
-        batch = lora_batch(layer, runs, MIXED, device=device, dtype=dtype, factors=[3])
+        batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=dtype, factors=[3])
         x = inputs_of(layer, batch, seed)
         out = normal(20, sum(layer[1]), seed=seed, dtype=dtype).to(device)
         x[place], out[place] = row.to(device), base.to(device)
@@ -162,7 +165,7 @@ def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
 @on_devices
 def test_a_changed_batch_is_planned_in_place(device: str) -> None:
     layer, ops = SMALL_LAYERS[0], TritonOps()
-    made = lora_batch(layer, [(1, 20)], MIXED, device=device, dtype=BF16)
+    made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
     weights = linear_weights(layer, BF16, device, bias=False)
     ops.plan_lora(batch)
@@ -171,16 +174,15 @@ def test_a_changed_batch_is_planned_in_place(device: str) -> None:
         same = replace(shuffle(made, seed), derived={})
         ops.plan_lora(batch)
         x = inputs_of(layer, batch, seed)
-        check_close(ops.linear(x, weights, batch, targets_of(layer)), expected_linear(x, layer, same, False), BF16)
+        check_close(ops.linear(x, weights, batch, targets_of(layer)), expected_linear(x, layer, same, bias=False), BF16)
     assert all(now is before for now, before in zip(batch.derived["decode tiles"], tiles, strict=True))
 
 
-@gpu_only
-@on_devices
+@on_gpu
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_one_graph_serves_every_mix(device: str, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
-    made = lora_batch(layer, [(1, 64)], MIXED, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
+    made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])
     x = inputs_of(layer, batch)
     ops.plan_lora(batch)
@@ -195,4 +197,4 @@ def test_one_graph_serves_every_mix(device: str, layer: Layer) -> None:
         out.fill_(math.nan)
         poison(ops)
         graph.replay()
-        check_close(out, expected_linear(x, layer, same, True), BF16)
+        check_close(out, expected_linear(x, layer, same, bias=True), BF16)
