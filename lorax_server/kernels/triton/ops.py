@@ -1,0 +1,109 @@
+"""The op table in Triton. Up to `DECODE_ROWS` tokens are a decode step, more are a prompt; nothing else decides.
+
+A decode step reads only the device's tensors, so it can be captured in a graph and replayed with other adapters. A
+prompt may read the host's side of a batch. One step is in flight at a time, on one stream: steps share their scratch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.ops import Activation, EmbeddingTarget, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
+from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from lorax_server.kernels.triton.cache import write_kv
+from lorax_server.kernels.triton.norm import rms_norm, rotary
+from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
+
+
+class TritonOps:
+    """The ops, and the scratch memory of decode steps.
+
+    A kernel is compiled when it is first called with a layer's widths, a dtype and a class of tokens; adapters, their
+    ranks and their number make no difference. So three forwards compile all of LoRA, if their adapters have low rank,
+    factors and rows at all targets: one of up to `DECODE_ROWS` tokens, one of up to `prompt.SHORT_PROMPT`, one of more.
+    The first of them compiles the gate of forwards without adapters too.
+    """
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    write_kv = staticmethod(write_kv)
+    prefill_attention = staticmethod(prefill_attention)
+    decode_attention = staticmethod(decode_attention)
+    rotary = staticmethod(rotary)
+
+    def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
+        """Compile nothing yet: Triton does when a kernel is first launched."""
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm(x, residual, weight, eps, lora, targets)
+
+    def linear(
+        self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    ) -> torch.Tensor:
+        if lora is None or not len(x):
+            return F.linear(x, weights.weight, weights.bias)
+        if len(x) <= DECODE_ROWS:
+            out = F.linear(x, weights.weight, weights.bias)
+            self._adapt_rows(out, x, lora, targets, with_vectors=True)
+        else:
+            out = prompt.linear(x, weights, lora, targets)
+            self.scale_and_shift(out, lora, targets)
+        return out
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        activation: Activation,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        if lora is not None and len(x) > DECODE_ROWS and gate.can_fuse(weights, activation, targets):
+            if lora.has_low_rank(targets) or lora.has_vectors(targets):
+                return gate.gated_linear(x, weights, activation, lora, targets)
+            lora = None
+        return gate.gate(self.linear(x, weights, lora, targets), activation)
+
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        if 0 < len(x) <= DECODE_ROWS:
+            self._adapt_rows(out, x, lora, targets, with_vectors=False)
+        elif lora.has_low_rank(targets):
+            prompt.expand(out, prompt.shrink(x, lora, targets), lora, targets, adds=True)
+
+    def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        if len(out) <= DECODE_ROWS or lora.has_vectors(targets):
+            vectors.scale_and_shift(out, lora, targets)
+
+    def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
+        embedding.adapt_embedding(out, ids, lora, target)
+
+    def plan_lora(self, lora: LoraBatch) -> None:
+        if len(lora.adapter_indices) <= DECODE_ROWS:
+            plan_decode(lora)
+        else:  # prompts are in no graph
+            lora.derived.clear()
+
+    def _adapt_rows(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        lora: LoraBatch,
+        targets: Sequence[LoraTarget],
+        *,
+        with_vectors: bool,
+    ) -> None:
+        key = out.device, len(targets)
+        if key not in self._scratch:
+            self._scratch[key] = decode.make_scratch(*key)
+        decode.adapt_rows(out, x, lora, targets, self._scratch[key], with_vectors=with_vectors)

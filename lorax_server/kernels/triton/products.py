@@ -1,0 +1,128 @@
+"""Parts of kernels: an adapter's place in the table, and products with its factors.
+
+A product with A is called V. Its parts, sums over some of the inputs each, are float32 and lie in
+`[parts, rows, slices, room]`; a slice is one target of a linear, and `room` is the largest rank that fits.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from lorax_server.kernels.ops import Field
+
+RANKS = tl.constexpr(16)  # ranks that are multiplied at a time
+# Elements. Whoever fills the buffer begins each tensor at a multiple of 256 bytes.
+ALIGNMENT = tl.constexpr(16)
+NUM_FIELDS = tl.constexpr(len(Field))
+A = tl.constexpr(int(Field.A))
+B = tl.constexpr(int(Field.B))
+FACTOR = tl.constexpr(int(Field.FACTOR))
+SHIFT = tl.constexpr(int(Field.SHIFT))
+RANK = tl.constexpr(int(Field.RANK))
+
+
+def is_interpreted() -> bool:
+    """Tell whether kernels run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def block_bytes(x: torch.Tensor, size: int) -> int:
+    """Return the number of elements in `size` bytes, so that a wider dtype needs no more shared memory."""
+    return size // x.element_size()
+
+
+@triton.jit
+def load_tile(tiles, tile):
+    """Return the first row of a tile, its number of rows, and their adapter."""
+    at = tiles + tile * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def find_fields(table, adapter, num_targets, target):
+    """Return where the fields of an adapter at a target are."""
+    return table + (adapter.to(tl.int64) * num_targets + target) * NUM_FIELDS
+
+
+@triton.jit
+def find_slice(block, WIDTHS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the slice of a block of columns, its width, its first column, and the block's first column in it."""
+    index, width, start = 0, WIDTHS[0], 0
+    first_block: tl.constexpr = 0
+    first_column: tl.constexpr = 0
+    block_start = 0
+    for s in tl.static_range(1, SLICES):
+        first_block += (WIDTHS[s - 1] + BLOCK - 1) // BLOCK
+        first_column += WIDTHS[s - 1]
+        is_here = block >= first_block
+        index = tl.where(is_here, s, index)
+        width = tl.where(is_here, WIDTHS[s], width)
+        start = tl.where(is_here, first_column, start)
+        block_start = tl.where(is_here, first_block, block_start)
+    return index, width, start, (block - block_start) * BLOCK
+
+
+@triton.jit
+def multiply(left, right, total, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # it has no bfloat16 products
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def multiply_a(
+    x, is_row, a, is_rank, part, num_parts, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Return one part of `x @ A.T`, float32. `x` and `a` point at the beginnings of rows."""
+    size = tl.cdiv(tl.cdiv(INPUTS, BLOCK_K), num_parts) * BLOCK_K
+    total = tl.zeros((is_row.shape[0], is_rank.shape[0]), tl.float32)
+    for start in range(part * size, tl.minimum(part * size + size, INPUTS), BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        is_input = (inputs < INPUTS)[None, :]
+        values = tl.load(x[:, None] + inputs[None, :], mask=is_row[:, None] & is_input, other=0.0)
+        factor = tl.load(a[:, None] + inputs[None, :], mask=is_rank[:, None] & is_input, other=0.0)
+        total = multiply(values, tl.trans(factor), total, INTERPRETED)
+    return total
+
+
+@triton.jit
+def multiply_b(
+    v, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width,
+    PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return the scaled `V @ B` of a tile and some columns, float32. `v` points at the slice's V of its first row.
+
+    V has at most `PARTS` parts. What lies past a factor's end may be a NaN, so neither operand has any of it.
+    """
+    rank = tl.load(fields + RANK).to(tl.int32)
+    b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
+    rows = tl.arange(0, is_row.shape[0])
+    total = tl.zeros((is_row.shape[0], columns.shape[0]), tl.float32)
+    for first in range(0, rank, RANKS):
+        ranks = first + tl.arange(0, RANKS)
+        is_rank = ranks < rank
+        at_b = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
+        factor = tl.load(at_b, mask=is_rank[:, None] & (columns < width)[None, :], other=0.0)
+        at = v + rows[:, None] * row_stride + ranks[None, :]
+        is_value = is_row[:, None] & is_rank[None, :]
+        low_rank = tl.load(at, mask=is_value, other=0.0)
+        for part in tl.static_range(1, PARTS):  # no loop, so that all are loaded at the same time
+            low_rank += tl.load(at + part * part_stride, mask=is_value & (part < num_parts), other=0.0)
+        total = multiply((low_rank * scale).to(factor.dtype), factor, total, INTERPRETED)
+    return total
+
+
+@triton.jit
+def scale_and_shift_tile(value, buffer, fields, columns, width):
+    """Multiply by the factor and add the shift that an adapter has at a target, if it has them."""
+    factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
+    is_column = columns < width
+    if factor >= 0:
+        at = buffer + tl.multiple_of(factor, ALIGNMENT) + columns
+        value *= tl.load(at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if shift >= 0:
+        at = buffer + tl.multiple_of(shift, ALIGNMENT) + columns
+        value += tl.load(at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return value

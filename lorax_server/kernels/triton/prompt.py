@@ -1,0 +1,197 @@
+"""LoRA of prompts. What adapters add is written before the base model's product, which is then added to it.
+
+That halves the traffic of adding to a finished output. The host knows the segments, so grids hold no more than there is
+to do.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.triton.products import (
+    ALIGNMENT,
+    RANK,
+    RANKS,
+    A,
+    block_bytes,
+    find_fields,
+    find_slice,
+    is_interpreted,
+    load_tile,
+    multiply_a,
+    multiply_b,
+)
+from lorax_server.kernels.triton.tiles import prompt_tiles
+
+SHORT_PROMPT = 2048  # tokens
+PROGRAMS = 128  # about the number of processors
+SHRINK_BYTES = 256  # of a row of inputs, at a time
+BLOCK_N = 128
+
+
+class TokenClass(NamedTuple):
+    """Numbers that kernels are compiled for: the heights of tiles, and the most parts of a linear's inputs."""
+
+    shrink_height: int
+    expand_height: int
+    gate_height: int
+    most_parts: int
+
+
+def find_class(tokens: int) -> TokenClass:
+    return TokenClass(32, 64, 32, 8) if tokens <= SHORT_PROMPT else TokenClass(64, 128, 64, 4)
+
+
+class LowRank(NamedTuple):
+    """The products of a prompt's tokens with A, and what a kernel needs to find its way in them."""
+
+    v: torch.Tensor  # [parts, tokens, slices, room] float32
+    num_targets: int
+    first_target: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the targets, the first target, the tokens, the parts and the room."""
+        parts, tokens, _, room = self.v.shape
+        return self.num_targets, self.first_target, tokens, parts, room
+
+
+def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
+    """Return the base model's output with LoRA, without factors and shifts."""
+    if not lora.has_low_rank(targets):
+        return F.linear(x, weights.weight, weights.bias)
+    width = weights.weight.shape[0]
+    if (targets[0].columns.start, targets[-1].columns.stop) != (0, width):  # a head with padding
+        out = F.linear(x, weights.weight, weights.bias)
+        expand(out, shrink(x, lora, targets), lora, targets, adds=True)
+        return out
+    out = x.new_empty(len(x), width)
+    expand(out, shrink(x, lora, targets), lora, targets, weights.bias)
+    return out.addmm_(x, weights.weight.t())
+
+
+def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> LowRank:
+    """Multiply every token by its adapter's A, for all targets of a linear."""
+    (tokens, inputs), slices = x.shape, len(targets)
+    height, most_parts = find_class(tokens).shrink_height, find_class(tokens).most_parts
+    ranks = lora.once("ranks", lambda: _largest_ranks(lora))
+    chunks = -(-max(ranks[target.index] for target in targets) // RANKS.value)
+    parts = max(1, min(most_parts, PROGRAMS // -(-tokens // height)))
+    v = x.new_empty(parts, tokens, slices, chunks * RANKS.value, dtype=torch.float32)
+    low_rank = LowRank(v, lora.table.shape[1], targets[0].index)
+    tiles = prompt_tiles(lora, height)
+    if chunks:
+        _shrink[(chunks, len(tiles), parts)](
+            x, v, tiles, lora.buffer, lora.table, *low_rank.sizes, x.stride(0),
+            INPUTS=inputs, SLICES=slices, LANES=triton.next_power_of_2(slices * RANKS.value), HEIGHT=height,
+            BLOCK_K=block_bytes(x, SHRINK_BYTES), INTERPRETED=is_interpreted(), num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return low_rank
+
+
+def _largest_ranks(lora: LoraBatch) -> list[int]:
+    """Return by target the largest rank among the batch's adapters."""
+    ranks: list[int] = lora.host_table[sorted(set(lora.adapters)), :, Field.RANK].amax(0).tolist()
+    return ranks
+
+
+def expand(
+    out: torch.Tensor,
+    low_rank: LowRank,
+    lora: LoraBatch,
+    targets: Sequence[LoraTarget],
+    bias: torch.Tensor | None = None,
+    *,
+    adds: bool = False,
+) -> None:
+    """Write what adapters add, and the bias, to `out`, or add it to what is there."""
+    token_class = find_class(len(out))
+    height = token_class.expand_height
+    tiles = prompt_tiles(lora, height)
+    widths = tuple(target.columns.stop - target.columns.start for target in targets)
+    blocks = sum(-(-width // BLOCK_N) for width in widths)
+    _expand[(blocks, len(tiles))](
+        out[:, targets[0].columns.start :], out if bias is None else bias, low_rank.v, tiles, lora.buffer, lora.table,
+        lora.scales, *low_rank.sizes, out.stride(0),
+        WIDTHS=widths, SLICES=len(targets), HEIGHT=height, BLOCK_N=BLOCK_N, ADDS=adds, HAS_BIAS=bias is not None,
+        PARTS=token_class.most_parts, INTERPRETED=is_interpreted(), num_warps=height // 16, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_targets", "first_target", "num_rows", "num_parts", "room"],
+    do_not_specialize_on_alignment=["tiles", "table"],
+)
+def _shrink(
+    x, v, tiles, buffer, table, num_targets, first_target, num_rows, num_parts, room, stride,
+    INPUTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Store one part of the products of one tile with 16 ranks of every slice, a lane for each."""
+    start, part = tl.program_id(0) * RANKS, tl.program_id(2)
+    first, count, adapter = load_tile(tiles, tl.program_id(1))
+    if adapter == 0:
+        return
+    lanes = tl.arange(0, LANES)
+    index, ranks = tl.minimum(lanes // RANKS, SLICES - 1), start + lanes % RANKS
+    fields = find_fields(table, adapter, num_targets, first_target + index)
+    rank = tl.where(lanes < SLICES * RANKS, tl.load(fields + RANK), 0).to(tl.int32)
+    if tl.max(rank, 0) <= start:
+        return
+    is_rank = ranks < rank
+    place = tl.arange(0, HEIGHT)
+    rows, is_row = (first + place).to(tl.int64), place < count
+    a = buffer + (tl.multiple_of(tl.load(fields + A), ALIGNMENT) + ranks.to(tl.int64) * INPUTS)
+    low_rank = multiply_a(x + rows * stride, is_row, a, is_rank, part, num_parts, INPUTS, BLOCK_K, INTERPRETED)
+    at = v + ((part.to(tl.int64) * num_rows + rows) * SLICES * room)[:, None] + (index * room + ranks)[None, :]
+    tl.store(at, low_rank, mask=is_row[:, None] & is_rank[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["num_targets", "first_target", "num_rows", "num_parts", "room"],
+    do_not_specialize_on_alignment=["tiles", "table", "scales"],
+)
+def _expand(
+    out, bias, v, tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, room, stride,
+    WIDTHS: tl.constexpr, SLICES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
+    first, count, adapter = load_tile(tiles, tl.program_id(1))
+    fields = find_fields(table, adapter, num_targets, first_target + index)
+    if ADDS and tl.load(fields + RANK) == 0:
+        return
+    columns, place = start + tl.arange(0, BLOCK_N), tl.arange(0, HEIGHT)
+    is_row, is_column = place < count, columns < width
+    at = out + (first + place).to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
+    total = expand_tile(
+        v, buffer, fields, scales + adapter * num_targets + first_target, first, is_row, index, columns, width,
+        num_rows, num_parts, room, SLICES, PARTS, INTERPRETED,
+    )  # fmt: skip
+    mask = is_row[:, None] & is_column[None, :]
+    if ADDS:
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + slice_start + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expand_tile(
+    v, buffer, fields, scales, first, is_row, index, columns, width, num_rows, num_parts, room,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return what adapters add to some columns of slice `index` of a tile."""
+    room = tl.multiple_of(room, RANKS)
+    row_stride = SLICES * room
+    scale = tl.load(scales + index)
+    v_tile = v + first.to(tl.int64) * row_stride + index * room
+    part_stride = num_rows.to(tl.int64) * row_stride
+    return multiply_b(
+        v_tile, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width, PARTS, INTERPRETED
+    )

@@ -1,0 +1,91 @@
+"""Tiles: up to so many consecutive rows of one adapter, as `[first row, rows, adapter, 0]`.
+
+The tiles of a decode step are made on the device, so that a captured graph makes them of whatever adapters it is
+replayed with. Those of a prompt are made on the host, which knows how many there are.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lorax_server.kernels.ops import LoraBatch
+
+DECODE_ROWS = 256  # the most rows of a decode step
+DECODE_HEIGHT = 16
+
+
+class DecodeTiles(NamedTuple):
+    """The tiles of a decode step; the base model's rows are in none."""
+
+    tiles: torch.Tensor  # [rows, 4] int32; zeros past the last
+    count: torch.Tensor  # [1] int32
+
+
+def decode_tiles(lora: LoraBatch) -> DecodeTiles:
+    def make() -> DecodeTiles:
+        indices = lora.adapter_indices
+        tiles = DecodeTiles(indices.new_empty(len(indices), 4), indices.new_empty(1))
+        _write_tiles(lora, tiles)
+        return tiles
+
+    return lora.once("decode tiles", make)
+
+
+def plan_decode(lora: LoraBatch) -> None:
+    """Make the tiles of the adapters that the batch has now; they stay where they are."""
+    _write_tiles(lora, decode_tiles(lora))
+
+
+def _write_tiles(lora: LoraBatch, tiles: DecodeTiles) -> None:
+    rows = len(lora.adapter_indices)
+    _plan[(1,)](lora.adapter_indices, *tiles, rows, BLOCK=DECODE_ROWS, HEIGHT=DECODE_HEIGHT)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters", "tiles", "count"])
+def _plan(adapters, tiles, count, num_rows, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
+    rows = tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    adapter = tl.load(adapters + rows, mask=is_row, other=0)
+    before = tl.load(adapters + rows - 1, mask=is_row & (rows > 0), other=-1)
+    after = tl.load(adapters + rows + 1, mask=rows + 1 < num_rows, other=-1)
+    run_start = tl.associative_scan(tl.where(adapter != before, rows, 0), 0, _larger)
+    place = (rows - run_start) % HEIGHT
+    is_adapted = is_row & (adapter != 0)
+    is_first = is_adapted & (place == 0)
+    is_last = is_adapted & ((place == HEIGHT - 1) | (adapter != after))
+    number = tl.cumsum(is_first.to(tl.int32), 0) - 1
+    total = tl.sum(is_first.to(tl.int32), 0)
+    tl.store(tiles + number * 4, rows, mask=is_first)
+    tl.store(tiles + number * 4 + 1, place + 1, mask=is_last)
+    tl.store(tiles + number * 4 + 2, adapter, mask=is_first)
+    tl.store(tiles + number * 4 + 3, 0, mask=is_first)
+    is_rest = is_row & (rows >= total)
+    for field in tl.static_range(4):
+        tl.store(tiles + rows * 4 + field, 0, mask=is_rest)
+    tl.store(count, total)
+
+
+def prompt_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
+    """Return the tiles of a prompt, the base model's among them."""
+    return lora.once(("tiles", height), lambda: _cut_tiles(lora, height))
+
+
+def _cut_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
+    bounds = np.array(lora.bounds)
+    counts = -(-np.diff(bounds) // height)  # of each segment
+    segments = np.repeat(np.arange(len(counts)), counts)
+    places = np.arange(len(segments)) - (counts.cumsum() - counts)[segments]
+    first = bounds[segments] + places * height
+    rows = np.minimum(bounds[segments + 1] - first, height)
+    adapters = np.array(lora.adapters)[segments]
+    tiles = torch.from_numpy(np.stack([first, rows, adapters, np.zeros_like(first)], axis=1).astype(np.int32))
+    device = lora.adapter_indices.device
+    return tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles

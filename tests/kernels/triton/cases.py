@@ -1,0 +1,195 @@
+"""Batches of adapters, and what the reference makes of them in float32.
+
+Every test of this folder runs twice: on a GPU, and on a CPU in Triton's interpreter. The interpreter must be chosen
+before Triton is imported, so `test_interpreter.py` runs the folder in a process of its own.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget, reference
+from tests.kernels.triton.interpreter import IS_INTERPRETED, accept_numpy
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if IS_INTERPRETED:
+    accept_numpy()
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_devices = pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
+on_gpu = pytest.mark.parametrize("device", [CUDA])
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [BF16, FP16, FP32]
+TOLERANCES = {BF16: 4e-2, FP16: 6e-3, FP32: 2e-5}
+UNIT_BYTES = 256  # tensors in the buffer begin at multiples of this
+
+# Inputs and outputs of the targets of two layers: one of three targets, one of two.
+Layer = tuple[int, tuple[int, ...]]
+SMALL_LAYERS: list[Layer] = [(40, (24, 8, 16)), (16, (72,)), (24, (40, 40))]
+LARGE_LAYERS: list[Layer] = [(4096, (4096, 1024, 1024)), (1000, (520,)), (1032, (1400, 1400)), (4096, (14336, 14336))]
+LAYERS = SMALL_LAYERS if IS_INTERPRETED else SMALL_LAYERS + LARGE_LAYERS
+
+Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class NanBuffer:
+    """A buffer with NaNs between the pieces, which nothing may read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.unit = dtype, UNIT_BYTES // dtype.itemsize
+        self.parts = [torch.full((self.unit,), math.nan, dtype=dtype)]
+        self.size = self.unit
+
+    def add(self, piece: torch.Tensor) -> int:
+        at, flat = self.size, piece.flatten().to(self.dtype)
+        return self.add_bits(flat) if len(flat) else at
+
+    def add_bits(self, flat: torch.Tensor) -> int:
+        at, padding = self.size, self.unit + -len(flat) % self.unit
+        self.parts += [flat, torch.full((padding,), math.nan, dtype=self.dtype)]
+        self.size += len(flat) + padding
+        return at
+
+    def join(self, device: str) -> torch.Tensor:
+        return torch.cat(self.parts).to(device)
+
+
+def empty_table(num_adapters: int, num_targets: int) -> torch.Tensor:
+    table = torch.zeros(1 + num_adapters, num_targets, len(Field), dtype=torch.long)
+    table[:, :, : Field.RANK] = -1
+    return table
+
+
+def make_batch(buffer: torch.Tensor, table: torch.Tensor, widths: Sequence[tuple[int, int]], runs: Runs) -> LoraBatch:
+    device = buffer.device
+    indices = [adapter for adapter, length in runs for _ in range(length)]
+    scales = torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25
+    return LoraBatch(
+        buffer=buffer,
+        table=table.to(device),
+        scales=scales.to(device),
+        widths=torch.tensor(widths, device=device),
+        adapter_indices=torch.tensor(indices, dtype=torch.int32, device=device),
+        host_table=table,
+        bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
+        adapters=[adapter for adapter, _ in runs],
+    )
+
+
+def lora_batch(
+    layer: Layer,
+    runs: Runs,
+    ranks: Sequence[Sequence[int]],
+    *,
+    device: str,
+    dtype: torch.dtype,
+    factors: Sequence[int] = (),
+    shifts: Sequence[int] = (),
+) -> LoraBatch:
+    """Make a batch: adapter `i + 1` has rank `ranks[i][slice]`, repeated if there are fewer ranks than slices.
+
+    `factors` and `shifts` list adapters with vectors. The layer's targets are not the first of the table.
+    """
+    inputs, outputs = layer
+    buffer, table, seed = NanBuffer(dtype), empty_table(len(ranks), FIRST_TARGET + len(outputs)), 100
+    for adapter, of_slices in enumerate(ranks, start=1):
+        for index, width in enumerate(outputs):
+            fields, rank, seed = table[adapter, FIRST_TARGET + index], of_slices[index % len(of_slices)], seed + 4
+            fields[Field.RANK] = rank
+            if rank:
+                fields[Field.A] = buffer.add(normal(rank, inputs, seed=seed) / math.sqrt(inputs))
+                fields[Field.B] = buffer.add(normal(rank, width, seed=seed + 1) / math.sqrt(rank))
+            for having, field in ((factors, Field.FACTOR), (shifts, Field.SHIFT)):
+                if adapter in having:
+                    fields[field] = buffer.add(normal(width, seed=seed + field))
+    widths = [(inputs, inputs)] * FIRST_TARGET + [(inputs, width) for width in outputs]
+    return make_batch(buffer.join(device), table, widths, runs)
+
+
+FIRST_TARGET = 2
+
+
+def targets_of(layer: Layer) -> list[LoraTarget]:
+    widths = layer[1]
+    return [
+        LoraTarget(FIRST_TARGET + index, slice(sum(widths[:index]), sum(widths[: index + 1])))
+        for index in range(len(widths))
+    ]
+
+
+def linear_weights(layer: Layer, dtype: torch.dtype, device: str, *, bias: bool, padding: int = 0) -> LinearWeights:
+    inputs, outputs = layer[0], sum(layer[1]) + padding
+    added = normal(outputs, seed=8, dtype=dtype).to(device) if bias else None
+    return LinearWeights((normal(outputs, inputs, seed=7) / math.sqrt(inputs)).to(device, dtype), added)
+
+
+def inputs_of(layer: Layer, batch: LoraBatch, seed: int = 1) -> torch.Tensor:
+    return normal(len(batch.adapter_indices), layer[0], seed=seed, dtype=batch.buffer.dtype).to(batch.buffer.device)
+
+
+# --- mixes of adapters
+
+MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
+RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
+RANKS |= {"mixed": MIXED_RANKS, "wide mix": [[512, 3], *MIXED_RANKS[1:]]}
+GROUPS = [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1)]
+
+
+# --- expected values
+
+
+def widened(batch: LoraBatch) -> LoraBatch:
+    """Return the batch in float32 on a CPU, with nothing derived."""
+    return replace(
+        batch,
+        buffer=batch.buffer.float().cpu(),
+        table=batch.table.cpu(),
+        scales=batch.scales.cpu(),
+        widths=batch.widths.cpu(),
+        adapter_indices=batch.adapter_indices.cpu(),
+        derived={},
+    )
+
+
+def widened_weights(weights: LinearWeights) -> LinearWeights:
+    bias = weights.bias
+    return LinearWeights(weights.weight.float().cpu(), None if bias is None else bias.float().cpu())
+
+
+def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bool) -> torch.Tensor:
+    weights = widened_weights(linear_weights(layer, batch.buffer.dtype, "cpu", bias=bias))
+    return reference.linear(x.float().cpu(), weights, widened(batch), targets_of(layer))
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare with float32, relative to the size of a row, of whose terms each is rounded."""
+    assert found.dtype == dtype
+    size = max(1.0, float(expected.abs().mean()))
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * size)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+# --- memory that holds NaNs before it is written
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with NaNs, and with a number that is no row of anything."""
+    make = torch.Tensor.new_empty
+
+    def new_empty(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        out: torch.Tensor = make(self, *args, **kwargs)  # type: ignore[call-overload]
+        return out.fill_(math.nan if out.is_floating_point() else -12345)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

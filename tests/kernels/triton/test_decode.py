@@ -1,0 +1,200 @@
+"""LoRA of decode steps."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from lorax_server.kernels import LoraBatch, reference
+from tests.kernels.triton.cases import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    GROUPS,
+    IS_INTERPRETED,
+    LAYERS,
+    MIXED_RANKS,
+    RANKS,
+    SMALL_LAYERS,
+    Layer,
+    Runs,
+    bits,
+    check_close,
+    expected_linear,
+    inputs_of,
+    linear_weights,
+    lora_batch,
+    normal,
+    on_devices,
+    on_gpu,
+    targets_of,
+    widened,
+)
+
+triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
+TritonOps = triton_ops.TritonOps
+
+RUNS: dict[str, Runs] = {
+    "one": [(1, 1)],
+    "one each": [(adapter, 1) for adapter in (3, 1, 2, 5, 4)],
+    "groups": GROUPS,
+    "one group": [(3, 40)],
+    "base": [(0, 4)],
+    "full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)],
+    "bucket": [(1, 30), (4, 34)],
+}
+# Of everything on a GPU. The interpreter is slow: there each value comes once.
+CASES = list(product(LAYERS, DTYPES, RANKS, RUNS))
+if IS_INTERPRETED:
+    CASES = [
+        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
+        (SMALL_LAYERS[1], FP16, "24", "one each"),
+        (SMALL_LAYERS[2], FP32, "1", "one group"),
+        (SMALL_LAYERS[1], BF16, "512", "one"),
+        (SMALL_LAYERS[0], FP32, "16", "base"),
+    ]
+
+
+def poison(ops: TritonOps) -> None:  # type: ignore[valid-type]
+    for scratch in ops._scratch.values():  # type: ignore[attr-defined]
+        scratch.fill_(math.nan)
+
+
+def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
+    dtype, device = batch.buffer.dtype, batch.buffer.device
+    ops, weights = TritonOps(), linear_weights(layer, dtype, device.type, bias=bias)
+    for seed in range(2):
+        x = inputs_of(layer, batch, seed)
+        out = ops.linear(x, weights, batch, targets_of(layer))
+        check_close(out, expected_linear(x, layer, batch, bias=bias), dtype)
+        poison(ops)
+
+
+@on_devices
+@pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
+def test_a_linear_with_each_rows_own_adapter(
+    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
+) -> None:
+    check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype))
+
+
+@on_devices
+@pytest.mark.parametrize("ranks", ["mixed", "8"])
+@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
+def test_factors_shifts_and_biases(device: str, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
+    batch = lora_batch(
+        layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
+    )
+    check_linear(layer, batch, bias=True)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: torch.dtype) -> None:
+    layer = SMALL_LAYERS[0]
+    batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
+    x, width = inputs_of(layer, batch), sum(layer[1])
+    out = normal(len(x), width + 8, seed=3, dtype=dtype).to(device)
+    before, expected = out.clone(), out[:, :width].float().cpu()
+    TritonOps().add_lora(out, x, batch, targets_of(layer))
+    reference.add_lora(expected, x.float().cpu(), widened(batch), targets_of(layer))
+    check_close(out[:, :width], expected, dtype)
+    assert torch.equal(out[:, width:], before[:, width:])
+    is_base = batch.adapter_indices == 0
+    assert torch.equal(out[is_base], before[is_base])
+
+
+@on_devices
+def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
+    layer = SMALL_LAYERS[0]
+    runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
+    batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
+    weights, ops, targets = linear_weights(layer, BF16, device, bias=False), TritonOps(), targets_of(layer)
+    x = inputs_of(layer, batch)
+    clean = ops.linear(x, weights, batch, targets)
+    x[1] = math.nan  # a row
+    broken = batch.host_table[4, targets[0].index]  # an adapter
+    batch.buffer[broken[0] : broken[0] + layer[0]] = math.nan
+    out = ops.linear(x, weights, batch, targets)
+    others = [0, 2, 3, 4, 5, 8]
+    assert torch.equal(bits(out[others]), bits(clean[others]))
+    assert out[1].isnan().all()
+    assert out[6:8, targets[0].columns].isnan().all()
+    rest = slice(targets[1].columns.start, None)
+    assert torch.equal(bits(out[6:8, rest]), bits(clean[6:8, rest]))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:1] + LAYERS[-1:], ids=str)
+def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(device: str, dtype: torch.dtype, layer: Layer) -> None:
+    targets, ops = targets_of(layer), TritonOps()
+    mixes: list[tuple[Runs, int]] = [
+        ([(3, 1), (0, 19)], 0),
+        ([(1, 2), (3, 17), (5, 1)], 18),
+        ([(3, 20)], 7),
+        ([(1, 9), (2, 1), (3, 1), (4, 9)], 10),
+    ]
+    found = []
+    row, base = normal(layer[0], seed=5, dtype=dtype), normal(sum(layer[1]), seed=6, dtype=dtype)
+    for seed, (runs, place) in enumerate(mixes):
+        batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=dtype, factors=[3])
+        x = inputs_of(layer, batch, seed)
+        out = normal(20, sum(layer[1]), seed=seed, dtype=dtype).to(device)
+        x[place], out[place] = row.to(device), base.to(device)
+        ops.add_lora(out, x, batch, targets)
+        found.append(bits(out[place]))
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
+    """Give the batch other adapters in place, and return the same as a new batch."""
+    draw = random.Random(seed)
+    indices = sorted(draw.randrange(6) for _ in batch.adapter_indices)
+    draw.shuffle(indices[: len(indices) // 3])
+    batch.adapter_indices.copy_(torch.tensor(indices, dtype=torch.int32))
+    runs = [(adapter, 1) for adapter in indices]
+    bounds = list(range(len(runs) + 1))
+    return replace(batch, bounds=bounds, adapters=indices, derived={})
+
+
+@on_devices
+def test_a_changed_batch_is_planned_in_place(device: str) -> None:
+    layer, ops = SMALL_LAYERS[0], TritonOps()
+    made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
+    batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
+    weights = linear_weights(layer, BF16, device, bias=False)
+    ops.plan_lora(batch)
+    tiles = batch.derived["decode tiles"]
+    for seed in range(3):
+        same = replace(shuffle(made, seed), derived={})
+        ops.plan_lora(batch)
+        x = inputs_of(layer, batch, seed)
+        check_close(ops.linear(x, weights, batch, targets_of(layer)), expected_linear(x, layer, same, bias=False), BF16)
+    assert all(now is before for now, before in zip(batch.derived["decode tiles"], tiles, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_one_graph_serves_every_mix(device: str, layer: Layer) -> None:
+    ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
+    made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
+    batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])
+    x = inputs_of(layer, batch)
+    ops.plan_lora(batch)
+    ops.linear(x, weights, batch, targets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.linear(x, weights, batch, targets)
+    for seed in range(4):
+        same = shuffle(made, seed)
+        ops.plan_lora(batch)
+        x.copy_(inputs_of(layer, batch, seed))
+        out.fill_(math.nan)
+        poison(ops)
+        graph.replay()
+        check_close(out, expected_linear(x, layer, same, bias=True), BF16)

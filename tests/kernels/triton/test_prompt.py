@@ -1,0 +1,185 @@
+"""LoRA of prompts: linears, and the gate of an MLP."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import Activation, LoraBatch, reference
+from tests.kernels.triton.cases import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    IS_INTERPRETED,
+    LAYERS,
+    MIXED_RANKS,
+    RANKS,
+    SMALL_LAYERS,
+    Layer,
+    Runs,
+    bits,
+    check_close,
+    expected_linear,
+    inputs_of,
+    linear_weights,
+    lora_batch,
+    normal,
+    on_devices,
+    poisoned,  # noqa: F401 - a fixture
+    targets_of,
+    widened,
+    widened_weights,
+)
+
+triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
+TritonOps = triton_ops.TritonOps
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # numpy, of a sigmoid
+]
+
+RUNS: dict[str, Runs] = {
+    "groups": [(0, 2), (3, 70), (1, 1), (0, 40), (4, 3), (2, 44), (1, 33), (5, 66), (0, 1)],
+    "one": [(3, 258)],
+    "base": [(0, 300)],
+    "1000": [(adapter, 167) for adapter in range(6)],
+    "5000": [(adapter, 35 + adapter) for adapter in range(6)] * 20 + [(1, 500), (0, 100)],
+}
+CASES = list(product(LAYERS, DTYPES, RANKS, RUNS))
+GATED = [layer for layer in LAYERS if len(layer[1]) == 2]
+GATED_CASES = list(product(GATED, DTYPES, ["16", "mixed", "512"], RUNS, ["silu"]))
+if IS_INTERPRETED:
+    CASES = [(SMALL_LAYERS[0], BF16, "mixed", "groups"), (SMALL_LAYERS[1], FP32, "24", "one")]
+    GATED_CASES = [
+        (SMALL_LAYERS[2], BF16, "mixed", "groups", "silu"),
+        (SMALL_LAYERS[2], FP16, "8", "one", "gelu"),
+        (SMALL_LAYERS[2], FP32, "1", "one", "gelu_tanh"),
+    ]
+else:
+    GATED_CASES += [(SMALL_LAYERS[2], BF16, "mixed", "groups", name) for name in ("gelu", "gelu_tanh", "relu")]
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def activation_of(name: str) -> Activation:
+    return Activation(name, ACTIVATIONS[name])
+
+
+def choose_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the small prompts of the interpreter as long ones."""
+    monkeypatch.setattr(triton_ops.prompt, "SHORT_PROMPT", 10)
+
+
+def check_linear(layer: Layer, batch: LoraBatch, *, bias: bool) -> None:
+    dtype = batch.buffer.dtype
+    weights, x = linear_weights(layer, dtype, batch.buffer.device.type, bias=bias), inputs_of(layer, batch)
+    out = TritonOps().linear(x, weights, batch, targets_of(layer))
+    check_close(out, expected_linear(x, layer, batch, bias=bias), dtype)
+
+
+@on_devices
+@pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
+def test_a_linear_with_each_tokens_own_adapter(
+    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
+) -> None:
+    check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype), bias=False)
+
+
+@on_devices
+@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_factors_shifts_and_biases(
+    device: str, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_long:
+        choose_long(monkeypatch)
+    batch = lora_batch(
+        layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
+    )
+    check_linear(layer, batch, bias=True)
+
+
+@on_devices
+def test_a_head_with_padding_and_an_output_that_exists(device: str) -> None:
+    layer = SMALL_LAYERS[1]
+    batch, width = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=BF16), sum(layer[1])
+    x, ops, targets = inputs_of(layer, batch), TritonOps(), targets_of(layer)
+    weights = linear_weights(layer, BF16, device, bias=False, padding=8)
+    out = ops.linear(x, weights, batch, targets)
+    expected = reference.linear(x.float().cpu(), widened_weights(weights), widened(batch), targets)
+    check_close(out, expected, BF16)
+    added = normal(len(x), width + 8, seed=3, dtype=BF16).to(device)
+    before, expected = added.clone(), added.float().cpu()
+    ops.add_lora(added, x, batch, targets)
+    reference.add_lora(expected, x.float().cpu(), widened(batch), targets)
+    check_close(added, expected, BF16)
+    is_base = batch.adapter_indices == 0
+    assert torch.equal(added[is_base], before[is_base])
+
+
+def check_gated(layer: Layer, batch: LoraBatch, name: str) -> None:
+    dtype, targets, activation = batch.buffer.dtype, targets_of(layer), activation_of(name)
+    x, weights = inputs_of(layer, batch), linear_weights(layer, dtype, batch.buffer.device.type, bias=True)
+    out = TritonOps().gated_linear(x, weights, activation, batch, targets)
+    wide = widened_weights(weights)
+    check_close(out, reference.gated_linear(x.float().cpu(), wide, activation, widened(batch), targets), dtype)
+
+
+@on_devices
+@pytest.mark.parametrize(("layer", "dtype", "ranks", "runs", "name"), GATED_CASES, ids=str)
+def test_a_gate_with_each_tokens_own_adapter(
+    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str, name: str
+) -> None:
+    batch = lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype, factors=[1, 3], shifts=[3, 4])
+    check_gated(layer, batch, name)
+
+
+@on_devices
+@pytest.mark.parametrize("ranks", ["mixed", "none"])
+def test_a_long_prompts_gate_and_factors_alone(device: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_long(monkeypatch)
+    layer, of_adapters = SMALL_LAYERS[2], MIXED_RANKS if ranks == "mixed" else [[0]] * 5
+    check_gated(
+        layer, lora_batch(layer, RUNS["groups"], of_adapters, device=device, dtype=BF16, factors=[1, 3]), "relu"
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("runs", [[(0, 3), (1, 2)], [(0, 270), (1, 2)]], ids=["decode", "prompt"])
+def test_gates_that_are_not_one_kernel(device: str, name: str, runs: Runs) -> None:
+    """Check decode steps, activations that no kernel has, and gate and up as one target."""
+    for layer in ((16, (24, 24)), (16, (48,))):
+        check_gated(layer, lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=FP32), name)
+
+
+@on_devices
+def test_tokens_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
+    layer = SMALL_LAYERS[2]
+    runs: Runs = [(1, 50), (3, 70), (0, 5), (4, 20), (3, 130)]
+    batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
+    weights, ops, targets = linear_weights(layer, BF16, device, bias=False), TritonOps(), targets_of(layer)
+    x = inputs_of(layer, batch)
+
+    def run() -> list[torch.Tensor]:
+        gated = ops.gated_linear(x, weights, activation_of("silu"), batch, targets)
+        return [ops.linear(x, weights, batch, targets), gated]
+
+    clean = run()
+    x[7] = math.nan  # a token
+    broken = batch.host_table[4, targets[0].index]  # an adapter
+    batch.buffer[broken[0] : broken[0] + layer[0]] = math.nan
+    others = [row for row in range(len(x)) if row != 7 and not 125 <= row < 145]
+    for found, before in zip(run(), clean, strict=True):
+        assert torch.equal(bits(found[others]), bits(before[others]))
+        assert found[7].isnan().all()
+        assert found[125:145, :40].isnan().all()
