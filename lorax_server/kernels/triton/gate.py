@@ -10,18 +10,25 @@ import triton.language as tl
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.triton import prompt
 from lorax_server.kernels.triton.products import (
+    ALIGNMENT,
     NUM_FIELDS,
+    RANK,
+    RANKS,
+    B,
     find_fields,
     is_interpreted,
+    load_b,
     load_tile,
+    load_v,
+    multiply,
     scale_and_shift_tile,
 )
-from lorax_server.kernels.triton.prompt import expand_tile
 from lorax_server.kernels.triton.tiles import prompt_tiles
 
 BUILT_IN = ("silu", "gelu", "gelu_tanh", "relu")
 PLAIN_HEIGHT, PLAIN_BLOCK = 4, 512
-BLOCK_N = 128
+BLOCK_N = 64
+BLOCKS = 8  # of columns, one after the other, by the program that has loaded their V
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -60,9 +67,9 @@ def gated_linear(
     out = gate_up.new_empty(tokens, width)
     token_class = prompt.find_class(tokens)
     tiles = prompt_tiles(lora, token_class.gate_height)
-    _adapted_gate[(triton.cdiv(width, BLOCK_N), len(tiles))](
+    _adapted_gate[(triton.cdiv(width, BLOCK_N * BLOCKS), len(tiles))](
         out, gate_up, low_rank.v, tiles, lora.buffer, lora.table, lora.scales, *low_rank.sizes,
-        WIDTH=width, ACTIVATION=activation.name, HEIGHT=token_class.gate_height, BLOCK_N=BLOCK_N,
+        WIDTH=width, ACTIVATION=activation.name, HEIGHT=token_class.gate_height, BLOCK_N=BLOCK_N, BLOCKS=BLOCKS,
         PARTS=token_class.most_parts, INTERPRETED=is_interpreted(), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
@@ -101,37 +108,39 @@ def _gate(
 )
 def _adapted_gate(
     out, gate_up, v, tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, room,
-    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
     PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     first, count, adapter = load_tile(tiles, tl.program_id(1))
     fields = find_fields(table, adapter, num_targets, first_target)
     scales += adapter * num_targets + first_target
-    columns, place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEIGHT)
-    is_row = place < count
-    rows = (first + place).to(tl.int64)[:, None]
-    at = gate_up + rows * (2 * WIDTH) + columns[None, :]
-    up = _adapt(
-        at + WIDTH, v, buffer, fields + NUM_FIELDS, scales, first, is_row, 1, columns, num_rows, num_parts, room,
-        WIDTH, PARTS, INTERPRETED,
-    )  # fmt: skip
-    gate = _adapt(
-        at, v, buffer, fields, scales, first, is_row, 0, columns, num_rows, num_parts, room, WIDTH, PARTS, INTERPRETED
-    )
-    value = _activate(gate, ACTIVATION) * up
-    mask = is_row[:, None] & (columns < WIDTH)[None, :]
-    tl.store(out + rows * WIDTH + columns[None, :], value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _adapt(
-    at, v, buffer, fields, scales, first, is_row, index, columns, num_rows, num_parts, room,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Load one half of the base model's output and let the adapter change it."""
-    base = tl.load(at, mask=is_row[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
-    total = base + expand_tile(
-        v, buffer, fields, scales, first, is_row, index, columns, WIDTH, num_rows, num_parts, room, 2, PARTS,
-        INTERPRETED,
-    )  # fmt: skip
-    return scale_and_shift_tile(total, buffer, fields, columns, WIDTH)
+    place = tl.arange(0, HEIGHT)
+    is_row, rows = place < count, (first + place).to(tl.int64)[:, None]
+    room = tl.multiple_of(room, RANKS)
+    row_stride, part_stride = 2 * room, num_rows.to(tl.int64) * 2 * room
+    v += first.to(tl.int64) * row_stride
+    rank, up_rank = tl.load(fields + RANK).to(tl.int32), tl.load(fields + NUM_FIELDS + RANK).to(tl.int32)
+    scale, up_scale = tl.load(scales), tl.load(scales + 1)
+    b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
+    up_b = buffer + tl.multiple_of(tl.load(fields + NUM_FIELDS + B), ALIGNMENT)
+    dtype: tl.constexpr = out.dtype.element_ty
+    low_rank = load_v(v, row_stride, part_stride, num_parts, is_row, 0, rank, scale, PARTS).to(dtype)
+    up_low_rank = load_v(v + room, row_stride, part_stride, num_parts, is_row, 0, up_rank, up_scale, PARTS).to(dtype)
+    for block in range(BLOCKS):
+        columns = (tl.program_id(0) * BLOCKS + block) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = is_row[:, None] & (columns < WIDTH)[None, :]
+        at = gate_up + rows * (2 * WIDTH) + columns[None, :]
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        gate = multiply(low_rank, load_b(b, 0, rank, columns, WIDTH), gate, INTERPRETED)
+        up = multiply(up_low_rank, load_b(up_b, 0, up_rank, columns, WIDTH), up, INTERPRETED)
+        for more in range(RANKS, rank, RANKS):
+            part = load_v(v, row_stride, part_stride, num_parts, is_row, more, rank, scale, PARTS).to(dtype)
+            gate = multiply(part, load_b(b, more, rank, columns, WIDTH), gate, INTERPRETED)
+        for more in range(RANKS, up_rank, RANKS):
+            part = load_v(v + room, row_stride, part_stride, num_parts, is_row, more, up_rank, up_scale, PARTS)
+            up = multiply(part.to(dtype), load_b(up_b, more, up_rank, columns, WIDTH), up, INTERPRETED)
+        gate = scale_and_shift_tile(gate, buffer, fields, columns, WIDTH)
+        up = scale_and_shift_tile(up, buffer, fields + NUM_FIELDS, columns, WIDTH)
+        value = _activate(gate, ACTIVATION) * up
+        tl.store(out + rows * WIDTH + columns[None, :], value.to(dtype), mask=mask)

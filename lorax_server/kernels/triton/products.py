@@ -88,29 +88,44 @@ def multiply_a(
 
 
 @triton.jit
+def load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PARTS: tl.constexpr):
+    """Return 16 ranks of a tile's V from `first` on, scaled, float32: the sum of its at most `PARTS` parts.
+
+    What lies past a factor's end may be a NaN, and is left out.
+    """
+    ranks = first + tl.arange(0, RANKS)
+    at = v + tl.arange(0, is_row.shape[0])[:, None] * row_stride + ranks[None, :]
+    mask = is_row[:, None] & (ranks < rank)[None, :]
+    low_rank = tl.load(at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):  # no loop, so that all are loaded at the same time
+        low_rank += tl.load(at + part * part_stride, mask=mask & (part < num_parts), other=0.0)
+    return low_rank * scale
+
+
+@triton.jit
+def load_b(b, first, rank, columns, width):
+    """Return 16 ranks of some columns of B."""
+    ranks = first + tl.arange(0, RANKS)
+    at = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
+    return tl.load(at, mask=(ranks < rank)[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
 def multiply_b(
     v, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width,
     PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled `V @ B` of a tile and some columns, float32. `v` points at the slice's V of its first row.
 
-    V has at most `PARTS` parts. What lies past a factor's end may be a NaN, so neither operand has any of it.
+    V has at most `PARTS` parts.
     """
     rank = tl.load(fields + RANK).to(tl.int32)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
-    rows = tl.arange(0, is_row.shape[0])
     total = tl.zeros((is_row.shape[0], columns.shape[0]), tl.float32)
     for first in range(0, rank, RANKS):
-        ranks = first + tl.arange(0, RANKS)
-        is_rank = ranks < rank
-        at_b = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
-        factor = tl.load(at_b, mask=is_rank[:, None] & (columns < width)[None, :], other=0.0)
-        at = v + rows[:, None] * row_stride + ranks[None, :]
-        is_value = is_row[:, None] & is_rank[None, :]
-        low_rank = tl.load(at, mask=is_value, other=0.0)
-        for part in tl.static_range(1, PARTS):  # no loop, so that all are loaded at the same time
-            low_rank += tl.load(at + part * part_stride, mask=is_value & (part < num_parts), other=0.0)
-        total = multiply((low_rank * scale).to(factor.dtype), factor, total, INTERPRETED)
+        low_rank = load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PARTS)
+        factor = load_b(b, first, rank, columns, width)
+        total = multiply(low_rank.to(factor.dtype), factor, total, INTERPRETED)
     return total
 
 

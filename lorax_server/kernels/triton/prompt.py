@@ -18,20 +18,24 @@ from lorax_server.kernels.triton.products import (
     RANK,
     RANKS,
     A,
+    B,
     block_bytes,
     find_fields,
     find_slice,
     is_interpreted,
+    load_b,
     load_tile,
+    load_v,
+    multiply,
     multiply_a,
-    multiply_b,
 )
 from lorax_server.kernels.triton.tiles import prompt_tiles
 
 SHORT_PROMPT = 2048  # tokens
-PROGRAMS = 128  # about the number of processors
+PROGRAMS = 512  # a few for each processor, so that one computes while another waits for memory
 SHRINK_BYTES = 256  # of a row of inputs, at a time
 BLOCK_N = 128
+BLOCKS = 4  # of columns, one after the other, by the program that has loaded their V
 
 
 class TokenClass(NamedTuple):
@@ -44,7 +48,7 @@ class TokenClass(NamedTuple):
 
 
 def find_class(tokens: int) -> TokenClass:
-    return TokenClass(32, 64, 32, 8) if tokens <= SHORT_PROMPT else TokenClass(64, 128, 64, 4)
+    return TokenClass(32, 32, 32, 8) if tokens <= SHORT_PROMPT else TokenClass(64, 64, 64, 4)
 
 
 class LowRank(NamedTuple):
@@ -81,10 +85,10 @@ def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> L
     height, most_parts = find_class(tokens).shrink_height, find_class(tokens).most_parts
     ranks = lora.once("ranks", lambda: _largest_ranks(lora))
     chunks = -(-max(ranks[target.index] for target in targets) // RANKS.value)
-    parts = max(1, min(most_parts, PROGRAMS // -(-tokens // height)))
+    tiles = prompt_tiles(lora, height)
+    parts = max(1, min(most_parts, PROGRAMS // len(tiles)))
     v = x.new_empty(parts, tokens, slices, chunks * RANKS.value, dtype=torch.float32)
     low_rank = LowRank(v, lora.table.shape[1], targets[0].index)
-    tiles = prompt_tiles(lora, height)
     if chunks:
         _shrink[(chunks, len(tiles), parts)](
             x, v, tiles, lora.buffer, lora.table, *low_rank.sizes, x.stride(0),
@@ -114,12 +118,13 @@ def expand(
     height = token_class.expand_height
     tiles = prompt_tiles(lora, height)
     widths = tuple(target.columns.stop - target.columns.start for target in targets)
-    blocks = sum(-(-width // BLOCK_N) for width in widths)
+    blocks = sum(-(-width // (BLOCK_N * BLOCKS)) for width in widths)
     _expand[(blocks, len(tiles))](
         out[:, targets[0].columns.start :], out if bias is None else bias, low_rank.v, tiles, lora.buffer, lora.table,
         lora.scales, *low_rank.sizes, out.stride(0),
-        WIDTHS=widths, SLICES=len(targets), HEIGHT=height, BLOCK_N=BLOCK_N, ADDS=adds, HAS_BIAS=bias is not None,
-        PARTS=token_class.most_parts, INTERPRETED=is_interpreted(), num_warps=height // 16, num_stages=2,
+        WIDTHS=widths, SLICES=len(targets), HEIGHT=height, BLOCK_N=BLOCK_N, BLOCKS=BLOCKS, ADDS=adds,
+        HAS_BIAS=bias is not None, PARTS=token_class.most_parts, INTERPRETED=is_interpreted(),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -158,40 +163,35 @@ def _shrink(
 )
 def _expand(
     out, bias, v, tiles, buffer, table, scales, num_targets, first_target, num_rows, num_parts, room, stride,
-    WIDTHS: tl.constexpr, SLICES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, ADDS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    WIDTHS: tl.constexpr, SLICES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
+    index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N * BLOCKS)
     first, count, adapter = load_tile(tiles, tl.program_id(1))
     fields = find_fields(table, adapter, num_targets, first_target + index)
-    if ADDS and tl.load(fields + RANK) == 0:
+    rank = tl.load(fields + RANK).to(tl.int32)
+    if ADDS and rank == 0:
         return
-    columns, place = start + tl.arange(0, BLOCK_N), tl.arange(0, HEIGHT)
-    is_row, is_column = place < count, columns < width
-    at = out + (first + place).to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
-    total = expand_tile(
-        v, buffer, fields, scales + adapter * num_targets + first_target, first, is_row, index, columns, width,
-        num_rows, num_parts, room, SLICES, PARTS, INTERPRETED,
-    )  # fmt: skip
-    mask = is_row[:, None] & is_column[None, :]
-    if ADDS:
-        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + slice_start + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def expand_tile(
-    v, buffer, fields, scales, first, is_row, index, columns, width, num_rows, num_parts, room,
-    SLICES: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return what adapters add to some columns of slice `index` of a tile."""
+    place = tl.arange(0, HEIGHT)
+    is_row = place < count
     room = tl.multiple_of(room, RANKS)
-    row_stride = SLICES * room
-    scale = tl.load(scales + index)
-    v_tile = v + first.to(tl.int64) * row_stride + index * room
-    part_stride = num_rows.to(tl.int64) * row_stride
-    return multiply_b(
-        v_tile, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width, PARTS, INTERPRETED
-    )
+    row_stride, part_stride = SLICES * room, num_rows.to(tl.int64) * SLICES * room
+    v += first.to(tl.int64) * row_stride + index * room
+    scale = tl.load(scales + adapter * num_targets + first_target + index)
+    b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
+    low_rank = load_v(v, row_stride, part_stride, num_parts, is_row, 0, rank, scale, PARTS).to(out.dtype.element_ty)
+    out += (first + place).to(tl.int64)[:, None] * stride + slice_start
+    for block in range(BLOCKS):
+        columns = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_column = columns < width
+        total = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
+        total = multiply(low_rank, load_b(b, 0, rank, columns, width), total, INTERPRETED)
+        for more in range(RANKS, rank, RANKS):
+            part = load_v(v, row_stride, part_stride, num_parts, is_row, more, rank, scale, PARTS)
+            total = multiply(part.to(low_rank.dtype), load_b(b, more, rank, columns, width), total, INTERPRETED)
+        at, mask = out + columns[None, :], is_row[:, None] & is_column[None, :]
+        if ADDS:
+            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + slice_start + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        tl.store(at, total.to(low_rank.dtype), mask=mask)
