@@ -38,11 +38,16 @@ class Kernel:
             check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
 
     def launch(
-        self, blocks: int, threads: int, args: Sequence[ctypes.Structure | ctypes.Array[Any]], early: bool
+        self,
+        blocks: int | tuple[int, int],
+        threads: int,
+        args: Sequence[ctypes.Structure | ctypes.Array[Any]],
+        early: bool,
     ) -> None:
         """Launch on torch's current stream; `early`: while the one in front runs, for which the kernel itself waits."""
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.gridDimX, config.gridDimY = blocks if isinstance(blocks, tuple) else (blocks, 1)
+        config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream

@@ -5,10 +5,18 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.hopper import small
+from lorax_server.kernels.hopper import prompt, small
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
-from lorax_server.kernels.hopper.sources import ACTIVATIONS, HEIGHTS, NUMBERS, GateVariant, PlanVariant, Variant
+from lorax_server.kernels.hopper.sources import (
+    ACTIVATIONS,
+    HEIGHTS,
+    NUMBERS,
+    GateVariant,
+    PlanVariant,
+    PromptVariant,
+    Variant,
+)
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.triton.ops import TritonOps
 
@@ -34,20 +42,37 @@ class HopperOps(TritonOps):
                 outputs, inputs = weights.weight.shape
                 variants |= fused.variants(inputs, outputs, with_lora)
                 variants.add(small.norm_variant(fused.dtype, inputs))
-        variants |= {GateVariant(dtype, name) for dtype in NUMBERS for name in ACTIVATIONS}
+        for dtype in {weights.weight.dtype for weights in linears} & NUMBERS.keys():
+            variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
+            if with_lora:
+                variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
+                variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
         self._kernels.compile(sorted(variants, key=str))
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         rows, fused = len(x), self._fused.get(x.dtype)
-        if not 0 < rows <= MAX_ROWS or fused is None or not x.is_contiguous() or not fused.fits(weights, targets):
+        if not rows or fused is None or not x.is_contiguous() or not fused.fits(weights, targets):
             return super().linear(x, weights, lora, targets)
+        if rows > MAX_ROWS:
+            return self._prompt_linear(x, weights, lora, targets)
         if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS):
             return fused.linear(x, weights, lora, targets)
         out = F.linear(x, weights.weight, weights.bias)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
+            self.scale_and_shift(out, lora, targets)
+        return out
+
+    def _prompt_linear(
+        self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    ) -> torch.Tensor:
+        if lora is None or not lora.has_low_rank(targets):
+            out = F.linear(x, weights.weight, weights.bias)
+        else:
+            out = prompt.linear(self._kernels, x, weights, lora, targets)
+        if lora is not None:
             self.scale_and_shift(out, lora, targets)
         return out
 
@@ -59,9 +84,12 @@ class HopperOps(TritonOps):
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        outputs = weights.weight.shape[0]
-        if len(x) > MAX_ROWS or activation.name not in ACTIVATIONS or x.dtype not in NUMBERS or outputs % 16:
+        fused = self._fused.get(x.dtype)
+        can_gate = activation.name in ACTIVATIONS and weights.weight.shape[0] % 16 == 0
+        if not len(x) or fused is None or not can_gate or not fused.fits(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
+        if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and _changes(lora, targets):
+            return prompt.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
         return small.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
 
     def rms_norm(
@@ -83,3 +111,8 @@ class HopperOps(TritonOps):
         if len(lora.adapter_indices) <= MAX_ROWS:
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
+
+
+def _changes(lora: LoraBatch, targets: Sequence[LoraTarget]) -> bool:
+    """Return whether an adapter of a prompt's batch, which the host knows, changes these targets."""
+    return lora.has_low_rank(targets) or lora.has_vectors(targets)

@@ -9,6 +9,8 @@ import torch
 NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
+PROMPT_THREADS = 256
+PROMPT_COLUMNS = 512  # of a block
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
 THREADS = 288
 PLAN_THREADS = 256
@@ -108,7 +110,26 @@ class GateVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
 
 
-Variant = LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
+class PromptVariant(NamedTuple):
+    """A step of the LoRA of prompts: `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
+
+    dtype: torch.dtype
+    step: str
+    activation: str | None = None
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
+        args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
+        head = (
+            f'extern "C" __global__ void __launch_bounds__(PROMPT_THREADS, 2) kernel(const __grid_constant__ {args} p)'
+        )
+        parts = map(_text, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
+        return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
+
+
+Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
 
 
 @cache

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lorax_server.adapters.batch import find_segments
 from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
 
 UNIT = 128  # elements: factors begin on 256 bytes
@@ -76,8 +77,9 @@ class World:
 
     def batch(self, indices: Sequence[int]) -> LoraBatch:
         widths = torch.zeros(self.table.shape[1], 2, dtype=torch.int64, device="cuda")
-        indices = torch.tensor(indices, dtype=torch.int32, device="cuda")
-        return LoraBatch(self.buffer, self.table.cuda(), self.scales, widths, indices, self.table, [], [])
+        bounds, adapters = find_segments(torch.tensor(indices))
+        rows = torch.tensor(indices, dtype=torch.int32, device="cuda")
+        return LoraBatch(self.buffer, self.table.cuda(), self.scales, widths, rows, self.table, bounds, adapters)
 
     def expected(self, x: torch.Tensor, indices: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute in float32; with `out`, the LoRA that is added to it, without factors and shifts."""
