@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget, reference
-from tests.kernels.triton.interpreter import IS_INTERPRETED, accept_numpy
+from tests.kernels.triton.interpreter import IS_INTERPRETED, repair_interpreter
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if IS_INTERPRETED:
-    accept_numpy()
+    repair_interpreter()
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
