@@ -83,7 +83,10 @@ class PagedBatch(Remembers):
 
 
 class Field(IntEnum):
-    """Columns of the adapters' table. The first seven are offsets into the buffer, -1 where an adapter has nothing."""
+    """Columns of the adapters' table. The first seven are offsets into the buffer, -1 where an adapter has nothing.
+
+    Offsets are multiples of 256 bytes on a GPU, whose kernels load several elements at once.
+    """
 
     A = 0  # [rank, in]; of an embedding [in, rank], so that a token's part is one row
     B = 1  # [rank, out]

@@ -62,7 +62,7 @@ def adapt_rows(
     slices, first = len(targets), targets[0].index
     block_k = block_bytes(x, SHRINK_BYTES)
     parts = count_parts(rows, slices, inputs, block_k)
-    tiles, count = decode_tiles(lora)
+    tiles, num_tiles = decode_tiles(lora)
     num_targets = lora.table.shape[1]
     sizes = (num_targets, first, rows, parts)
     constants = {"SLICES": slices, "ROOM": MAX_RANK, "HEIGHT": DECODE_HEIGHT, "INTERPRETED": is_interpreted()}
@@ -75,7 +75,7 @@ def adapt_rows(
     blocks = sum(-(-width // block_n) for width in widths)
     workers = min(rows, max(8, PROGRAMS // blocks))
     _expand[(blocks, workers)](
-        out[:, targets[0].columns.start :], scratch, tiles, count, lora.buffer, lora.table, lora.scales, *sizes,
+        out[:, targets[0].columns.start :], scratch, tiles, num_tiles, lora.buffer, lora.table, lora.scales, *sizes,
         out.stride(0), WIDTHS=widths, BLOCK_N=block_n, PARTS=MOST_PARTS, VECTORS=with_vectors, **constants,
         num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -21,7 +21,7 @@ class DecodeTiles(NamedTuple):
     """The tiles of a decode step; the base model's rows are in none."""
 
     tiles: torch.Tensor  # [rows, 4] int32; zeros past the last
-    count: torch.Tensor  # [1] int32
+    num_tiles: torch.Tensor  # [1] int32
 
 
 def decode_tiles(lora: LoraBatch) -> DecodeTiles:

@@ -12,11 +12,16 @@ import pytest
 import torch
 
 from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget, reference
-from tests.kernels.triton.interpreter import IS_INTERPRETED, accept_numpy
+from tests.kernels.triton.interpreter import IS_INTERPRETED, repair_interpreter
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if IS_INTERPRETED:
-    accept_numpy()
+    repair_interpreter()
+    # Small shapes, cut into a few parts all the same.
+    from lorax_server.kernels.triton import decode, prompt
+
+    decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
+    prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
@@ -27,10 +32,10 @@ DTYPES = [BF16, FP16, FP32]
 TOLERANCES = {BF16: 4e-2, FP16: 6e-3, FP32: 2e-5}
 UNIT_BYTES = 256  # tensors in the buffer begin at multiples of this
 
-# Inputs and outputs of the targets of two layers: one of three targets, one of two.
+# Inputs of a layer, and outputs of its targets.
 Layer = tuple[int, tuple[int, ...]]
 SMALL_LAYERS: list[Layer] = [(40, (24, 8, 16)), (16, (72,)), (24, (40, 40))]
-LARGE_LAYERS: list[Layer] = [(4096, (4096, 1024, 1024)), (1000, (520,)), (1032, (1400, 1400)), (4096, (14336, 14336))]
+LARGE_LAYERS: list[Layer] = [(4096, (4096, 1024, 1024)), (1000, (520,)), (1032, (1400, 1400)), (2048, (5632, 5632))]
 LAYERS = SMALL_LAYERS if IS_INTERPRETED else SMALL_LAYERS + LARGE_LAYERS
 
 Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
@@ -170,10 +175,14 @@ def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bo
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare with float32, relative to the size of a row, of whose terms each is rounded."""
+    """Compare with float32. Errors may be as large as a rounding of the other numbers of their row."""
     assert found.dtype == dtype
-    size = max(1.0, float(expected.abs().mean()))
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * size)
+    error = (found.float().cpu() - expected).abs()
+    allowed = expected.abs() + 2 * expected.square().mean(dim=1, keepdim=True).sqrt()
+    assert found.isfinite().all()
+    assert (error <= TOLERANCES[dtype] * allowed).all(), (
+        f"{float((error / allowed).nan_to_num().max())} of a row's size"
+    )
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ from typing import Any
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def accept_numpy() -> None:
-    """Let loops end at numbers that a kernel has loaded.
+def repair_interpreter() -> None:
+    """Mend two things of Triton 3.6.
 
-    Triton 3.6 holds a number as an array of one element, which numpy from 2.4 on does not take for a number.
+    It holds a number as an array of one element, which numpy from 2.4 on does not take for a number: loops could not
+    end at a number that a kernel has loaded. And it patches its language at every call of a kernel's function, on top
+    of the patches that are there: each call would be slower than the one before.
     """
     from triton.runtime import interpreter
 
@@ -19,4 +21,14 @@ def accept_numpy() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.fn.__module__.startswith("triton."):  # the patches of our kernel serve our functions
+            return self.rewrite()(*args, **kwargs)
+        scope = interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        finally:
+            scope.restore()
+
     interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter.InterpretedFunction.__call__ = call

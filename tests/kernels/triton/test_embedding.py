@@ -8,7 +8,6 @@ import torch
 from lorax_server.kernels import EmbeddingTarget, Field, LoraBatch
 from tests.kernels.triton.cases import (
     DTYPES,
-    IS_INTERPRETED,
     NanBuffer,
     Runs,
     check_close,
@@ -17,6 +16,7 @@ from tests.kernels.triton.cases import (
     normal,
     on_devices,
 )
+from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
 

@@ -8,6 +8,8 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process that it starts")
 def test_the_kernels_pass_their_tests_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

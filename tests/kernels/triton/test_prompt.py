@@ -1,6 +1,7 @@
 """LoRA of prompts: linears, and the gate of an MLP."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from tests.kernels.triton.cases import (
     DTYPES,
     FP16,
     FP32,
-    IS_INTERPRETED,
+    LARGE_LAYERS,
     LAYERS,
     MIXED_RANKS,
     RANKS,
@@ -33,6 +34,7 @@ from tests.kernels.triton.cases import (
     widened,
     widened_weights,
 )
+from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
 TritonOps = triton_ops.TritonOps
@@ -48,10 +50,15 @@ RUNS: dict[str, Runs] = {
     "1000": [(adapter, 167) for adapter in range(6)],
     "5000": [(adapter, 35 + adapter) for adapter in range(6)] * 20 + [(1, 500), (0, 100)],
 }
-CASES = list(product(LAYERS, DTYPES, RANKS, RUNS))
-GATED = [layer for layer in LAYERS if len(layer[1]) == 2]
-GATED_CASES = list(product(GATED, DTYPES, ["16", "mixed", "512"], RUNS, ["silu"]))
+CASES = list(product(SMALL_LAYERS, DTYPES, RANKS, RUNS))
+CASES += product(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["groups", "5000"])
+GATED_CASES = list(product(SMALL_LAYERS[2:], DTYPES, ["16", "mixed", "512"], RUNS, ["silu"]))
+GATED_CASES += product(LARGE_LAYERS[2:], [BF16], ["mixed"], ["groups", "5000"], ["silu"])
+VECTOR_CASES = [
+    (layer, dtype, is_long) for layer, dtype in zip(LAYERS, DTYPES * 3, strict=False) for is_long in (False, True)
+]
 if IS_INTERPRETED:
+    VECTOR_CASES = [(SMALL_LAYERS[0], FP16, True), (SMALL_LAYERS[1], BF16, False)]
     CASES = [(SMALL_LAYERS[0], BF16, "mixed", "groups"), (SMALL_LAYERS[1], FP32, "24", "one")]
     GATED_CASES = [
         (SMALL_LAYERS[2], BF16, "mixed", "groups", "silu"),
@@ -61,7 +68,7 @@ if IS_INTERPRETED:
 else:
     GATED_CASES += [(SMALL_LAYERS[2], BF16, "mixed", "groups", name) for name in ("gelu", "gelu_tanh", "relu")]
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -95,8 +102,7 @@ def test_a_linear_with_each_tokens_own_adapter(
 
 
 @on_devices
-@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
-@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
 def test_factors_shifts_and_biases(
     device: str, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +172,7 @@ def test_gates_that_are_not_one_kernel(device: str, name: str, runs: Runs) -> No
 def test_tokens_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
     layer = SMALL_LAYERS[2]
     runs: Runs = [(1, 50), (3, 70), (0, 5), (4, 20), (3, 130)]
-    batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
+    batch = lora_batch(layer, runs, [[16, 0], [0], [24, 8], [17], [8]], device=device, dtype=BF16)
     weights, ops, targets = linear_weights(layer, BF16, device, bias=False), TritonOps(), targets_of(layer)
     x = inputs_of(layer, batch)
 

@@ -56,7 +56,7 @@ def test_tiles_are_made_again_in_place(device: str) -> None:
         expected = cut(indices, 16, with_base=False)
         assert before.tiles.tolist()[: len(expected)] == expected
         assert not before.tiles[len(expected) :].any()
-        assert before.count.tolist() == [len(expected)]
+        assert before.num_tiles.tolist() == [len(expected)]
 
 
 @on_devices
