@@ -36,7 +36,7 @@ class AdapterBatchMetadata:
 class AdapterArena:
     """Every resident adapter in one flat buffer, each factor at its true rank. Row 0 of the tables is the base model.
 
-    Adapters come and go inside it: the buffer keeps its address, and so do the tables until they need more rows.
+    Adapters come and go inside it: the buffer and the tables keep their places.
     """
 
     buffer: torch.Tensor  # [num_elements] in the model's dtype
