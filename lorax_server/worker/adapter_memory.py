@@ -74,7 +74,8 @@ class AdapterMemory:
 
         No step that is under way may read these units.
         """
-        assert 0 < index < len(self.arena.host_table), f"index {index} is the base model's or beyond the tables"
+        assert index > 0, "index 0 is the base model"
+        assert index < len(self.arena.host_table), f"index {index} is beyond the tables"
         assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
         start = first_unit * self._unit

@@ -27,7 +27,8 @@ LADDER = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 def graph_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes that have a graph, in ascending order."""
-    return [*(size for size in LADDER if size < max_rows), min(max_rows, LADDER[-1])]
+    largest = min(max_rows, LADDER[-1])
+    return [*(size for size in LADDER if size < largest), largest]
 
 
 def can_capture(ops: Ops) -> bool:
