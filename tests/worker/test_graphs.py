@@ -22,7 +22,7 @@ from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 
 NUM_ROWS, BLOCK_SIZE, MAX_LENGTH, NUM_BLOCKS = 6, 4, 32, 64
-RANKS = (1, 4, 16, 512)
+RANKS = (1, 4, 16, 32)
 NAMES = ("llama-gqa", "gpt2", "opt-projection", "neox-parallel", "llama-rope-dynamic-beyond", "qwen3-window")
 CPU = torch.device("cpu")
 
@@ -43,7 +43,8 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     targets, vocab_size = adapter_targets(model), model.config.vocab_size
     dtype, device = model.lm_head.linear.weight.dtype, model.device
     adapters = []
-    for seed, rank in enumerate((*RANKS, 8)):
+    ranks = (*RANKS[:-1], 512) if device.type == "cuda" else RANKS
+    for seed, rank in enumerate((*ranks, 8)):
         factors = random_factors(targets, rank, seed)
         names = list(factors)[::3] if seed == len(RANKS) else list(factors)
         modules = {name: ModuleWeights(*factors[name], 0.5 / rank) for name in names}
@@ -179,7 +180,7 @@ def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, ste
 @pytest.mark.parametrize("name", NAMES)
 def test_padded_inputs_give_the_same_tokens(name: str) -> None:
     model = make_model(name, CPU)
-    check_same(model, make_hosts(model), len(name), steps=40, capture=False)
+    check_same(model, make_hosts(model), len(name), steps=30, capture=False)
 
 
 def test_padded_inputs_without_adapters() -> None:
