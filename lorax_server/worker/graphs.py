@@ -8,6 +8,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._planned: dict[int, bytes] = {}  # by size: the adapters that its graph was last planned for
         self._capture = capture
+        self.num_bytes: list[int] = []  # that the graphs of each size take, those of the largest first
         if capture:
             self._capture_all()
 
@@ -137,7 +139,7 @@ class DecodeGraphs:
     def _capture_all(self) -> None:
         """Capture every size, the largest first: the others then find their memory in its pool."""
         device, start = self._model.device, time.monotonic()
-        before = _used_bytes(device)
+        used = [_used_bytes(device)]
         pool: Any = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -146,11 +148,12 @@ class DecodeGraphs:
                 self._graphs[size, False] = self._capture_one(size, None, pool)
                 if self._memory is not None:
                     self._graphs[size, True] = self._capture_one(size, self._describe(size), pool)
+                used.append(_used_bytes(device))
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
-        self.num_bytes = _used_bytes(device) - before
+        self.num_bytes = [after - before for before, after in pairwise(used)]
         sizes, seconds = ", ".join(map(str, self._sizes)), time.monotonic() - start
-        logger.info("captured graphs of %s rows in %.1f s; they take %d bytes", sizes, seconds, self.num_bytes)
+        logger.info("captured graphs of %s rows in %.1f s; they take %d bytes", sizes, seconds, sum(self.num_bytes))
 
     def _capture_one(self, size: int, adapter_data: AdapterBatchData | None, pool: Any) -> _Graph:
         layers, x = self._model.model, self._x[:size]
@@ -166,18 +169,20 @@ class DecodeGraphs:
 
 
 def measure_graphs(
-    model: PagedCausalLM, memory: AdapterMemory | None, max_rows: int, max_length: int, block_size: int
+    model: PagedCausalLM, memory: AdapterMemory | None, sizes: Sequence[int], max_length: int, block_size: int
 ) -> int:
-    """Return the bytes that all graphs will take, by capturing those of the two largest sizes over a cache of one
-    block. The largest take the pool that all share; each of the others takes what the second largest do beyond it."""
-    sizes = graph_sizes(max_rows)
+    """Return the bytes that graphs of these sizes will take beside the cache, whose place they must know.
+
+    So those of the two largest sizes are captured over a cache of one block, and given up. The largest take the pool
+    that all share. Each of the others takes what the second largest do beyond it.
+    """
+    if not sizes:
+        return 0
     tables = RowTables(1, max_length, block_size, model.device)
     kv_cache = model.allocate_kv_cache(1, block_size)
-    needed = [
-        DecodeGraphs(model, kv_cache, tables, memory, some).num_bytes for some in (sizes[-1:], sizes[-2:]) if some
-    ]
+    num_bytes = DecodeGraphs(model, kv_cache, tables, memory, sizes[-2:]).num_bytes
     torch.cuda.empty_cache()
-    return needed[0] + max(needed[1] - needed[0], 0) * (len(sizes) - 1)
+    return num_bytes[0] + num_bytes[-1] * (len(sizes) - 1)
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -163,9 +163,9 @@ class PagedRunner:
     def _forget_adapters(self, ops: Sequence[AdapterOp]) -> None:
         """Drop what is remembered of the last step's adapters, if one of them has moved or left."""
         assert self._memory is not None
-        if self._graphs is not None:
-            self._graphs.forget_adapters()
         touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
+        if self._graphs is not None and touched:
+            self._graphs.forget_adapters()
         for key, data in tuple(self._adapter_data.items()):
             if not touched.isdisjoint(data.meta.segment_indices):
                 del self._adapter_data[key]

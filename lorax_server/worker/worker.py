@@ -189,24 +189,21 @@ def is_paged(config: EngineConfig) -> bool:
 def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
     """Build a worker around this rank's part of a model."""
     device = model.device
-    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    step_tokens = max(step_tokens, config.max_rows)
+    step_tokens = _step_tokens(config, device)
     targets = adapter_targets(model)
     dtype = model.lm_head.linear.weight.dtype
-    num_bytes = adapter_bytes(config, device)
-    num_units = _fewest(num_bytes // UNIT_BYTES, group, device)
-    num_adapter_rows = _fewest(adapter_rows(num_bytes, len(targets)), group, device)
+    num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
+    num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
     memory = preparer = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
         host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
         preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
-    sizes, reserved = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else [], 0
-    if device.type == "cuda":
-        _fix_rotary(model, max_length)
-    if sizes and config.cache_bytes is None:
-        reserved = measure_graphs(model, memory, config.max_rows, max_length, config.block_size)
+    _fix_rotary(model, max_length)
+    sizes = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else []
+    measured = sizes if config.cache_bytes is None else []
+    reserved = measure_graphs(model, memory, measured, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, reserved), group, device)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
@@ -237,6 +234,11 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     return Worker(capabilities, runner, memory, preparer)
 
 
+def _step_tokens(config: EngineConfig, device: torch.device) -> int:
+    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    return max(step_tokens, config.max_rows)
+
+
 def _uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
     if config.cuda_graphs is False or (config.cuda_graphs is None and model.device.type != "cuda"):
         return False
@@ -254,9 +256,9 @@ def _uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
 
 
 def _fix_rotary(model: PagedCausalLM, max_length: int) -> None:
-    """Let the tables of angles keep their places, which graphs know."""
+    """Let the tables of angles keep their places on a GPU, which graphs know."""
     for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
             module.make_room(max_length)
 
 
