@@ -190,8 +190,8 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     """Build a worker around this rank's part of a model."""
     device = model.device
     step_tokens = _step_tokens(config, device)
-    targets = adapter_targets(model)
-    dtype = model.lm_head.linear.weight.dtype
+    sizes = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else []
+    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
     num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
     memory = preparer = None
@@ -201,7 +201,6 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
-    sizes = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else []
     measured = sizes if config.cache_bytes is None else []
     reserved = measure_graphs(model, memory, measured, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, reserved), group, device)
