@@ -30,7 +30,7 @@ from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilitie
 class Desk:
     """A table whose steps end at once, and whose workers obey within the step, unless held back."""
 
-    def __init__(self, units: int = 10, host: int = 100, max_adapters: int = 1024, **options: Any) -> None:
+    def __init__(self, units: int = 10, host: int = 100, max_adapters: int = 2**31 - 1, **options: Any) -> None:
         self.now = 0.0
         self.table = AdapterTable(
             make_capabilities(units, max_adapters=max_adapters),
