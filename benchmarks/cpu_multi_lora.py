@@ -57,7 +57,9 @@ def load_ours(model: Any, folders: list[Path]) -> AdapterArena:
     for folder in folders:
         config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
         hosts.append(prepare(StoredAdapter(folder, config, targets), targets, torch.float32, FakeGroup()))
-    memory = AdapterMemory(targets, torch.float32, torch.device("cpu"), sum(host.units for host in hosts))
+    memory = AdapterMemory(
+        targets, torch.float32, torch.device("cpu"), sum(host.units for host in hosts), 1 + len(hosts)
+    )
     place = 0
     for index, host in enumerate(hosts, start=1):
         memory.load(index, host, place)

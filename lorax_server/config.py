@@ -108,6 +108,9 @@ class EngineConfig(Settings):
     depth: int | None = setting(
         None, "steps in progress at once; with 2 the next is prepared meanwhile", none="1 on a CPU, 2 on a GPU"
     )
+    cuda_graphs: bool | None = setting(
+        None, "run the layers of decode steps as CUDA graphs", none="on one GPU, if its kernels allow it"
+    )
 
     max_rows: int = setting(64, "sequences that run at once")
     max_step_tokens: int | None = setting(

@@ -156,6 +156,7 @@ class Capabilities:
     can_reuse: bool = True  # blocks of one sequence can serve another
     num_adapter_units: int = 0  # 0: there are no adapters
     adapter_unit_bytes: int = 256
+    max_adapters: int = 2**31 - 1  # on the device at once: indices 1 to this
     itemsize: int = 4  # bytes of a number of an adapter
     model_type: str = ""
     model_class: str = ""

@@ -73,7 +73,7 @@ def fill_arena(
 ) -> AdapterArena:
     """Adapter `i` of the list gets index `i + 1`; a unit is left free between two."""
     hosts = [prepare(adapter, targets, dtype, group) for adapter in adapters]
-    memory = AdapterMemory(targets, dtype, device, 64 + sum(host.units + 1 for host in hosts))
+    memory = AdapterMemory(targets, dtype, device, 64 + sum(host.units + 1 for host in hosts), 1 + len(hosts))
     place = 1
     for index, host in enumerate(hosts, start=1):
         memory.load(index, host, place)

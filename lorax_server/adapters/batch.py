@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget
 from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
@@ -36,7 +36,7 @@ class AdapterBatchMetadata:
 class AdapterArena:
     """Every resident adapter in one flat buffer, each factor at its true rank. Row 0 of the tables is the base model.
 
-    Adapters come and go inside it: the buffer keeps its address, and so do the tables until they need more rows.
+    Adapters come and go inside it: the buffer and the tables keep their places.
     """
 
     buffer: torch.Tensor  # [num_elements] in the model's dtype
@@ -56,18 +56,13 @@ class AdapterArena:
         sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
 
-    def at(self, adapter: int, name: str) -> "AdapterAt":
-        """Return the weights of one adapter at one embedding or head."""
+    def head_rows(self, adapter: int, name: str) -> "HeadRows":
+        """Return the rows of its own that one adapter has at the head."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
-        rank, count, new = fields[Field.RANK], fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS]
-        size = (target.outputs if target.kind is Kind.EMBEDDING else target.inputs).size
-        itemsize = self.buffer.itemsize
-        return AdapterAt(
-            self._take(fields[Field.A], target.inputs.size * rank),
-            self._take(fields[Field.B], rank * target.outputs.size).view(rank, target.outputs.size),
-            self.scales[adapter, index],
-            self._take(fields[Field.ROW_IDS], count * 4 // itemsize).view(torch.int32),
+        count, new, size = fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS], target.inputs.size
+        return HeadRows(
+            self._take(fields[Field.ROW_IDS], count * 4 // self.buffer.itemsize).view(torch.int32),
             self._take(fields[Field.ROWS], count * size).view(count, size),
             self._take(fields[Field.NEW_ROWS], new * size).view(new, size),
         )
@@ -76,12 +71,9 @@ class AdapterArena:
         return self.buffer[offset : offset + count] if count else self.buffer[:0]
 
 
-class AdapterAt(NamedTuple):
+class HeadRows(NamedTuple):
     """Views of the buffer; empty where the adapter has nothing."""
 
-    lora_a: torch.Tensor  # flat: an embedding's is [in, rank], a head's [rank, in]
-    lora_b: torch.Tensor  # [rank, out]
-    scale: torch.Tensor
     row_ids: torch.Tensor  # tokens of this rank's vocabulary that have a row of their own, ascending
     rows: torch.Tensor  # [rows, size]
     new_rows: torch.Tensor  # [new rows, size] tokens that come after the base model's vocabulary
@@ -112,12 +104,12 @@ class AdapterBatchData:
         """Return the positions of a layer's targets in the tables."""
         return [self.arena.lora_targets[target.name] for target in targets]
 
-    def runs(self, name: str) -> Iterator[tuple[slice, int, AdapterAt]]:
-        """Yield the tokens of each run, their adapter, and its weights at an embedding or head."""
+    def runs(self, name: str) -> Iterator[tuple[slice, int, HeadRows]]:
+        """Yield the tokens of each run, their adapter, and its rows at the head."""
         bounds = self.meta.adapter_segments
         for adapter, start, stop in zip(self.meta.segment_indices, bounds, bounds[1:], strict=False):
             if adapter != 0:
-                yield slice(start, stop), adapter, self.arena.at(adapter, name)
+                yield slice(start, stop), adapter, self.arena.head_rows(adapter, name)
 
     def select(self, tokens: torch.Tensor) -> "AdapterBatchData":
         """Return the batch of some of the tokens, as the head needs it."""

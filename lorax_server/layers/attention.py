@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.kernels import AttentionSpec, LayerCache, Ops, PagedBatch
+from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, Ops, PagedBatch
 
 KVCache = list[LayerCache]  # by layer
 
@@ -28,6 +28,7 @@ class Seqlen:
     # [num_seqs] They choose length-dependent rotary angles for a sequence's whole life; without them the sequence's
     # length in this forward does.
     prompt_lengths: torch.Tensor | None = None
+    host_lengths: HostLengths | None = None  # both lengths on the host, where the caller has them
 
 
 class Context(Protocol):
@@ -73,7 +74,10 @@ class PagedContext(PagedBatch):
         lengths = self.prompt_lengths
         if lengths is None:
             lengths = self.input_lengths + self.cache_lengths
-        return torch.repeat_interleave(lengths, self.input_lengths)
+        if self.cu_seqlens is None:  # each sequence has one token
+            return lengths
+        # Without its size the host would wait for the device to learn it.
+        return torch.repeat_interleave(lengths, self.input_lengths, output_size=len(self.position_ids))
 
     def attend(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

@@ -39,6 +39,11 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = attention_factor
         self.cos, self.sin = self._table(min(max_positions, FIRST_ROWS))
 
+    def make_room(self, count: int) -> None:
+        """Make the table long enough for sequences of `count` tokens, so that it keeps its place from then on."""
+        if count > len(self.cos):
+            self.cos, self.sin = self._table(count)
+
     def forward(self, ctx: Context) -> CosSin:
         if ctx.max_position > len(self.cos):
             self.cos, self.sin = self._table(max(ctx.max_position, 2 * len(self.cos)))

@@ -20,10 +20,12 @@ from lorax_server.sampling.processors import (
     scale,
 )
 from lorax_server.sampling.uniform import as_signed, uniforms
+from lorax_server.sampling.upload import Upload
 from lorax_server.sampling.watermark import favour_green, hash_tokens
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 _COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
+_MOST_COLUMNS = 24  # a sampler has fewer columns of rows and of values
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids and values
 
 
@@ -95,6 +97,7 @@ class Sampler:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         params = [sampling.params for sampling in row_sampling]
+        self._upload = Upload(_count_numbers(row_sampling), self._device)
         self._watermark = self._group([p.watermark for p in params])
         if self._watermark is not None:
             self._watermark = self._watermark._replace(values=(hash_tokens(vocab_size, self._device),))
@@ -115,6 +118,7 @@ class Sampler:
         self._raw = self._group([p.raw_logprobs for p in params])
         self._asking = self._group([p.num_alternatives > 0 for p in params])
         self._num_alternatives = {row: p.num_alternatives for row, p in enumerate(params) if p.num_alternatives}
+        self._upload.send()
 
     @property
     def needs_tokens(self) -> bool:
@@ -185,7 +189,7 @@ class Sampler:
     # --- The rows that set each parameter -----------------------------------------------------------------------------
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
+        return self._upload.add(values, dtype)
 
     def _group(
         self, asks: Sequence[bool], *values: Sequence[float], dtype: torch.dtype = torch.float32
@@ -235,3 +239,9 @@ class Sampler:
             (keep_typical, self._group([p.typical_p < 1 for p in sampled], [p.typical_p for p in sampled])),
         ]
         return [(function, group) for function, group in warpers if group is not None]
+
+
+def _count_numbers(row_sampling: Sequence[RowSampling]) -> int:
+    """Count the numbers that a sampler takes to the device, or some more."""
+    entries = sum(len(sampling.params.logit_bias) + len(sampling.ending_token_ids) for sampling in row_sampling)
+    return _MOST_COLUMNS * len(row_sampling) + 3 * (entries + 2)

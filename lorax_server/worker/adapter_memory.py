@@ -43,7 +43,7 @@ class AdapterMemory:
         num_rows: int = 64,
         is_follower: bool = False,
     ) -> None:
-        """The tables have `num_rows` rows at first, and double when an index lies beyond.
+        """The tables have `num_rows` rows, so the highest index is one less: they keep their places on the device.
 
         The engine hears from the first rank that steps and loads have ended. On all others, the followers, they may
         still be under way. So there a load waits for the steps before it, and a step for the loads it needs.
@@ -75,9 +75,9 @@ class AdapterMemory:
         No step that is under way may read these units.
         """
         assert index > 0, "index 0 is the base model"
+        assert index < len(self.arena.host_table), f"index {index} is beyond the tables"
         assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
-        self._make_room(index)
         start = first_unit * self._unit
         units = self.arena.buffer[start : start + adapter.buffer.numel()]
         arrived = None
@@ -133,22 +133,6 @@ class AdapterMemory:
         self.arena.host_table[index] = row
         if self.arena.table is not self.arena.host_table:
             _write(self.arena.table[index], row)
-
-    def _make_room(self, index: int) -> None:
-        old = self.arena
-        rows = len(old.host_table)
-        if index < rows:
-            return
-        more = max(index + 1 - rows, rows)
-        table = torch.cat([old.host_table, self._nothing.repeat(more, 1, 1)])
-        self.arena = AdapterArena(
-            old.buffer,
-            table.to(old.table.device),
-            torch.cat([old.scales, old.scales.new_zeros(more, old.scales.shape[1])]),
-            table,
-            [*old.vocab_sizes, *[self._base_vocab] * more],
-            old.targets,
-        )
 
 
 def _write(row: torch.Tensor, values: torch.Tensor) -> None:

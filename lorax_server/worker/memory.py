@@ -6,6 +6,7 @@ import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
+from lorax_server.kernels import Field
 from lorax_server.layers.attention import Seqlen
 from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -14,6 +15,8 @@ CPU_ADAPTER_BYTES = 2**30
 CPU_CACHE_SHARE = 4  # one part in so many of the free memory
 GPU_ADAPTER_SHARE = 10
 HOST_ADAPTER_SHARE = 8
+ADAPTER_TABLE_SHARE = 64  # of the bytes for adapters, beside them
+LEAST_ADAPTER_ROWS = 64
 MOST_SAMPLED = 256  # rows of the head's output that are taken into account
 
 
@@ -26,6 +29,12 @@ def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // GPU_ADAPTER_SHARE
 
 
+def adapter_rows(num_bytes: int, num_targets: int) -> int:
+    """Return the number of adapters, the base model among them, that the tables beside the buffer have rows for."""
+    row_bytes = num_targets * (len(Field) * torch.int64.itemsize + torch.float32.itemsize)
+    return max(num_bytes // ADAPTER_TABLE_SHARE // max(row_bytes, 1), LEAST_ADAPTER_ROWS)
+
+
 def adapter_host_bytes(config: EngineConfig) -> int:
     """Return the bytes for adapters in host memory on every rank, all of which are on this machine."""
     return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_SHARE // config.tensor_parallel
@@ -36,12 +45,14 @@ def block_bytes(model: PagedCausalLM, block_size: int) -> int:
     return 2 * model.num_layers * num_kv_heads * head_dim * block_size * model.kv_dtype.itemsize
 
 
-def count_blocks(model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int) -> int:
-    """Count the blocks that fit, but not more than all sequences at once can ever need."""
+def count_blocks(
+    model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int, reserved: int = 0
+) -> int:
+    """Count the blocks that fit beside `reserved` bytes, but not more than all sequences at once can ever need."""
     size = block_bytes(model, config.block_size)
     available = config.cache_bytes
     if available is None and model.device.type == "cuda":
-        available = _free_on_gpu(model, config, step_tokens, max_length)
+        available = _free_on_gpu(model, config, step_tokens, max_length) - reserved
     elif available is None:
         available = free_bytes() // CPU_CACHE_SHARE
     count = min(available // size, -(-config.max_rows * max_length // config.block_size))

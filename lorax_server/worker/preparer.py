@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from queue import SimpleQueue
 
@@ -38,6 +39,7 @@ class Preparer:
         self._dtype = dtype
         self._group = group
         self._pin = pin
+        self._stream = _low_priority_stream(targets)
         self._failure: Exception | None = None  # after which nothing can be prepared
         self._ready: dict[str, HostAdapter] = {}
         self._added = threading.Condition()  # to `_ready`
@@ -72,6 +74,10 @@ class Preparer:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
         while (spec := self._specs.get()) is not None and not self._is_closed:
             self._results.append(self._prepare(spec))
             self.notify()
@@ -79,6 +85,8 @@ class Preparer:
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
+            if self._stream is not None:
+                self._stream.synchronize()
         except LoraxError as error:
             return Prepared(spec.identity, error=copy(error))  # without its traceback, which holds the tensors
         except Exception as error:  # one adapter must not end the thread
@@ -121,6 +129,16 @@ class Preparer:
             if stored[i].identify() != spec.parts[i].identity:
                 raise AdapterError(f"adapter {stored[i].name!r}: changed while it was read; try again")
         return in_memory
+
+
+def _low_priority_stream(targets: Mapping[str, AdapterTarget]) -> torch.cuda.Stream | None:
+    """Return a stream for norms over the model's weights on a GPU, so that no step waits behind them."""
+    weight = next((target.weight for target in targets.values() if target.weight is not None), None)
+    if weight is None or not weight.is_cuda:
+        return None
+    stream = torch.cuda.Stream(weight.device, priority=0)  # the lowest that there is
+    stream.wait_stream(torch.cuda.current_stream(weight.device))  # until the weights are there
+    return stream
 
 
 def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:

@@ -11,12 +11,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata, find_segments
+from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.graphs import DecodeGraphs
 from lorax_server.worker.inputs import RowTables, StepTokens, locate_tokens, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
@@ -71,12 +73,18 @@ class PagedRunner:
         num_rows: int,
         max_length: int,
         memory: AdapterMemory | None = None,
+        graph_sizes: Sequence[int] = (),
+        capture: bool = True,
     ) -> None:
+        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`."""
         self._model = model
         self._device = model.device
         self._memory = memory
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
+        self._graphs: DecodeGraphs | None = None
+        if graph_sizes:
+            self._graphs = DecodeGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
         self._sampler: tuple[int, list[RowSampling], Sampler] | None = None
         self._adapter_data: dict[bytes, AdapterBatchData] = {}  # of the last step, by the adapters of its tokens
 
@@ -89,8 +97,7 @@ class PagedRunner:
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
         self._tables.write_new(plan)
         tokens = locate_tokens(plan)
-        with sdpa_kernel(GPU_BACKENDS) if self._device.type == "cuda" else nullcontext():
-            hidden = self._forward(plan, tokens)
+        hidden = self._forward(plan, tokens)
         sampled = self._choose(plan, tokens, hidden) if len(tokens.last) else None
         prompts = self._score_prompts(plan, tokens, hidden) if plan.asks.any() else None
         return self._fetch(Ticket(plan.step, sampled, prompts))
@@ -108,14 +115,23 @@ class PagedRunner:
         return result
 
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
+        """Compute the hidden states after each token: by a graph if there is one for the step."""
+        adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
+        if self._graphs is not None and tokens.is_single and len(plan.rows) <= self._graphs.max_rows:
+            return self._graphs.run(plan, adapter_data)
+        with sdpa_kernel(GPU_BACKENDS) if self._device.type == "cuda" else nullcontext():
+            return self._run_eagerly(plan, tokens, adapter_data)
+
+    def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
         tables, block_size = self._tables, self._tables.block_size
         rows, starts, counts = to_device([plan.rows, plan.starts, plan.counts], self._device)
         sequences, positions = to_device([tokens.sequences, tokens.positions], self._device)
-        is_single = len(tokens.sequences) == len(plan.rows)
-        bounds = None if is_single else to_device(tokens.bounds, self._device).int()
+        bounds = None if tokens.is_single else to_device(tokens.bounds, self._device).int()
         blocks = tables.blocks[rows]
         slots = blocks[sequences, positions // block_size] * block_size + positions % block_size
         max_s = int((plan.starts + plan.counts).max())
+        host_lengths = HostLengths(plan.counts.tolist(), plan.starts.tolist())
+        prompt_lengths = tables.prompt_lengths[rows]
         hidden, _ = self._model(
             tables.token_ids[rows[sequences], positions],
             positions.int(),
@@ -123,9 +139,9 @@ class PagedRunner:
             self._kv_cache,
             blocks[:, : -(-max_s // block_size)],
             slots.long(),
-            Seqlen(counts, starts, bounds, int(plan.counts.max()), max_s, tables.prompt_lengths[rows]),
+            Seqlen(counts, starts, bounds, int(plan.counts.max()), max_s, prompt_lengths, host_lengths),
             max_s,
-            self._adapt_tokens(plan.adapter_indices, plan.counts),
+            adapter_data,
             skip_lm_head=True,
         )
         return cast(torch.Tensor, hidden)
@@ -148,15 +164,19 @@ class PagedRunner:
         """Drop what is remembered of the last step's adapters, if one of them has moved or left."""
         assert self._memory is not None
         touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
+        if self._graphs is not None and touched:
+            self._graphs.forget_adapters()
         for key, data in tuple(self._adapter_data.items()):
-            if data.arena is not self._memory.arena or not touched.isdisjoint(data.meta.segment_indices):
+            if not touched.isdisjoint(data.meta.segment_indices):
                 del self._adapter_data[key]
 
     def _score(self, hidden: torch.Tensor, chosen: Ints, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Compute the scores after the chosen tokens."""
         adapter_indices = plan.adapter_indices[tokens.sequences[chosen]]
         data = self._adapt_tokens(adapter_indices, np.ones_like(adapter_indices))
-        logits: torch.Tensor = self._model.lm_head(hidden[to_device(chosen, self._device)], data)[0]
+        if len(chosen) < len(hidden):
+            hidden = hidden[to_device(chosen, self._device)]
+        logits: torch.Tensor = self._model.lm_head(hidden, data)[0]
         return logits
 
     def _choose(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> Sampled:
@@ -179,8 +199,7 @@ class PagedRunner:
     def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
         """Count the prompt tokens to score of each asking sequence: all that follow a computed token."""
         rows, starts, counts = plan.rows[plan.asks], plan.starts[plan.asks], plan.counts[plan.asks]
-        lengths = [self._tables.host_prompt_lengths[row] for row in rows.tolist()]
-        ends = np.minimum(starts + counts, np.array(lengths, dtype=np.int64) - 1)
+        ends = np.minimum(starts + counts, self._tables.host_prompt_lengths[rows] - 1)
         return cast(list[int], (ends - starts).tolist())
 
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:

@@ -1,6 +1,7 @@
 """One rank: its model and its adapters, which follow the engine's plans."""
 
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import ConfigError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding
+from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -34,10 +35,13 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.memory import adapter_bytes, count_blocks
+from lorax_server.worker.graphs import can_capture, graph_sizes, measure_graphs
+from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
+
+logger = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
 
@@ -185,18 +189,21 @@ def is_paged(config: EngineConfig) -> bool:
 def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
     """Build a worker around this rank's part of a model."""
     device = model.device
-    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    step_tokens = max(step_tokens, config.max_rows)
-    targets = adapter_targets(model)
-    dtype = model.lm_head.linear.weight.dtype
+    step_tokens = _step_tokens(config, device)
+    sizes = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else []
+    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
+    num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
     memory = preparer = None
     if num_units:
-        memory = AdapterMemory(targets, dtype, device, num_units, is_follower=group.rank() > 0)
+        memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
         host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
         preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
-    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length), group, device)
+    _fix_rotary(model, max_length)
+    measured = sizes if config.cache_bytes is None else []
+    reserved = measure_graphs(model, memory, measured, max_length, config.block_size)
+    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, reserved), group, device)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_rows=config.max_rows,
@@ -207,6 +214,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         depth=config.depth or (2 if device.type == "cuda" else 1),
         num_adapter_units=num_units,
         adapter_unit_bytes=UNIT_BYTES,
+        max_adapters=num_adapter_rows - 1,
         itemsize=dtype.itemsize,
         model_type=model.config.model_type,
         model_class=(getattr(model.config, "architectures", None) or [""])[0],
@@ -220,8 +228,37 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         num_rows=config.max_rows,
         max_length=capabilities.max_length,
         memory=memory,
+        graph_sizes=sizes,
     )
     return Worker(capabilities, runner, memory, preparer)
+
+
+def _step_tokens(config: EngineConfig, device: torch.device) -> int:
+    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    return max(step_tokens, config.max_rows)
+
+
+def _uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
+    if config.cuda_graphs is False or (config.cuda_graphs is None and model.device.type != "cuda"):
+        return False
+    if model.device.type != "cuda":
+        raise ConfigError("cuda_graphs needs a GPU")
+    if group.size() > 1:
+        logger.info("decode steps run without CUDA graphs: they are for one GPU so far")
+    elif not can_capture(model.ops):
+        if config.cuda_graphs:
+            raise ConfigError("cuda_graphs needs kernels for this GPU, and there are none")
+        logger.info("decode steps run without CUDA graphs: there are no kernels for this GPU")
+    else:
+        return True
+    return False
+
+
+def _fix_rotary(model: PagedCausalLM, max_length: int) -> None:
+    """Let the tables of angles keep their places on a GPU, which graphs know."""
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
+            module.make_room(max_length)
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:

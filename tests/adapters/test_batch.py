@@ -73,6 +73,9 @@ def test_kernels_are_handed_the_arena_and_the_runs(arena: AdapterArena) -> None:
     assert data.lora.buffer is arena.buffer
     assert data.lora.table is arena.table
     assert data.lora.scales is arena.scales
+    assert data.lora.host_table is arena.host_table
+    assert data.lora.adapter_indices.dtype == torch.int32
+    assert data.lora.adapter_indices.tolist() == [1, 1, 0, 2]
     assert data.lora.widths.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
@@ -105,17 +108,17 @@ def test_a_layer_knows_what_the_adapters_of_a_batch_have(indices: list[int], are
     low_rank, vectors, rows = (set().union(*(HAS[index][kind] for index in indices if index)) for kind in range(3))
     for name, target in TARGETS.items():
         found = data.find([target])
-        assert data.has_low_rank(found) == (name in low_rank)
-        assert data.has_vectors(found) == (name in vectors)
-        assert data.has_rows(found) == (name in rows)
+        assert data.lora.has_low_rank(found) == (name in low_rank)
+        assert data.lora.has_vectors(found) == (name in vectors)
+        assert data.lora.has_rows(found[0].index) == (name in rows)
 
 
 def test_one_target_of_a_layer_is_enough_and_no_target_is_none(arena: AdapterArena) -> None:
     data = adapter_batch([2], arena)
-    assert data.has_low_rank(data.find([TARGETS["gate"], TARGETS["up"]]))
-    assert data.has_vectors(data.find([TARGETS["gate"], TARGETS["up"]]))
-    assert not data.has_low_rank([])
-    assert not data.has_vectors([])
+    assert data.lora.has_low_rank(data.find([TARGETS["gate"], TARGETS["up"]]))
+    assert data.lora.has_vectors(data.find([TARGETS["gate"], TARGETS["up"]]))
+    assert not data.lora.has_low_rank([])
+    assert not data.lora.has_vectors([])
 
 
 def test_new_tokens_alone_are_rows_too(arena: AdapterArena) -> None:
@@ -123,20 +126,15 @@ def test_new_tokens_alone_are_rows_too(arena: AdapterArena) -> None:
     table[..., : Field.RANK] = -1
     table[1, 4, Field.NUM_NEW_ROWS] = 2
     data = adapter_batch([1], AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS))
-    assert data.has_rows(data.find([TARGETS["head"]]))
-    assert not data.has_rows(data.find([TARGETS["embed"]]))
+    assert data.lora.has_rows(data.find([TARGETS["head"]])[0].index)
+    assert not data.lora.has_rows(data.find([TARGETS["embed"]])[0].index)
 
 
-def test_each_run_comes_with_what_its_adapter_has(arena: AdapterArena) -> None:
-    runs = list(adapter_batch([0, 3, 3, 5, 0, 3], arena).runs("embed"))
-    assert [(tokens, adapter) for tokens, adapter, _ in runs] == [(slice(1, 3), 3), (slice(3, 4), 5), (slice(5, 6), 3)]
-    for _, adapter, found in runs:
-        assert torch.equal(found.lora_a, EMBED_A.t().flatten() if adapter == 3 else torch.empty(0))
-        assert torch.equal(found.lora_b, EMBED_B.t() if adapter == 3 else torch.empty(0, 4))
-        assert found.row_ids.tolist() == ([2, 5] if adapter == 3 else [])
-        assert torch.equal(found.rows, -torch.ones(2 if adapter == 3 else 0, 4))
-        assert found.new_rows.shape == (0, 4)
-    assert runs[0][2].scale == 0.25
+def test_each_run_comes_with_the_rows_of_its_adapter(arena: AdapterArena) -> None:
+    runs = list(adapter_batch([0, 4, 4, 5, 0, 4], arena).runs("head"))
+    assert [(tokens, adapter) for tokens, adapter, _ in runs] == [(slice(1, 3), 4), (slice(3, 4), 5), (slice(5, 6), 4)]
+    assert [len(rows.new_rows) for _, _, rows in runs] == [2, 0, 2]
+    assert (len(runs[1][2].row_ids), len(runs[1][2].rows)) == (0, 0)
 
 
 def test_a_head_comes_with_its_new_rows(arena: AdapterArena) -> None:
@@ -149,7 +147,7 @@ def test_a_head_comes_with_its_new_rows(arena: AdapterArena) -> None:
 
 
 def test_the_base_model_has_no_runs(arena: AdapterArena) -> None:
-    assert list(adapter_batch([0, 0], arena).runs("embed")) == []
+    assert list(adapter_batch([0, 0], arena).runs("head")) == []
     assert list(adapter_batch([], arena).runs("head")) == []
 
 

@@ -324,7 +324,7 @@ def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None
     target = AdapterTarget("x", Kind.HEAD, whole(1), whole(99000), slice(0, 99000), torch.zeros(99000, 1), None)
     adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)
     arena = fill_arena({"x": target}, [adapter], CPU, ALONE, dtype)
-    assert arena.at(1, "x").row_ids.tolist() == ids
+    assert arena.head_rows(1, "x").row_ids.tolist() == ids
 
 
 # --- what cannot be served

@@ -6,11 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lorax_server.kernels import AttentionSpec, Field, LoraBatch, LoraTarget, PagedBatch, reference
+from lorax_server.kernels import (
+    Activation,
+    AttentionSpec,
+    Field,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+    reference,
+)
+from lorax_server.kernels.packed import pack
 from lorax_server.kernels.reference import prefill
 from lorax_server.kernels.reference.lora import TILE
+from tests.builders import needs_onednn
 
 FP8 = torch.float8_e4m3fn
 HALF = [torch.bfloat16, torch.float16]
@@ -461,7 +473,7 @@ def test_prefill_of_a_single_token_reads_the_key_it_is_given_where_it_is_not_sto
     torch.testing.assert_close(out[0].double(), attend_one(q[0], keys, values, 1.0, None), rtol=0, atol=1e-5)
 
 
-# --- rms_norm, rotary, gated_activation
+# --- rms_norm, rotary, gated_linear
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -529,9 +541,10 @@ def test_rotary_keeps_the_dtype() -> None:
     torch.testing.assert_close(half.float(), x, rtol=0, atol=3e-2)
 
 
-def test_gated_activation_gates_the_second_half_by_the_first() -> None:
-    gate_up = normal(3, 10, seed=1)
-    out = reference.gated_activation(gate_up, torch.nn.functional.silu)
+def test_gated_linear_gates_the_second_half_by_the_first() -> None:
+    x, weights = normal(3, 6, seed=1), LinearWeights(normal(10, 6, seed=2), normal(10, seed=3))
+    gate_up = reference.linear(x, weights, None, ())
+    out = reference.gated_linear(x, weights, Activation("silu", torch.nn.functional.silu), None, ())
     for row in range(3):
         for column in range(5):
             gate, up = float(gate_up[row, column]), float(gate_up[row, column + 5])
@@ -589,6 +602,8 @@ def lora_batch(
         table=table,
         scales=torch.arange(table[..., 0].numel()).view(table.shape[:2]) % 5 * 0.25 + 0.25,
         widths=torch.tensor(LORA_WIDTHS),
+        adapter_indices=torch.tensor([adapter for adapter, length in runs for _ in range(length)], dtype=torch.int32),
+        host_table=table,
         bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
         adapters=[adapter for adapter, _ in runs],
     )
@@ -740,3 +755,30 @@ def test_outputs_are_multiplied_and_then_shifted(
                 expected[token, at] += batch.buffer[fields[Field.SHIFT] + column]
     reference.scale_and_shift(local, batch, targets)
     assert torch.equal(wide, expected)  # so that tokens and columns without are the same bit for bit
+
+
+# --- linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_onednn)])
+def test_a_linear_multiplies_with_or_without_a_packed_copy(bias: bool, rows: int, packed: bool) -> None:
+    weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
+    out = reference.linear(x, LinearWeights(weight, added, pack(weight) if packed else None), None, ())
+    torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_rank", [False, True])
+@pytest.mark.parametrize("with_vectors", [False, True])
+def test_a_linear_computes_only_what_a_batch_has(with_rank: bool, with_vectors: bool) -> None:
+    having = [1] if with_vectors else []
+    batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
+    weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)
+    targets = LORA_LAYERS["one target"]
+    expected = F.linear(x, weights.weight)
+    reference.add_lora(expected, x, batch, targets)
+    reference.scale_and_shift(expected, batch, targets)
+    batch.derived.clear()
+    assert torch.equal(reference.linear(x, weights, batch, targets), expected)
+    assert ("runs" in batch.derived) == (with_rank or with_vectors)

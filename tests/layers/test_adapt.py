@@ -4,7 +4,6 @@ import math
 import random
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from lorax_server.adapters.target import Kind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import ProcessGroup
 from lorax_server.kernels.reference import LONG_RUN
-from lorax_server.layers.adapt import adapt
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.layers.targets import adapter_targets
@@ -24,19 +22,17 @@ from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.adapters.test_host import (
     ALONE,
     BASE,
-    BIAS,
     CHANGED,
     SIZE,
     VOCAB,
     VOCABULARIES,
     factors,
-    make_target,
     merged_rows,
     normal,
     with_vocabulary,
 )
 from tests.builders import CPU, adapter_batch, how
-from tests.lora import GivenAdapter, fill_arena
+from tests.lora import GivenAdapter
 from tests.ranks import RankPool
 
 Case = tuple[dict[Kind, ModuleWeights], int]  # an adapter's embedding and head, and the size of its vocabulary
@@ -138,44 +134,3 @@ def test_tokens_of_the_base_model_are_the_same_bit_for_bit(name: str) -> None:
     assert torch.equal(rows[base], plain_rows[base])
     assert torch.equal(logits[base, :VOCAB], plain_logits[base])
     assert (logits[base, VOCAB:] == -math.inf).all()
-
-
-# --- which ops are called
-
-
-class Calls:
-    """Ops that only record the calls."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def add_lora(self, *_: object) -> None:
-        self.names.append("add_lora")
-
-    def scale_and_shift(self, *_: object) -> None:
-        self.names.append("scale_and_shift")
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        (None, []),
-        (factors(Kind.LINEAR), ["add_lora"]),
-        (ModuleWeights(bias=BIAS + 1), ["scale_and_shift"]),
-        (factors(Kind.LINEAR, dora=True), ["add_lora", "scale_and_shift"]),
-    ],
-    ids=["nothing", "low-rank", "bias", "DoRA"],
-)
-def test_only_what_a_batch_has_is_computed(weights: ModuleWeights | None, expected: list[str]) -> None:
-    target = make_target(Kind.LINEAR)
-    arena = fill_arena({"x": target}, [GivenAdapter({"x": weights} if weights else {}, VOCAB)], CPU, ALONE)
-    x, out = torch.ones(3, SIZE), torch.ones(3, VOCAB)
-    for data, given, called in (
-        (adapter_batch([0, 1, 1], arena), x, expected),
-        (adapter_batch([0, 1, 1], arena), None, [name for name in expected if name == "scale_and_shift"]),
-        (adapter_batch([0, 0, 0], arena), x, []),
-        (None, x, []),
-    ):
-        ops: Any = Calls()
-        adapt(out, given, [target], data, ops)
-        assert ops.names == called

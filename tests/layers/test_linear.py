@@ -15,7 +15,6 @@ from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_he
 from lorax_server.errors import WeightsError
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import (
-    Linear,
     MultiAdapterHead,
     TensorParallelAdapterRowLinear,
     TensorParallelMultiAdapterLinear,
@@ -65,15 +64,6 @@ def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tenso
 
 
 # --- plain
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 9])
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_onednn)])
-def test_a_linear_multiplies_with_or_without_a_packed_copy(bias: bool, rows: int, packed: bool) -> None:
-    weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
-    out = Linear(weight, added, packed)(x)
-    torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

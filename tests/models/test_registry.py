@@ -22,8 +22,7 @@ from lorax_server import machine
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
-from lorax_server.kernels import reference
-from lorax_server.layers.linear import Linear
+from lorax_server.kernels import LinearWeights, reference
 from lorax_server.models import get_model
 from lorax_server.models.registry import MODELS, build_model, find_class
 from tests.builders import memory_weights, needs_onednn
@@ -83,7 +82,7 @@ def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
 
 def is_packed(model: torch.nn.Module) -> bool:
     linears: list[Any] = [module.linear for module in model.modules() if hasattr(module, "linear")]
-    assert all(isinstance(linear, Linear) for linear in linears)
+    assert all(isinstance(linear, LinearWeights) for linear in linears)
     packed = {linear.packed is not None for linear in linears}
     assert len(packed) == 1
     return packed.pop()

@@ -276,6 +276,7 @@ def test_capabilities() -> None:
     assert (found.vocab_size, found.max_rows, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
+    assert found.max_adapters == 63
     assert (found.depth, found.max_step_tokens) == (1, 512)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
@@ -347,6 +348,19 @@ def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda: 3 * block_bytes(model, 4))
     with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
         count_blocks(model, config_of(), 512, 10**6)
+
+
+def test_tables_take_a_small_share_of_the_memory_for_adapters() -> None:
+    rows = memory.adapter_rows(2**30, 300)
+    assert 0.99 * 2**30 / 64 < rows * 300 * 84 <= 2**30 / 64
+    assert memory.adapter_rows(0, 300) == memory.adapter_rows(2**20, 300) == 64
+
+
+@pytest.mark.parametrize("asked", [None, False])
+def test_a_cpu_has_no_graphs(asked: bool | None) -> None:
+    assert capabilities(cuda_graphs=asked).num_blocks > 0
+    with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
+        capabilities(cuda_graphs=True)
 
 
 def test_memory_for_adapters() -> None:

@@ -28,6 +28,7 @@ class DeviceTier:
 
     def __init__(self, capabilities: Capabilities, counters: AdapterCounters) -> None:
         self._num_units = capabilities.num_adapter_units
+        self._max_adapters = capabilities.max_adapters
         self._unit_bytes = capabilities.adapter_unit_bytes
         self._counters = counters
         self._space = AdapterSpace(self._num_units)
@@ -35,6 +36,7 @@ class DeviceTier:
         self._by_index: dict[int, AdapterEntry] = {}
         self._free_indices: list[int] = []
         self._loading: set[int] = set()
+        self._num_pinned = 0
         self._num_pinned_units = 0
         self._ops: list[AdapterOp] = []
 
@@ -48,6 +50,10 @@ class DeviceTier:
     @property
     def has_ops(self) -> bool:
         return bool(self._ops) or self._space.needs_step
+
+    @property
+    def _has_index(self) -> bool:
+        return len(self._entries) < self._max_adapters
 
     def submit(self) -> list[AdapterOp]:
         """Return the operations that the workers do before the step that goes out now, in this order."""
@@ -81,12 +87,15 @@ class DeviceTier:
 
     def load(self, entry: AdapterEntry) -> bool:
         """Begin to copy an adapter to the device; False if there is no room."""
+        if not self._has_index:
+            return False
         start = self._space.allocate(entry.identity, entry.units)
         if start is None:
             return False
         entry.index = heapq.heappop(self._free_indices) if self._free_indices else len(self._by_index) + 1
         self._by_index[entry.index] = self._entries[entry.identity] = entry
         self._loading.add(entry.index)
+        self._num_pinned += entry.is_pinned
         self._num_pinned_units += entry.units * entry.is_pinned
         self._ops.append(Load(entry.identity, entry.index, start))
         return True
@@ -107,12 +116,18 @@ class DeviceTier:
     def pin(self, entry: AdapterEntry, is_pinned: bool) -> None:
         """Let an adapter stay from when it is on the device, or leave again."""
         if entry.index is not None:
+            self._num_pinned += is_pinned - entry.is_pinned
             self._num_pinned_units += entry.units * (is_pinned - entry.is_pinned)
         entry.is_pinned = is_pinned
 
     def find_problem(self, entry: AdapterEntry) -> AdapterError | None:
         """Return the error of an adapter that would not fit even if all others left."""
         unit, pinned = self._unit_bytes, self._num_pinned_units
+        if entry.index is None and self._num_pinned >= self._max_adapters:
+            return AdapterError(
+                f"adapter {entry.spec.name!r}: the device's tables hold {self._max_adapters} adapters, and all are "
+                "pinned: give adapters more memory, or unpin some"
+            )
         if entry.units <= self._num_units - pinned:
             return None
         return AdapterError(
@@ -123,8 +138,9 @@ class DeviceTier:
     def make_room(self, units: int, has_waited: bool, now: float) -> list[AdapterEntry]:
         """Evict adapters for one of this size, and join free space. Return those evicted; it may not be enough yet."""
         evicted = []
-        if self._space.num_free_units < units:  # else it is only scattered, or still being read
-            evicted = self._evict_some(units + int(self._num_units * SPARE), False, now)
+        is_short = self._space.num_free_units < units  # else it is only scattered, or still being read
+        if is_short or not self._has_index:
+            evicted = self._evict_some(units + int(self._num_units * SPARE) * is_short, False, now)
             if has_waited:
                 evicted += self._evict_some(units, True, now)
                 self._drain(units - self._space.num_free_units)
@@ -132,11 +148,11 @@ class DeviceTier:
         return evicted
 
     def _evict_some(self, units: int, even_wanted: bool, now: float) -> list[AdapterEntry]:
-        """Evict until so many units are free, or no more adapters may leave."""
+        """Evict until so many units and an index are free, or no more adapters may leave."""
         missing = units - self._space.num_free_units
-        victims = []
+        victims: list[AdapterEntry] = []
         evictable = self._evictable(even_wanted, now)
-        while missing > 0 and (victim := next(evictable, None)) is not None:
+        while (missing > 0 or not (self._has_index or victims)) and (victim := next(evictable, None)) is not None:
             victims.append(victim)
             missing -= victim.units
         for victim in victims:
@@ -155,10 +171,12 @@ class DeviceTier:
 
     def _drain(self, missing: int) -> None:
         """Let no sequence begin with some running adapters, so that there will be room when they are done."""
-        missing -= sum(entry.units for entry in self._entries.values() if entry.is_draining)
+        draining = [entry.units for entry in self._entries.values() if entry.is_draining]
+        missing -= sum(draining)
+        lacks_index = not self._has_index and not draining
         for entry in self._entries.values():
-            if missing <= 0:
+            if missing <= 0 and not lacks_index:
                 return
             if entry.is_loaded and entry.num_begun and not entry.is_pinned and not entry.is_draining:
-                entry.is_draining = True
+                entry.is_draining, lacks_index = True, False
                 missing -= entry.units

@@ -113,9 +113,12 @@ class FlashGPT2Model(nn.Module):
         )
         self.ln_f = LayerNorm(f"{prefix}.ln_f", weights, size, config.layer_norm_epsilon)
 
-    def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+    def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         check_positions(ctx, len(self.wpe))
         x: torch.Tensor = self.wte(input_ids, ctx.adapter_data) + self.wpe[ctx.position_ids]
+        return x
+
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         for block in self.h:
             x = block(x, ctx)
         x = self.ln_f(x, ctx.adapter_data)

@@ -134,9 +134,12 @@ class FlashLlamaModel(nn.Module):
         )
         self.norm = LlamaRMSNorm(f"{prefix}.norm", weights, config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        x, residual = self.embed_tokens(input_ids, ctx.adapter_data), None
-        rope = self.rotary(ctx)
+    def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(input_ids, ctx.adapter_data)
+        return x
+
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        residual, rope = None, self.rotary(ctx)
         for layer in self.layers:
             x, residual = layer(x, residual, rope, ctx)
         normed: torch.Tensor = self.norm(x, residual, ctx.adapter_data)[0]

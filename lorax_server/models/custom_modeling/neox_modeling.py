@@ -107,7 +107,15 @@ class GPTNeoXModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
+        return self.run_layers(self.embed(input_ids, ctx, inputs_embeds), ctx)
+
+    def embed(
+        self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x: torch.Tensor = self.embed_in(input_ids, ctx.adapter_data) if inputs_embeds is None else inputs_embeds
+        return x
+
+    def run_layers(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         rope = self.rotary(ctx)
         for layer in self.layers:
             ctx.record(x)

@@ -123,11 +123,18 @@ class OPTDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
+        return self.run_layers(self.embed(input_ids, ctx, inputs_embeds), ctx)
+
+    def embed(
+        self, input_ids: torch.Tensor | None, ctx: Context, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
         check_positions(ctx, self.embed_positions.num_positions)
         x: torch.Tensor = self.embed_tokens(input_ids, ctx.adapter_data) if inputs_embeds is None else inputs_embeds
         if self.project_in is not None:
             x = self.project_in(x, ctx.adapter_data)
-        x = x + self.embed_positions.embed(ctx.position_ids)
+        return x + self.embed_positions.embed(ctx.position_ids)
+
+    def run_layers(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
         for layer in self.layers:
             ctx.record(x)
             x = layer(x, ctx)

@@ -1,6 +1,6 @@
 """The common part of all paged architectures: forward, cache, embedding and head, and small facts of the config."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,10 +17,26 @@ from lorax_server.weights import Weights
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
+class Decoder(Protocol):
+    """All of a model but its head, in two halves.
+
+    Whatever the host decides about a batch's tokens is in `embed`. `run_layers` only launches what its context's
+    tensors describe, so a graph of it can be replayed with other contents.
+    """
+
+    def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        """Return `[num_tokens, size]`, the first layer's inputs."""
+        ...
+
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+        """Return the hidden states that the head reads."""
+        ...
+
+
 class PagedCausalLM(nn.Module):
     """A causal language model whose keys and values live in blocks."""
 
-    model: nn.Module  # (input_ids, ctx) -> hidden states
+    model: Decoder
     lm_head: MultiAdapterHead
 
     def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
@@ -42,6 +58,19 @@ class PagedCausalLM(nn.Module):
             return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
 
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
+
+    def make_context(self, kv_cache: KVCache, seqlen: Seqlen, position_ids: torch.Tensor, **more: Any) -> PagedContext:
+        """Pack the inputs of a forward for the layers; `more` are fields of `PagedContext`."""
+        return PagedContext(
+            input_lengths=seqlen.input_lengths,
+            cache_lengths=seqlen.cache_lengths,
+            host_lengths=seqlen.host_lengths,
+            prompt_lengths=seqlen.prompt_lengths,
+            ops=self.ops,
+            kv_cache=kv_cache,
+            position_ids=position_ids,
+            **more,
+        )
 
     @torch.inference_mode()
     def forward(
@@ -66,22 +95,19 @@ class PagedCausalLM(nn.Module):
         is the hidden states instead. Outputs are inference tensors: nothing can be trained through them.
         """
         stored = prefill_cache_indices
-        ctx = PagedContext(
+        ctx = self.make_context(
+            kv_cache,
+            seqlen,
+            position_ids,
             block_tables=block_tables,
-            input_lengths=seqlen.input_lengths,
-            cache_lengths=seqlen.cache_lengths,
             slots=slots if stored is None else slots[stored],
             stored=stored,
             cu_seqlens=cu_seqlen_prefill,
-            ops=self.ops,
-            kv_cache=kv_cache,
-            position_ids=position_ids,
             max_position=max_s,
-            prompt_lengths=seqlen.prompt_lengths,
             adapter_data=adapter_data,
             cross_attention_states=cross_attention_states,
         )
-        hidden_states: torch.Tensor = self.model(input_ids, ctx)
+        hidden_states = self.model.run_layers(self.model.embed(input_ids, ctx), ctx)
         if lm_head_indices is not None:
             hidden_states = hidden_states[lm_head_indices]
         if skip_lm_head:

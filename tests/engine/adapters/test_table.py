@@ -30,10 +30,13 @@ from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilitie
 class Desk:
     """A table whose steps end at once, and whose workers obey within the step, unless held back."""
 
-    def __init__(self, units: int = 10, host: int = 100, **options: Any) -> None:
+    def __init__(self, units: int = 10, host: int = 100, max_adapters: int = 2**31 - 1, **options: Any) -> None:
         self.now = 0.0
         self.table = AdapterTable(
-            make_capabilities(units), host_bytes=host * UNIT_BYTES, clock=lambda: self.now, **options
+            make_capabilities(units, max_adapters=max_adapters),
+            host_bytes=host * UNIT_BYTES,
+            clock=lambda: self.now,
+            **options,
         )
         self.num_steps = 0
         self.preparing: list[AdapterSpec] = []
@@ -181,6 +184,45 @@ def test_an_index_is_given_again() -> None:
     desk.use("a", "b", "c")
     assert [op.index for op in desk.ops if isinstance(op, Load)] == [1, 2, 1]
     assert [op for op in desk.ops if isinstance(op, Unload)] == [Unload(1)]
+
+
+def test_the_longest_unused_leaves_when_there_are_no_more_indices() -> None:
+    desk = Desk(units=1000, max_adapters=3)
+    names = [f"adapter-{number}" for number in range(8)]
+    desk.know(**dict.fromkeys(names, 2))
+    for name in names:
+        desk.use(name)
+        assert name in desk.on_device
+        assert len(desk.on_device) <= 3
+    assert desk.on_device == set(names[-3:])
+    assert {op.index for op in desk.ops if isinstance(op, Load)} == {1, 2, 3}
+    assert desk.table.counters.adapters_evicted_from_device == 5
+
+
+def test_who_waits_for_an_index_gets_that_of_one_that_drains() -> None:
+    desk = Desk(units=1000, max_adapters=1, patience_s=1.0)
+    desk.know(a=2, b=2)
+    desk.want("a")
+    desk.steps()
+    desk.begin("a")
+    desk.want("b")
+    desk.now = 2.0
+    assert desk.steps() == []
+    desk.end("a")
+    desk.now = 60.0
+    assert desk.steps() == ["b"]
+
+
+def test_who_has_no_index_beside_the_pinned_ones_is_told() -> None:
+    desk = Desk(units=1000, max_adapters=1)
+    desk.know(pinned=2, a=2)
+    desk.table.ask_for("pinned", pin=True)
+    desk.steps()
+    desk.want("a")
+    assert desk.steps() == []
+    [(identity, error)] = desk.table.take_failed()
+    assert identity == "a"
+    assert "tables hold 1 adapters, and all are pinned" in str(error)
 
 
 def test_the_longest_unused_leaves_host_memory() -> None:

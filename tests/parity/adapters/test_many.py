@@ -114,7 +114,7 @@ def test_many_adapters_in_little_memory(tmp_path: Path, device: torch.device) ->
     targets = adapter_targets(model)
     hosts = [prepare(open_adapter(folder, targets), targets, torch.float32, FakeGroup()) for folder in folders]
     budget = sum(host.units for host in hosts) * NUM_RESIDENT // NUM_ADAPTERS
-    residency = Residency(AdapterMemory(targets, torch.float32, device, budget), hosts)
+    residency = Residency(AdapterMemory(targets, torch.float32, device, budget, 1 + NUM_ADAPTERS), hosts)
     chooser = random.Random(3)
     prompts = [[chooser.randrange(3, 97) for _ in range(4)] for _ in folders]
     first_seen: dict[int, torch.Tensor] = {}

@@ -1,0 +1,245 @@
+"""Decode steps on fixed, padded inputs give the tokens of steps whose inputs are made anew."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import FakeGroup
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, Unload
+from lorax_server.types import SamplingParams, StopParams
+from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.graphs import LADDER, can_capture, graph_sizes
+from lorax_server.worker.runner import PagedRunner
+from tests.lora import GivenAdapter, random_factors
+from tests.parity.adapters.served import make_model
+
+NUM_ROWS, BLOCK_SIZE, MAX_LENGTH, NUM_BLOCKS = 6, 4, 32, 64
+RANKS = (1, 4, 16, 32)
+NAMES = ("llama-gqa", "gpt2", "opt-projection", "neox-parallel", "llama-rope-dynamic-beyond", "qwen3-window")
+CPU = torch.device("cpu")
+
+
+def test_sizes_end_with_the_largest_batch() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(64)[-3:] == [48, 56, 64]
+    assert graph_sizes(1000) == list(LADDER)
+    assert list(LADDER) == [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256]
+
+
+# --- A crowd of sequences that come and go ----------------------------------------------------------------------------
+
+
+def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
+    """Prepare adapters of several ranks; the last two lack modules, or have nothing but a bias."""
+    targets, vocab_size = adapter_targets(model), model.config.vocab_size
+    dtype, device = model.lm_head.linear.weight.dtype, model.device
+    adapters = []
+    ranks = (*RANKS[:-1], 512) if device.type == "cuda" else RANKS
+    for seed, rank in enumerate((*ranks, 8)):
+        factors = random_factors(targets, rank, seed)
+        names = list(factors)[::3] if seed == len(RANKS) else list(factors)
+        modules = {name: ModuleWeights(*factors[name], 0.5 / rank) for name in names}
+        adapters.append(GivenAdapter(modules, vocab_size))
+    norm = next(name for name in targets if "norm" in name or "ln" in name)
+    size = targets[norm].outputs.full
+    adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
+    return [prepare(adapter, targets, dtype, FakeGroup(), device.type == "cuda") for adapter in adapters]
+
+
+class Crowd:
+    """Makes plans: prompts, then a token at a time, for sequences that join and leave, with adapters that do."""
+
+    def __init__(self, num_adapters: int, seed: int, mixed: bool = True, sampling: bool = True) -> None:
+        self._draw = random.Random(seed)
+        self._num_adapters = num_adapters
+        self._sampling = sampling
+        self._mixed = mixed
+        self._step = 0
+        self._lengths: dict[int, int] = {}  # by row
+        self._adapters: dict[int, int] = {}  # index of each row's adapter
+        self._new: list[NewRow] = []
+        self.loaded: dict[int, int] = {}  # by index: the adapter there
+
+    def plans(self, count: int) -> Iterator[StepPlan]:
+        for _ in range(count):
+            yield self._plan()
+
+    def _plan(self) -> StepPlan:
+        self._step += 1
+        draw, ops = self._draw, self._change_adapters()
+        for row in list(self._lengths):
+            if self._lengths[row] >= MAX_LENGTH - 1 or draw.random() < 0.05:
+                del self._lengths[row], self._adapters[row]
+        self._new, blocks = [], []
+        for row in range(NUM_ROWS):
+            if row not in self._lengths and draw.random() < 0.2 and (self._mixed or self._step == 1):
+                blocks += self._join(row)
+        order = sorted(self._lengths, key=lambda row: self._adapters[row])
+        prompts = {new.row: len(new.token_ids) for new in self._new}
+        counts = np.array([prompts.get(row, 1) for row in order], np.int64)
+        starts = np.array([0 if row in prompts else self._lengths[row] for row in order], np.int64)
+        for row in order:
+            self._lengths[row] = prompts.get(row, self._lengths[row] + 1)
+        return StepPlan(
+            self._step,
+            np.array(order, np.int64),
+            starts,
+            counts,
+            np.ones(len(order), bool),
+            np.zeros(len(order), bool),
+            np.array([self._adapters[row] for row in order], np.int64),
+            tuple(self._new),
+            np.array(blocks, np.int64).reshape(-1, 3),
+            tuple(ops),
+        )
+
+    def _join(self, row: int) -> list[list[int]]:
+        draw = self._draw
+        prompt = [draw.randrange(3, 90) for _ in range(draw.randrange(1, 8))]
+        options: dict[str, Any] = {}
+        if self._sampling and draw.random() < 0.6:
+            options = {"do_sample": True, "seed": draw.randrange(1000), "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+        if self._sampling and draw.random() < 0.3:
+            options |= {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "num_alternatives": 2}
+        self._new.append(NewRow(row, prompt, len(prompt), SamplingParams(**options), StopParams()))
+        self._lengths[row] = 0
+        self._adapters[row] = draw.choice([0, *self.loaded])
+        per_row = MAX_LENGTH // BLOCK_SIZE
+        return [[row, column, row * per_row + column] for column in range(per_row)]
+
+    def _change_adapters(self) -> list[AdapterOp]:
+        ops: list[AdapterOp] = []
+        draw = self._draw
+        for index in list(self.loaded):
+            if index not in self._adapters.values() and draw.random() < 0.3:
+                del self.loaded[index]
+                ops.append(Unload(index))
+        absent = [number for number in range(self._num_adapters) if number not in self.loaded.values()]
+        if absent and draw.random() < 0.5:
+            number = draw.choice(absent)
+            index = min(set(range(1, self._num_adapters + 1)) - set(self.loaded))
+            self.loaded[index] = number
+            ops.append(Load(str(number), index, 0))
+        return ops
+
+
+class Rig:
+    """A runner with adapters, which it has at a place each."""
+
+    def __init__(self, model: PagedCausalLM, hosts: list[HostAdapter], **options: Any) -> None:
+        targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+        self._hosts, self._units = hosts, max((host.units for host in hosts), default=1)
+        self._memory = None
+        if hosts:
+            num_units = self._units * (len(hosts) + 1)
+            self._memory = AdapterMemory(targets, dtype, model.device, num_units, num_rows=len(hosts) + 1)
+        self.runner = PagedRunner(
+            model,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_rows=NUM_ROWS,
+            max_length=MAX_LENGTH,
+            memory=self._memory,
+            **options,
+        )
+
+    def submit(self, plan: StepPlan) -> Any:
+        for op in plan.adapter_ops:
+            assert self._memory is not None
+            if isinstance(op, Load):
+                self._memory.load(op.index, self._hosts[int(op.identity)], op.index * self._units)
+                self._memory.wait_for(op.index)
+            elif isinstance(op, Unload):
+                self._memory.unload(op.index)
+        return self.runner.submit(plan)
+
+    def run(self, plan: StepPlan) -> list[int]:
+        return self.runner.collect(self.submit(plan)).token_ids
+
+
+def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, steps: int = 60, capture: bool) -> None:
+    eager = Rig(model, hosts)
+    padded = Rig(model, hosts, graph_sizes=graph_sizes(NUM_ROWS - 1), capture=capture)  # the largest batch has none
+    num_tokens = 0
+    for plan in Crowd(len(hosts), seed).plans(steps):
+        expected = eager.run(plan)
+        assert padded.run(plan) == expected
+        num_tokens += len(expected)
+    assert num_tokens > steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_inputs_give_the_same_tokens(name: str) -> None:
+    model = make_model(name, CPU)
+    check_same(model, make_hosts(model), len(name), steps=30, capture=False)
+
+
+def test_padded_inputs_without_adapters() -> None:
+    check_same(make_model("llama-gqa", CPU), [], 1, capture=False)
+
+
+def test_rows_of_padding_are_nowhere() -> None:
+    rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=[4], capture=False)
+    crowd = Crowd(0, seed=1, mixed=False)
+    plans = list(crowd.plans(3))
+    for plan in plans:
+        rig.run(plan)
+    assert rig.runner._graphs is not None
+    inputs, count = rig.runner._graphs._inputs, len(plans[-1].rows)
+    assert 0 < count < 4
+    assert inputs.input_lengths.tolist() == [1] * count + [0] * (4 - count)
+    assert inputs.cache_lengths.tolist() == [*plans[-1].starts, *[0] * (4 - count)]
+    assert inputs.slots[count:].tolist() == [-1] * (4 - count)
+    for column in (inputs.position_ids, inputs.adapter_indices, inputs.prompt_lengths):
+        assert column[count:].tolist() == [0] * (4 - count)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+GPU = torch.device("cuda")
+
+
+def gpu_model(name: str) -> PagedCausalLM:
+    model = make_model(name, GPU)
+    if not can_capture(model.ops):
+        pytest.skip("there are no kernels for this GPU")
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_give_the_same_tokens(name: str, seed: int) -> None:
+    """They are captured without any adapter, and replayed with adapters of any rank and with any modules."""
+    model = gpu_model(name)
+    check_same(model, make_hosts(model), seed, capture=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_the_host_does_not_wait_for_a_decode_step(sampling: bool, with_adapters: bool) -> None:
+    model = gpu_model("llama-gqa")
+    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=graph_sizes(NUM_ROWS))
+    crowd = Crowd(len(RANKS) * with_adapters, seed=3, sampling=sampling)
+    num_checked = 0
+    for number, plan in enumerate(crowd.plans(40)):
+        checked = number > 5 and bool((plan.counts == 1).all()) and len(plan.rows) > 0
+        num_checked += checked
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        try:
+            ticket = rig.submit(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        rig.runner.collect(ticket)
+    assert num_checked > 5
