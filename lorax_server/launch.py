@@ -14,6 +14,15 @@ from lorax_server.plan import Capabilities
 from lorax_server.types import EngineInfo
 
 
+def check_files(config: ServerConfig) -> None:
+    """Read the files that settings name, so that what is wrong with them is known before a model is fetched."""
+    from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
+    from lorax_server.server.routes.playground import read_examples  # noqa: PLC0415
+
+    KeyRing(config.api_keys, config.admin_key, config.keys_file)
+    read_examples(config.examples)
+
+
 def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal comes, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415

@@ -177,8 +177,7 @@ class _ConfigReader:
         self.name = name
 
     def refuse(self, key: str, reason: str) -> AdapterError:
-        shown_key = key.encode(errors="backslashreplace").decode()  # JSON can name a field by what is no text
-        return AdapterError(f"adapter {self.name!r}: config field {shown_key} = {_shown(self.raw.get(key))} {reason}")
+        return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
 
     def check_kind(self) -> None:
         if self.raw.get("peft_type") != "LORA":

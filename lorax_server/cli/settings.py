@@ -65,12 +65,11 @@ class Parsed:
             return self.model_id
         return "/".join(filter(None, ("s3:/", bucket, bucket and prefix, self.model_id)))
 
-    def check(self) -> None:
-        """Find errors before a model is fetched, as far as they can be known."""
-        self.make_config(None)
-
     def make_config(self, model_folder: Path | None, machine: Machine | None = None) -> ServerConfig:
-        """Make the server's settings. Errors name the flags or variables that are wrong."""
+        """Make the server's settings, without a model's folder as far as they are known before it is fetched.
+
+        Errors name the flags or variables that are wrong.
+        """
         origins = {flag.field or flag.key: self.origins.get(flag.key, flag.name) for flag in FLAGS}
         try:
             return self._make_config(model_folder, machine or Machine())

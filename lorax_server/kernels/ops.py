@@ -249,9 +249,7 @@ class Ops(Protocol):
         """Multiply each token's output by its adapter's factor and add its adapter's shift, where it has them."""
         ...
 
-    def adapt_embedding(
-        self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget
-    ) -> None:
+    def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
         """Change, in place, the rows of the base model that were looked up for `ids`, each by its token's adapter.
 
         A row of the adapter's own replaces the base model's. Then comes the product of its factors, then factor and

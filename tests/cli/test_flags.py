@@ -279,9 +279,9 @@ def test_what_cannot_be_is_an_error(line: str, environ: dict[str, str], message:
 
 
 def test_problems_are_found_before_a_model_is_fetched() -> None:
-    read("--max-batch-total-tokens 100").check()  # only the model's folder can tell
+    read("--max-batch-total-tokens 100").make_config(None)  # only the model's folder can tell
     with pytest.raises(ConfigError, match="--port = 70000"):
-        read("--port 70000").check()
+        read("--port 70000").make_config(None)
 
 
 def test_secrets_are_not_shown() -> None:
@@ -547,7 +547,7 @@ def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch
 )
 def test_sources_that_are_not_there(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(line).check()
+        read(line).make_config(None)
 
 
 @pytest.mark.parametrize(

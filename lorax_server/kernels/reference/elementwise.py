@@ -37,4 +37,3 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     rotated = torch.addcmul(first * cos, second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated)
-
