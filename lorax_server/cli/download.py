@@ -43,6 +43,7 @@ MISTAKES: Mapping[type[Exception], str] = {
     AdapterNotFoundError: "the bucket has no such folder, or there is no such bucket; check the name",
     AdapterAccessError: "the bucket refuses the credentials; check AWS_ACCESS_KEY_ID and the rest",
 }
+FAILURES = (*MISTAKES, *UNREACHABLE, hub_errors.HfHubHTTPError, OSError, SourceError)
 
 
 def find_model(
@@ -64,7 +65,7 @@ def find_model(
         if source == "s3":
             return check_folder(_from_s3(model_id, cache / "s3-models", endpoint))
         return check_folder(_from_hub(model_id, revision, cache, token, endpoint, offline))
-    except (*MISTAKES, hub_errors.HfHubHTTPError, *UNREACHABLE, OSError, SourceError) as error:
+    except FAILURES as error:
         mistake = next((reason for kind, reason in MISTAKES.items() if isinstance(error, kind)), None)
         if mistake is not None:
             raise ConfigError(f"model {model_id!r}: {mistake.format(revision=revision)}") from error
@@ -77,9 +78,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
         return "it is not in the cache, and the hub cannot be reached, or may not (HF_HUB_OFFLINE)"
     if isinstance(error, hub_errors.HfHubHTTPError):
-        return (
-            f"the answer has status {error.response.status_code}; try again later, or check the credentials (HF_TOKEN)"
-        )
+        return f"the answer has status {error.response.status_code}; try again later, or check HF_TOKEN"
     if isinstance(error, httpx2.HTTPError):
         return f"the connection broke ({type(error).__name__}); what came is kept, try again"
     cause = error.__cause__ if isinstance(error, SourceError) else error
