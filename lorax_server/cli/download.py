@@ -43,7 +43,7 @@ MISTAKES: Mapping[type[Exception], str] = {
     AdapterNotFoundError: "the bucket has no such folder, or there is no such bucket; check the name",
     AdapterAccessError: "the bucket refuses the credentials; check AWS_ACCESS_KEY_ID and the rest",
 }
-FAILURES = (*MISTAKES, *UNREACHABLE, hub_errors.HfHubHTTPError, OSError, SourceError)
+FAILURES: tuple[type[Exception], ...] = (*MISTAKES, *UNREACHABLE, hub_errors.HfHubHTTPError, OSError, SourceError)
 
 
 def find_model(
