@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 
 from lorax_server import __version__, config
 from lorax_server.cli.lorax_flags import FLAG_NAMES, UNUSED_FLAGS, VARIABLES, WATERMARK
+from lorax_server.config import SOURCES
 from lorax_server.errors import ConfigError
 
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}
@@ -173,13 +174,8 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--source", "source of the model", choices=("hub", "s3"), default="hub"),
         Flag("--weights-cache-override", "use the model in this folder instead of fetching it", "path"),
         *_make_flags(config.ServerConfig),
-        Flag("--adapter-source", "source of --adapter-id", choices=config.SOURCES, default="hub"),
-        Flag(
-            "--preloaded-adapter-source",
-            "source of preloaded adapters",
-            choices=config.SOURCES,
-            default="--adapter-source",
-        ),
+        Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
+        Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
         Flag(
             "--trust-remote-code",
             "not supported: code of a checkpoint is never run",
