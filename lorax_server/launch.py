@@ -11,7 +11,6 @@ from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.machine import return_large_blocks, share_arenas
-from lorax_server.plan import Capabilities
 from lorax_server.types import EngineInfo
 
 # How long a thread runs while another one waits for its turn. Python's default is 5 ms, and every operation of a step
@@ -53,15 +52,13 @@ def run_engine(config: EngineConfig, address: str) -> None:
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)
-        serve(engine, channel, describe(engine.capabilities, config))
-
-
-def describe(capabilities: Capabilities, config: EngineConfig) -> EngineInfo:
-    return EngineInfo(
-        max_length=capabilities.max_length,
-        vocab_size=capabilities.vocab_size,
-        num_blocks=capabilities.num_blocks,
-        block_size=capabilities.block_size,
-        dtype=capabilities.dtype,
-        device=config.model.device.partition(":")[0],
-    )
+        sizes = engine.capabilities
+        info = EngineInfo(
+            max_length=sizes.max_length,
+            vocab_size=sizes.vocab_size,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            dtype=sizes.dtype,
+            device=config.model.device.partition(":")[0],
+        )
+        serve(engine, channel, info)
