@@ -1194,7 +1194,8 @@ def reachable(start: object) -> Iterator[object]:
         found = waiting.pop()
         yield found
         for child in gc.get_referents(found):
-            if id(child) not in seen and not isinstance(child, type | type(gc)) and child is not globals():
+            is_module = isinstance(child, type | type(gc)) or (isinstance(child, dict) and "__spec__" in child)
+            if id(child) not in seen and not is_module:
                 seen.add(id(child))
                 waiting.append(child)
 
