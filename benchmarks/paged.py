@@ -14,7 +14,7 @@ from lorax_server.kernels.packed import can_pack
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 
 VOCAB = 32000
 BLOCK_SIZE = 64
@@ -30,7 +30,7 @@ LLAMA_160M = LlamaConfig(
 
 def build_ours(config: Any, tensors: dict[str, torch.Tensor]) -> PagedCausalLM:
     device = torch.device("cpu")
-    weights = TensorWeights(
+    weights = Weights(
         tensors,
         device=device,
         dtype=torch.float32,

@@ -1,7 +1,6 @@
 """Puts an engine together: the one module where the engine meets its workers."""
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -24,15 +23,7 @@ from lorax_server.worker.memory import adapter_host_bytes
 
 logger = logging.getLogger(__name__)
 
-# How long a thread runs while another one waits for its turn. Python's default is 5 ms, and every operation of a step
-# would wait as long while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
-TURN_S = 0.0005
 WARM_UP_TOKENS = 8
-
-
-def switch_threads_often() -> None:
-    """Set the turn of threads for the whole process, which an engine must have to itself."""
-    sys.setswitchinterval(TURN_S)
 
 
 def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:

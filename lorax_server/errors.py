@@ -32,7 +32,8 @@ class LoraxError(Exception):
     retry_after_s: float | None = None  # when a retry makes sense, if it does
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
+        # It may quote what is no text, such as a lone surrogate of a file; it has to be sent all the same.
+        super().__init__(message.encode(errors="backslashreplace").decode())
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 

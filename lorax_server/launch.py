@@ -4,14 +4,27 @@ Both processes import this module, so it imports neither torch, which only the e
 only the server needs.
 """
 
+import sys
 from dataclasses import replace
 
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.machine import return_large_blocks, share_arenas
-from lorax_server.plan import Capabilities
 from lorax_server.types import EngineInfo
+
+# How long a thread runs while another one waits for its turn. Python's default is 5 ms, and every operation of a step
+# would wait as long while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
+TURN_S = 0.0005
+
+
+def check_files(config: ServerConfig) -> None:
+    """Read the files that settings name, so that what is wrong with them is known before a model is fetched."""
+    from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
+    from lorax_server.server.routes.playground import read_examples  # noqa: PLC0415
+
+    KeyRing(config.api_keys, config.admin_key, config.keys_file)
+    read_examples(config.examples)
 
 
 def serve_forever(config: ServerConfig) -> int:
@@ -32,22 +45,20 @@ def make_client(config: EngineConfig, *, restart: bool = True) -> RemoteEngine:
 
 def run_engine(config: EngineConfig, address: str) -> None:
     """Run the engine process: build and serve an engine, and report if that fails or a rank dies."""
-    from lorax_server.build import build_engine, switch_threads_often, warm_up  # noqa: PLC0415
+    from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
 
     share_arenas()
-    switch_threads_often()
+    sys.setswitchinterval(TURN_S)  # for the whole process, which an engine must have to itself
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)
-        serve(engine, channel, describe(engine.capabilities, config))
-
-
-def describe(capabilities: Capabilities, config: EngineConfig) -> EngineInfo:
-    return EngineInfo(
-        max_length=capabilities.max_length,
-        vocab_size=capabilities.vocab_size,
-        num_blocks=capabilities.num_blocks,
-        block_size=capabilities.block_size,
-        dtype=capabilities.dtype,
-        device=config.model.device.partition(":")[0],
-    )
+        sizes = engine.capabilities
+        info = EngineInfo(
+            max_length=sizes.max_length,
+            vocab_size=sizes.vocab_size,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            dtype=sizes.dtype,
+            device=config.model.device.partition(":")[0],
+        )
+        serve(engine, channel, info)

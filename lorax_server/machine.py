@@ -4,7 +4,6 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -13,14 +12,10 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE_BLOCK = -1, -3, 2**20  # likewise
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
 
 
-class _ControlGroup(NamedTuple):
-    limit: int
-    used: int  # by all of its processes, without caches of files that the system would drop
-
-
 def machine_bytes() -> int:
     """Return all of the memory, used or not."""
-    return min([_physical_bytes(), *(group.limit for group in _groups())])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _groups())])
 
 
 def free_bytes() -> int:
@@ -31,7 +26,7 @@ def free_bytes() -> int:
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
-    return max(0, min([available, *(group.limit - group.used for group in _groups())]))
+    return max(0, min([available, *(limit - used for limit, used in _groups())]))
 
 
 def share_arenas() -> None:
@@ -59,17 +54,15 @@ def _call_malloc(name: str, *args: int) -> None:
         function(*args)
 
 
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _groups() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of the control groups that this process is in. A container sees its own group as the root.
 
-
-def _groups() -> Iterator[_ControlGroup]:
-    """List control groups with a limit that holds for this process. A container sees its own group as the root."""
+    The use is that of all processes of a group, without caches of files that the system would drop.
+    """
     for folder in _folders():
         for limit, used in (NEW_FILES, OLD_FILES):
             try:
-                group = _ControlGroup(int((folder / limit).read_text()), int((folder / used).read_text()))
-                yield group._replace(used=group.used - _reclaimable(folder))
+                yield int((folder / limit).read_text()), int((folder / used).read_text()) - _reclaimable(folder)
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue
 

@@ -1,8 +1,8 @@
 """Checkpoints: tensors by name, read lazily, each rank only its part."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
 from zipfile import is_zipfile
@@ -35,32 +35,37 @@ class Placement(TypedDict):
     pack: NotRequired[bool]  # keep packed copies of matrices; False unless given
 
 
-class Weights(ABC):
+class Weights:
     """A checkpoint's tensors by name, with the device, dtype and rank that modules are built for."""
 
-    def __init__(self, **placement: Unpack[Placement]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, "torch.Tensor | StoredTensor"],
+        *,
+        source: str = "tensors in memory",  # named in errors of tensors that no file holds
+        **placement: Unpack[Placement],
+    ) -> None:
+        self._tensors = tensors
+        self._source = source
         self.device = placement["device"]
         self.dtype = placement["dtype"]
         self.process_group = placement["process_group"]
         self.ops = placement["ops"]
         self.pack = placement.get("pack", False)
 
-    @abstractmethod
-    def _has(self, name: str) -> bool:
-        """Return whether there is a tensor of exactly this name."""
+    def _get_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
 
-    @abstractmethod
-    def _get_shape(self, name: str) -> tuple[int, ...]: ...
+    def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        return self._tensors[name][index]
 
-    @abstractmethod
-    def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor: ...
-
-    @abstractmethod
     def where(self, name: str) -> str:
         """Return the file that holds, or should hold, a tensor: for error messages."""
+        stored = self._tensors.get(name)
+        return str(stored.path) if isinstance(stored, StoredTensor) else self._source
 
     def has(self, name: str) -> bool:
-        return any(self._has(candidate) for candidate in _spellings(name))
+        return any(candidate in self._tensors for candidate in _spellings(name))
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         return self._get_shape(self._resolve(name))
@@ -100,88 +105,59 @@ class Weights(ABC):
 
     def _resolve(self, name: str) -> str:
         for candidate in _spellings(name):
-            if self._has(candidate):
+            if candidate in self._tensors:
                 return candidate
         raise WeightsError(f"{self.where(name)}: tensor {name!r} is missing")
 
 
-class TensorWeights(Weights):
-    """Weights from tensors in memory."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, of which only the bytes that are asked for are read."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        source: str = "tensors in memory",
-        **placement: Unpack[Placement],
-    ) -> None:
-        super().__init__(**placement)
-        self._tensors = tensors
-        self._source = source
+    file: Any
+    name: str
+    path: Path
 
-    def _has(self, name: str) -> bool:
-        return name in self._tensors
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._slice().get_shape())
 
-    def _get_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._tensors[name][index] if index else self._tensors[name]
-
-    def where(self, name: str) -> str:  # noqa: ARG002 - all in one place
-        return self._source
-
-
-class SafetensorsWeights(Weights):
-    """Weights from one or several safetensors files, of which only the bytes that are asked for are read."""
-
-    def __init__(self, paths: Mapping[str, Path], index: Path, **placement: Unpack[Placement]) -> None:
-        """`paths` are the files of the tensors, by tensor name. Errors name `index` for a tensor that no file holds."""
-        super().__init__(**placement)
-        self._paths = dict(paths)
-        self._index = index
-        self._files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
-        self._stored_names = _find_tied_names(self._files.values())
-        for name, stored in self._stored_names.items():
-            if stored in paths:
-                self._paths[name] = paths[stored]
-
-    def _has(self, name: str) -> bool:
-        return name in self._paths
-
-    def _get_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        stored = self._slice(name)
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         # An empty index would be refused for a scalar, an ellipsis is not understood.
-        if not stored.get_shape():
-            file = self._files[self._paths[name]]
-            return file.get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
-        return stored[index or slice(None)]  # type: ignore[no-any-return]
+        if not self.shape:
+            return self.file.get_tensor(self.name)  # type: ignore[no-any-return]
+        return self._slice()[index or slice(None)]  # type: ignore[no-any-return]
 
-    def where(self, name: str) -> str:
-        return str(self._paths.get(name, self._index))
-
-    def _slice(self, name: str) -> Any:
+    def _slice(self) -> Any:
         try:
-            return self._files[self._paths[name]].get_slice(self._stored_names.get(name, name))
+            return self.file.get_slice(self.name)
         except SafetensorError as error:
-            raise WeightsError(f"{self.where(name)}: tensor {name!r} cannot be read: {error}") from error
+            raise WeightsError(f"{self.path}: tensor {self.name!r} cannot be read: {error}") from error
 
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     """Open a model's folder: safetensors, else PyTorch files, of which nothing but tensors is loaded."""
     checkpoint = _find_checkpoint(folder)
-    if checkpoint.suffix == ".safetensors":
-        names = _open_safetensors(checkpoint).keys()
-        return SafetensorsWeights(dict.fromkeys(names, checkpoint), checkpoint, **placement)
-    if checkpoint.suffix != ".json":
-        return TensorWeights(_load_pickles([checkpoint]), source=str(checkpoint), **placement)
-    paths = _read_index(checkpoint)
+    is_index = checkpoint.suffix == ".json"
+    paths = _read_index(checkpoint) if is_index else {}
+    tensors: Mapping[str, torch.Tensor | StoredTensor]
     if "safetensors" in checkpoint.name:
-        return SafetensorsWeights(paths, checkpoint, **placement)
-    return TensorWeights(_load_pickles(sorted(set(paths.values()))), source=str(checkpoint), **placement)
+        tensors = open_tensors(paths if is_index else dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
+    else:
+        tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
+    return Weights(tensors, source=str(checkpoint), **placement)
+
+
+def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
+    """Open safetensors files, given by the names of their tensors."""
+    files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
+    tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
+    for path, file in files.items():
+        names = set(file.keys())
+        for name, stored in (file.metadata() or {}).items():  # other names of shared tensors
+            if stored in names and name not in names:
+                tensors[name] = StoredTensor(file, stored, path)
+    return tensors
 
 
 def weight_bytes(folder: Path) -> int:
@@ -208,17 +184,6 @@ def _open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _find_tied_names(files: Any) -> dict[str, str]:
-    """Map other names of shared tensors, kept in a file's metadata, to the names they are stored by."""
-    tied: dict[str, str] = {}
-    for file in files:
-        names = set(file.keys())
-        for name, stored in (file.metadata() or {}).items():
-            if stored in names and name not in names:
-                tied[name] = stored
-    return tied
 
 
 def _read_index(path: Path) -> dict[str, Path]:

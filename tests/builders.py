@@ -10,7 +10,7 @@ from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterB
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
 from lorax_server.kernels.packed import can_pack
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,8 @@ def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, pa
     return {"device": CPU, "dtype": dtype, "process_group": group, "ops": select_ops(CPU), "pack": pack}
 
 
-def memory_weights(tensors: Mapping[str, torch.Tensor], **options: Any) -> TensorWeights:
-    return TensorWeights(tensors, **how(**options))
+def memory_weights(tensors: Mapping[str, torch.Tensor], **options: Any) -> Weights:
+    return Weights(tensors, **how(**options))
 
 
 def adapter_batch(indices: Sequence[int], arena: AdapterArena) -> AdapterBatchData:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
-from lorax_server.weights import SafetensorsWeights, TensorWeights, Weights, open_weights, weight_bytes
+from lorax_server.weights import Weights, open_tensors, open_weights, weight_bytes
 from tests.builders import how, memory_weights
 
 INDEX = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ FORMATS = [write_single, write_sharded, write_bin, write_sharded_bin]
 Writer = Callable[[Path, Mapping[str, torch.Tensor]], None]
 
 
-class RecordingWeights(SafetensorsWeights):
+class RecordingWeights(Weights):
     """Weights that note how much of each tensor is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ def test_nothing_is_read_but_the_part_that_is_asked_for(tmp_path: Path) -> None:
     tensors = some_tensors()
     write_single(tmp_path, tensors)
     path = tmp_path / "model.safetensors"
-    weights = RecordingWeights(dict.fromkeys(tensors, path), path, **how())
+    weights = RecordingWeights(open_tensors(dict.fromkeys(tensors, path)), **how())
     assert weights.has("matrix")
     assert weights.get_shape("matrix") == (8, 6)
     assert weights.read == []
@@ -152,7 +152,7 @@ def test_a_part_of_a_large_tensor_takes_the_memory_of_the_part(tmp_path: Path) -
 def test_a_whole_shard_is_read_at_once(tmp_path: Path) -> None:
     write_single(tmp_path, some_tensors())
     path = tmp_path / "model.safetensors"
-    weights = RecordingWeights({"matrix": path}, path, **how())
+    weights = RecordingWeights(open_tensors({"matrix": path}), **how())
     weights.get_sharded("matrix", 1, whole(6))
     assert weights.read == [("matrix", (8, 6))]
 
@@ -297,7 +297,7 @@ def test_a_quantised_tensor_is_refused(tmp_path: Path, write: Writer, dtype: tor
 
 
 def test_tensors_in_memory_name_their_source() -> None:
-    weights = TensorWeights({}, source="the test's tensors", **how())
+    weights = Weights({}, source="the test's tensors", **how())
     with pytest.raises(WeightsError, match="the test's tensors: tensor 'x' is missing"):
         weights.get_tensor("x")
 

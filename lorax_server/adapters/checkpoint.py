@@ -113,7 +113,7 @@ def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) ->
     if not is_plain or data_start + stop > size or start > stop:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry")
     if dtype not in DTYPE_BYTES:
-        raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype}; only float16 to float64 is supported")
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype[:32]}; only float16 to float64 is supported")
     if math.prod(shape) * DTYPE_BYTES[dtype] != stop - start:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} of shape {shape} does not have {stop - start} bytes")
     return TensorInfo(dtype, tuple(shape), data_start + start, data_start + stop)

@@ -151,21 +151,18 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         name=name,
         r=reader.read_whole("r", raw.get("r")),
         alpha=reader.read_number("lora_alpha", raw.get("lora_alpha", 8)),
-        use_rslora=reader.read_flag("use_rslora"),
         rank_pattern=reader.read_patterns("rank_pattern", reader.read_whole),
         alpha_pattern=reader.read_patterns("alpha_pattern", reader.read_number),
-        use_dora=reader.read_flag("use_dora"),
-        lora_bias=reader.read_flag("lora_bias"),
         block_diagonal=reader.read_block_diagonal(),
         modules_to_save=reader.read_names("modules_to_save"),
         token_indices=reader.read_token_indices(),
-        ensure_weight_tying=reader.read_flag("ensure_weight_tying"),
         target_modules=reader.read_names_or_pattern("target_modules"),
         exclude_modules=reader.read_names_or_pattern("exclude_modules") or (),
         layers_to_transform=reader.read_layers(),
         layers_pattern=reader.read_names("layers_pattern"),
         base_model_name=reader.read("base_model_name_or_path", str, "is not a string"),
         base_model_class=reader.read_base_model_class(),
+        **{flag: reader.read_flag(flag) for flag in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")},
     )
 
 
@@ -177,8 +174,7 @@ class _ConfigReader:
         self.name = name
 
     def refuse(self, key: str, reason: str) -> AdapterError:
-        shown_key = key.encode(errors="backslashreplace").decode()  # JSON can name a field by what is no text
-        return AdapterError(f"adapter {self.name!r}: config field {shown_key} = {_shown(self.raw.get(key))} {reason}")
+        return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
 
     def check_kind(self) -> None:
         if self.raw.get("peft_type") != "LORA":

@@ -56,7 +56,12 @@ class MergedAdapter:
         if self._merge.strategy == "linear" or len(self._adapters) == 1:
             lora_a = torch.cat([lora_a * scale for lora_a, scale in zip(lora_as, scales, strict=True)])
             return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
-        self._check_ranks(module, [len(lora_a) for lora_a in lora_as])
+        ranks = [len(lora_a) for lora_a in lora_as]
+        if len(set(ranks)) != 1:
+            raise InputError(
+                f"adapters {self.name!r} have ranks {ranks} at {module!r}; {self._merge.strategy} needs equal ranks, "
+                "linear does not"
+            )
         # Each factor gets the root of a weight, and one of them its sign, so that their product has the weight.
         roots = [math.sqrt(abs(scale)) for scale in scales]
         signed = [math.copysign(root, scale) for root, scale in zip(roots, scales, strict=True)]
@@ -64,13 +69,6 @@ class MergedAdapter:
         lora_a = combine(lora_as, signed, self._merge, generator)
         lora_b = combine(lora_bs, roots, self._merge, generator)
         return ModuleWeights(lora_a, lora_b, 1.0, weight=replaced)
-
-    def _check_ranks(self, module: str, ranks: list[int]) -> None:
-        if len(set(ranks)) != 1:
-            raise InputError(
-                f"adapters {self.name!r} have ranks {ranks} at {module!r}; {self._merge.strategy} needs equal ranks, "
-                "linear does not"
-            )
 
     def _find_common_weight(self, module: str, loaded: Sequence[ModuleWeights]) -> torch.Tensor | None:
         """Return the base model's own matrix, which PEFT writes beside factors of an embedding or head."""

@@ -1,10 +1,8 @@
 """The instructions to prepare an adapter, as the engine sends them to the workers."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorax_server.adapters.checkpoint import TensorInfo
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.files.plain_file import Stamp
 from lorax_server.types import Merge
@@ -37,7 +35,3 @@ class AdapterSpec:
     parts: tuple[StoredPart, ...]
     num_elements: int  # of its tensors; times their size, about the most memory that it takes
     merge: Merge | None = None
-
-
-def count_elements(tensors: dict[str, TensorInfo]) -> int:
-    return sum(math.prod(info.shape) for info in tensors.values())

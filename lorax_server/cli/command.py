@@ -99,11 +99,12 @@ def _serve(argv: list[str], command: str) -> int:
     parsed = _parse(argv, os.environ, command)
     if parsed.values.get("download_only"):
         return _download(parsed)
-    folder = _find_model(parsed)
-    config = parsed.make_config(folder, Machine() if parsed.values.get("device") == "cpu" else find_machine())
-    from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
+    from lorax_server.launch import check_files, serve_forever  # noqa: PLC0415 - slow
 
-    return serve_forever(config)
+    check_files(parsed.make_config(None))
+    folder = _find_model(parsed)
+    machine = Machine() if parsed.values.get("device") == "cpu" else find_machine()
+    return serve_forever(parsed.make_config(folder, machine))
 
 
 def _download_weights(argv: list[str]) -> int:
@@ -133,7 +134,7 @@ def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> Parsed:
         logger.warning(warning)
     if parsed.values.get("env"):
         print(describe_installation(), flush=True)
-    parsed.check()
+    parsed.make_config(None)
     return parsed
 
 

@@ -8,23 +8,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from configparser import RawConfigParser
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
 
-from lorax_server import __version__
+from lorax_server import __version__, config
 from lorax_server.cli.lorax_flags import FLAG_NAMES, UNUSED_FLAGS, VARIABLES, WATERMARK
-from lorax_server.config import (
-    SOURCES,
-    AccessConfig,
-    CorsConfig,
-    EngineConfig,
-    LimitsConfig,
-    LogConfig,
-    ModelConfig,
-    ServerConfig,
-    Setting,
-    SourceConfig,
-)
+from lorax_server.config import SOURCES
 from lorax_server.errors import ConfigError
 
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}
@@ -146,7 +136,7 @@ KIND_OF_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
 def _make_flags(settings: type) -> Iterator[Flag]:
     """Make a flag of every field that has a `Setting`; fields of base classes belong to those."""
     for field in fields(settings):
-        setting: Setting | None = field.metadata.get("setting")
+        setting: config.Setting | None = field.metadata.get("setting")
         if setting is None or field.name not in settings.__annotations__:
             continue
         repeats = isinstance(field.default, tuple)
@@ -183,7 +173,7 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--model-id", "base model: a hub id, id@revision, or a folder; s3://bucket/path with --source s3"),
         Flag("--source", "source of the model", choices=("hub", "s3"), default="hub"),
         Flag("--weights-cache-override", "use the model in this folder instead of fetching it", "path"),
-        *_make_flags(ServerConfig),
+        *_make_flags(config.ServerConfig),
         Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
         Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
         Flag(
@@ -195,20 +185,20 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--embedding-dim", "not supported", "integer", refusal="embeddings are not supported yet"),
     ),
     "sources of adapters": (
-        *_make_flags(SourceConfig),
+        *_make_flags(config.SourceConfig),
         Flag("--use-global-hf-token", "use the server's hub token for requests without one", "switch", is_ours=True),
     ),
-    "network and access": (*_make_flags(AccessConfig), *_make_flags(CorsConfig)),
-    "limits": tuple(_make_flags(LimitsConfig)),
+    "network and access": (*_make_flags(config.AccessConfig), *_make_flags(config.CorsConfig)),
+    "limits": tuple(_make_flags(config.LimitsConfig)),
     "memory and speed": (
-        *_make_flags(ModelConfig),
-        *_make_flags(EngineConfig),
+        *_make_flags(config.ModelConfig),
+        *_make_flags(config.EngineConfig),
         Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
         Flag("--max-batch-total-tokens", "the cache's size in tokens, instead of --cache-bytes", "integer"),
         Flag("--adapter-memory-fraction", "share of a GPU, instead of --adapter-bytes", "number", default="0.1"),
     ),
     "logs, and what else": (
-        *_make_flags(LogConfig),
+        *_make_flags(config.LogConfig),
         Flag("--env", "print what this machine and installation are, then go on", "switch"),
         Flag("--download-only", "fetch the model, then stop", "switch"),
     ),
@@ -224,18 +214,13 @@ FLAGS = tuple(flag for group in TABLE.values() for flag in group)
 # --- The parser -------------------------------------------------------------------------------------------------------
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves more room for the names of flags, and keeps the line breaks of descriptions."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36)
-
-
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` for wrong arguments, and suggests the flag that is spelt most alike."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=Formatter, **settings)
+        # More room for the names of flags, and the line breaks of descriptions as they are.
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
 
     def add_version(self) -> None:
         self.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")

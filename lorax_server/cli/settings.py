@@ -46,7 +46,6 @@ class Parsed:
     token: str | None = field(repr=False)  # for the base model
     num_shard: int | None
     num_visible: int  # GPUs that the environment lists
-    is_demo: bool = False  # no model was named: it is the one that ships in the package
 
     @property
     def adapter_token(self) -> str | None:
@@ -65,12 +64,11 @@ class Parsed:
             return self.model_id
         return "/".join(filter(None, ("s3:/", bucket, bucket and prefix, self.model_id)))
 
-    def check(self) -> None:
-        """Find errors before a model is fetched, as far as they can be known."""
-        self.make_config(None)
-
     def make_config(self, model_folder: Path | None, machine: Machine | None = None) -> ServerConfig:
-        """Make the server's settings. Errors name the flags or variables that are wrong."""
+        """Make the server's settings, without a model's folder as far as they are known before it is fetched.
+
+        Errors name the flags or variables that are wrong.
+        """
         origins = {flag.field or flag.key: self.origins.get(flag.key, flag.name) for flag in FLAGS}
         try:
             return self._make_config(model_folder, machine or Machine())
@@ -182,8 +180,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Pars
     """Read flags and environment variables. `command` is `serve` or `launcher`."""
     values, origins = _read(argv, environ, command)
     warnings = (*_check(values, origins, environ), *_check_pairs(values, origins))
-    is_demo = command == "serve" and "model_id" not in values
-    if is_demo:
+    if command == "serve" and "model_id" not in values:
         values = demo.add_settings(values)
     if command == "launcher":
         values = {**LAUNCHER_DEFAULTS, **values}
@@ -200,7 +197,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Pars
         token=next((environ[name].strip() for name in TOKENS if environ.get(name, "").strip()), None),
         num_shard=_num_shard(values, _count_gpus(environ)),
         num_visible=_count_gpus(environ),
-        is_demo=is_demo,
     )
 
 

@@ -22,6 +22,20 @@ def stamp_of(file: Path | int) -> Stamp:
     return to_stamp(os.stat(file))
 
 
+def look(path: Path) -> os.stat_result | None:
+    """Return the status of a path; None if it is gone or hidden."""
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def find_stamp(path: Path) -> Stamp | None:
+    """Return the stamp of a path; None if it is gone or hidden."""
+    status = look(path)
+    return None if status is None else to_stamp(status)
+
+
 def to_stamp(status: os.stat_result) -> Stamp:
     """Return inode, size and times. The time of the last change of any kind is last: a writer can set the other one
     back, as `cp -p` does."""

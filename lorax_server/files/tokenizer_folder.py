@@ -15,7 +15,7 @@ from lorax_server.files.adapter_files import (
     is_template,
 )
 from lorax_server.files.names import MODEL_CONFIG_FILE, VOCABULARY_FILE
-from lorax_server.files.plain_file import ChangedError, Stamp, open_plain, size_in, stamp_of
+from lorax_server.files.plain_file import ChangedError, Stamp, find_stamp, open_plain, size_in
 from lorax_server.files.strict_json import parse_json
 
 MAX_COPIED_BYTES = 2**27  # of one adapter
@@ -40,16 +40,9 @@ def read_bytes(path: Path, limit: int | None = None, stamp: Stamp | None = None)
         with open_plain(path, stamp) as file:
             return file.read(limit)
     except OSError as error:
-        if stamp is not None and _has_changed(path, stamp, error):
+        if stamp is not None and (isinstance(error, ChangedError) or find_stamp(path) != stamp):
             raise ChangedError(0, "it changed after it was chosen") from error
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _has_changed(path: Path, stamp: Stamp, error: OSError) -> bool:
-    try:
-        return isinstance(error, ChangedError) or stamp_of(path) != stamp
-    except OSError:
-        return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shar
 from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 from tests.builders import CPU, adapter_batch, how
 from tests.lora import GivenAdapter, fill_arena
 from tests.optional import present
@@ -381,7 +381,7 @@ def test_a_norm_whose_weight_has_zeros_is_refused() -> None:
 
 
 def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWeights]) -> torch.Tensor:
-    weights = TensorWeights({"x.weight": BASE, "x.bias": BIAS}, **(how() | {"process_group": group}))
+    weights = Weights({"x.weight": BASE, "x.bias": BIAS}, **(how() | {"process_group": group}))
     shard = shard_evenly(group, SIZE, "inputs")
     layer = TensorParallelAdapterRowLinear(weights, "x", shard, VOCAB, bias=True)
     given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]

@@ -199,6 +199,8 @@ def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--revision", "main"], 2, "lorax: --model-id is missing"),
         (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
+        (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "the examples cannot be read"),
+        (["serve", "--model-id", "/no/model", "--keys-file", "/no/file"], 2, "/no/file"),
         (["sreve"], 2, "lorax: there is no command 'sreve'; there are serve, generate"),
         (["--verbose"], 2, "lorax: '--verbose' is not known"),
         (["generate"], 2, "lorax: the following arguments are required: PROMPT"),

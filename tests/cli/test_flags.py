@@ -279,9 +279,9 @@ def test_what_cannot_be_is_an_error(line: str, environ: dict[str, str], message:
 
 
 def test_problems_are_found_before_a_model_is_fetched() -> None:
-    read("--max-batch-total-tokens 100").check()  # only the model's folder can tell
+    read("--max-batch-total-tokens 100").make_config(None)  # only the model's folder can tell
     with pytest.raises(ConfigError, match="--port = 70000"):
-        read("--port 70000").check()
+        read("--port 70000").make_config(None)
 
 
 def test_secrets_are_not_shown() -> None:
@@ -324,7 +324,6 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
     parsed = parse([], {}, "serve")
     made = parsed.make_config(Path("/model"))
-    assert parsed.is_demo
     assert made.model_id == "lorax-demo"
     assert made.examples == demo.EXAMPLES
     assert made.adapters_dir == demo.SETTINGS["adapters_dir"]
@@ -348,9 +347,9 @@ def test_settings_that_are_given_win_over_the_demo(shipped: Path) -> None:
 
 
 def test_a_model_is_no_demo(shipped: Path) -> None:
-    assert not parse(["--model-id", "owner/model"], {}, "serve").is_demo
-    assert not parse([], {"MODEL_ID": "owner/model"}, "serve").is_demo
-    assert not parse([], {}, "launcher").is_demo
+    assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
+    assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
+    assert parse([], {}, "launcher").model_id != demo.NAME
     assert config().examples is None
 
 
@@ -547,7 +546,7 @@ def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch
 )
 def test_sources_that_are_not_there(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(line).check()
+        read(line).make_config(None)
 
 
 @pytest.mark.parametrize(

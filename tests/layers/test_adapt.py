@@ -17,7 +17,7 @@ from lorax_server.kernels.reference import LONG_RUN
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.layers.targets import adapter_targets
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.adapters.test_host import (
     ALONE,
@@ -63,7 +63,7 @@ def run_vocabulary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embedded rows and logits. The units between adapters are NaN, and must not be read."""
     settings = how(dtype=dtype) | {"process_group": group}
-    weights = TensorWeights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
+    weights = Weights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
     embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
     head = MultiAdapterHead.load(weights, "head", SIZE, VOCAB)
     targets = adapter_targets(nn.ModuleList([embedding, head]))

@@ -20,7 +20,7 @@ from lorax_server.kernels import select_ops
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.models.registry import build_model, get_model
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 from tests.builders import needs_onednn
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
@@ -139,7 +139,7 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
     reference, half = (
         build_model(
             VARIANTS["gpt2-reorder-and-upcast"].config(),
-            TensorWeights(tensors, device=device, dtype=dtype, process_group=FakeGroup(), ops=select_ops(device)),
+            Weights(tensors, device=device, dtype=dtype, process_group=FakeGroup(), ops=select_ops(device)),
         )
         for dtype in (torch.float32, torch.float16)
     )

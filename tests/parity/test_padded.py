@@ -15,7 +15,7 @@ from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 from tests.lora import make_arena, merged, random_factors
 from tests.optional import present
 from tests.paged import PagedDriver
@@ -200,7 +200,7 @@ def test_positions_and_head_mask_are_stretched_over_the_batch(device: torch.devi
     tensors = checkpoint("neox-parallel", oracle)
     half = GPTNeoxForCausalLM(
         VARIANTS["neox-parallel"].config(),
-        TensorWeights(tensors, device=device, dtype=torch.float16, process_group=FakeGroup(), ops=select_ops(device)),
+        Weights(tensors, device=device, dtype=torch.float16, process_group=FakeGroup(), ops=select_ops(device)),
     )
     masked = model(input_ids=ids, head_mask=torch.full((4,), 0.5, device=device)).logits
     rough = half(input_ids=ids, head_mask=torch.full((4,), 0.5, device=device)).logits

@@ -27,7 +27,7 @@ from transformers import (
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.kernels import select_ops
-from lorax_server.weights import TensorWeights
+from lorax_server.weights import Weights
 
 VOCAB = 97  # divides by none of the world sizes
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -220,8 +220,8 @@ def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
 
 def make_weights(
     tensors: dict[str, torch.Tensor], device: torch.device, group: ProcessGroup | None = None, pack: bool = False
-) -> TensorWeights:
-    return TensorWeights(
+) -> Weights:
+    return Weights(
         tensors,
         device=device,
         dtype=torch.float32,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorax_server.adapters.sources.download import LOCK, PART
+from lorax_server.files.plain_file import look
 
 ASIDE = ".aside-"
 VERSION_HASH = re.compile(r"[0-9a-f]{64}")
@@ -175,18 +176,14 @@ class HubCache(AdapterCache):
 
 def read_time(path: Path, default: float) -> float:
     """Return the time of a file. For a mark, this is when its version was last used."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return default
+    status = look(path)
+    return default if status is None else status.st_mtime
 
 
 def read_size(path: Path) -> int:
     """Return the bytes of a file; 0 if it is gone."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+    status = look(path)
+    return 0 if status is None else status.st_size
 
 
 def _marks(repo: Path) -> Path:

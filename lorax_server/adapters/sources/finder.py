@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-import os
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache, TLRUCache, cachedmethod
 
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
@@ -21,13 +22,15 @@ from lorax_server.adapters.sources.source import (
     AdapterSources,
     BaseModelType,
     FetchedAdapter,
+    Key,
+    key_of,
     read_json,
 )
-from lorax_server.adapters.spec import AdapterSpec, StoredPart, count_elements, is_settled
+from lorax_server.adapters.spec import AdapterSpec, StoredPart, is_settled
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.adapter_files import REQUIRED_FILES
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import Stamp, size_in, stamp_of
+from lorax_server.files.plain_file import Stamp, find_stamp, look, size_in
 from lorax_server.types import AdapterRef, Resolved
 
 MAX_IDENTITIES = 100_000
@@ -35,8 +38,6 @@ MAX_BASE_TYPES = 10_000
 ATTEMPTS = 3  # at reading an adapter that is replaced meanwhile
 # For so long no source is asked again for a base model that none knows: a hub that does not answer takes a while.
 UNKNOWN_BASE_S = 600.0
-
-Key = tuple[str, str, str | None]  # source, name, and a hash of the token, on which the answer depends
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class FoundAdapter:
     def is_unchanged(self) -> bool:
         """Look at each file once. May take as long as the file system does."""
         is_same = all(_find_inode(root) == inode for root, inode in self.roots.items())
-        return is_same and all(_stamp(path) == stamp for path, stamp in self.files.items())
+        return is_same and all(find_stamp(path) == stamp for path, stamp in self.files.items())
 
     def is_overwritten(self) -> bool:
         """Tell whether the config or the weights were replaced. Not so if one of them is gone."""
@@ -64,7 +65,7 @@ class FoundAdapter:
     def is_cut(self) -> bool:
         """Tell whether the weights have become shorter: a process may have begun to write them anew."""
         path = self.spec.parts[0].folder / WEIGHTS_FILE
-        before, now = self.files.get(path), _stamp(path)
+        before, now = self.files.get(path), find_stamp(path)
         return before is not None and now is not None and size_in(now) < size_in(before)
 
 
@@ -86,8 +87,7 @@ class AdapterFinder:
         self._time_ns = time_ns
         self._lock = threading.Lock()  # guards all below
         self._identities: LRUCache[tuple[object, ...], tuple[str, int]] = LRUCache(MAX_IDENTITIES)
-        self._base_types: LRUCache[Key, str] = LRUCache(MAX_BASE_TYPES)
-        self._unknown_bases: TTLCache[Key, bool] = TTLCache(MAX_BASE_TYPES, UNKNOWN_BASE_S, timer=clock)
+        self._base_types: TLRUCache[Key, str | None] = TLRUCache(MAX_BASE_TYPES, _remember_until, timer=clock)
 
     def find(self, ref: AdapterRef) -> FoundAdapter:
         """Fetch an adapter and identify it. Takes as long as its source does."""
@@ -121,17 +121,9 @@ class AdapterFinder:
             base_type = self._find_base_type((source, config.base_model_name, token_hash), base_model_type)
         check_base_model(config, self._model_type, self._model_class, base_type)
 
+    @cachedmethod(attrgetter("_base_types"), key=lambda _, key, __: key, lock=attrgetter("_lock"))
     def _find_base_type(self, key: Key, base_model_type: BaseModelType) -> str | None:
-        with self._lock:
-            base_type, is_unknown = self._base_types.get(key), key in self._unknown_bases
-        if base_type is None and not is_unknown:
-            base_type = base_model_type(key[1])
-            with self._lock:
-                if base_type is None:
-                    self._unknown_bases[key] = True
-                else:
-                    self._base_types[key] = base_type
-        return base_type
+        return base_model_type(key[1])
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
         """Identify a fetched adapter; None if a file has changed since.
@@ -172,34 +164,23 @@ class AdapterFinder:
             return remembered
         keeps = is_settled(stamp, self._time_ns())
         tensors = read_header(path, config.name, stamp)
-        identity = identify(config, path, tensors, stamp), count_elements(tensors)
-        if keeps and _stamp(path) == stamp:
+        num_elements = sum(math.prod(info.shape) for info in tensors.values())
+        identity = identify(config, path, tensors, stamp), num_elements
+        if keeps and find_stamp(path) == stamp:
             with self._lock:
                 self._identities[key] = identity
         return identity
 
 
-def key_of(ref: AdapterRef) -> Key:
-    # A token may hold any characters.
-    token_hash = hashlib.sha256(ref.token.encode(errors="surrogatepass")).hexdigest() if ref.token else None
-    return ref.source, ref.name, token_hash
+def _remember_until(_: Key, base_type: str | None, now: float) -> float:
+    return now + UNKNOWN_BASE_S if base_type is None else math.inf
 
 
 def _find_inode(path: Path) -> Stamp | None:
     """Return the device and inode of a folder. They change when a link is switched, not when its files change."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    status = look(path)
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp | None]:
-    return {path: _stamp(path) for path in paths}
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        return stamp_of(path)
-    except OSError:
-        return None
+    return {path: find_stamp(path) for path in paths}

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but imported lazily
@@ -29,7 +29,7 @@ from lorax_server.adapters.sources.download import storing
 from lorax_server.adapters.sources.remote import RemoteSource
 from lorax_server.adapters.sources.source import AdapterFiles
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_known, is_template
+from lorax_server.files.adapter_files import is_known, known_files
 from lorax_server.files.names import CONFIG_FILE
 from lorax_server.files.strict_json import parse_json
 
@@ -128,15 +128,14 @@ class HubSource(RemoteSource):
 
     def _find_cached(self, name: str) -> AdapterFiles:
         repo, revision = _parse(name)
-        cached = {file: try_to_load_from_cache(repo, file, self._cache_dir, revision) for file in KNOWN_FILES}
-        paths = {file: Path(path) for file, path in cached.items() if isinstance(path, str)}
-        if not paths:
+        ref = self._repo_folder(repo) / "refs" / revision
+        commit = ref.read_text() if ref.is_file() else revision
+        folder = self._repo_folder(repo) / "snapshots" / commit
+        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        if not any(map(is_known, found)):
             raise _not_cached(name)
-        folder = next(iter(paths.values())).parent
-        templates = (f"{TEMPLATES_FOLDER}/{path.name}" for path in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
-        paths |= {file: folder / file for file in sorted(templates) if is_template(file) and (folder / file).is_file()}
-        sizes = {file: path.stat().st_size for file, path in paths.items()}
-        return AdapterFiles(self.kind, repo, folder.name, sizes)
+        sizes = {file: found[file].stat().st_size for file in known_files(found)}
+        return AdapterFiles(self.kind, repo, commit, sizes)
 
     def _remember(self, repo: str, revision: str, commit: str) -> None:
         """Note the commit of a branch for use offline. Serving does not depend on it."""

@@ -6,7 +6,8 @@ The server's own credentials decide what can be read; a request's token plays no
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -41,6 +42,8 @@ class S3Source(RemoteSource):
         client: Any = None,
         timeout_s: float = 10.0,
         budget: DiskBudget | None = None,
+        choose: Callable[[Collection[str]], Sequence[str]] = known_files,  # the files of an adapter among those listed
+        num_threads: int = 1,  # files to download at once
     ) -> None:
         super().__init__(FolderCache(cache_dir), budget or DiskBudget(cache_dir), timeout_s)
         self._budget.add(self._cache)
@@ -48,6 +51,8 @@ class S3Source(RemoteSource):
         self._cache_dir = cache_dir
         self._prefix = prefix.strip("/")
         self._client = client or _connect(endpoint_url, timeout_s)
+        self._choose = choose
+        self._num_threads = num_threads
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
         """Allow all names that exist."""
@@ -64,7 +69,7 @@ class S3Source(RemoteSource):
         if f"{TEMPLATES_FOLDER}/" in subfolders:
             templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
             listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
-        files = known_files(listed)
+        files = self._choose(listed)
         version = hashlib.sha256(repr([(file, *listed[file]) for file in files]).encode()).hexdigest()
         sizes, etags = {file: listed[file][0] for file in files}, {file: listed[file][1] for file in files}
         return AdapterFiles(self.kind, name, version, sizes, etags)
@@ -77,13 +82,16 @@ class S3Source(RemoteSource):
         return self._folder_of(files) / file
 
     def _download_all(self, files: AdapterFiles, paths: Mapping[str, Path], token: str | None) -> None:  # noqa: ARG002
-        for file, path in paths.items():
-            # The tag makes sure that we read the bytes that were found, not a later version.
-            request = {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
-            with _asking(files.name):
-                head = self._client.head_object(**request, ChecksumMode="ENABLED")
-            open_at = partial(self._open, files.name, request)
-            self._download(files, file, path, open_at, partial(_is_right, head=head))
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            list(pool.map(partial(self._download_file, files), paths, paths.values()))
+
+    def _download_file(self, files: AdapterFiles, file: str, path: Path) -> None:
+        # The tag makes sure that we read the bytes that were found, not a later version.
+        request = {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
+        with _asking(files.name):
+            head = self._client.head_object(**request, ChecksumMode="ENABLED")
+        open_at = partial(self._open, files.name, request)
+        self._download(files, file, path, open_at, partial(_is_right, head=head))
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
         """List a folder: size and tag of each file, and the names of its subfolders."""
@@ -127,7 +135,7 @@ def _connect(endpoint_url: str | None, timeout_s: float) -> Any:
         import boto3  # noqa: PLC0415 - an extra
         from botocore.config import Config  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ConfigError("adapters from S3 need boto3: pip install 'lorax_server[s3]'") from error
+        raise ConfigError("models and adapters from S3 need boto3: pip install 'lorax_server[s3]'") from error
     retries = {"total_max_attempts": 2, "mode": "standard"}
     config = Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries=retries)
     # A session of our own: the default one belongs to the whole process.

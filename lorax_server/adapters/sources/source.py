@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachetools import TTLCache
+from cachetools import TTLCache, cachedmethod
 
 from lorax_server.errors import AdapterAccessError, AdapterError
 from lorax_server.files.adapter_files import (
@@ -28,11 +29,13 @@ from lorax_server.files.adapter_files import (
 from lorax_server.files.names import CONFIG_FILE, MODEL_CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.files.plain_file import Stamp, open_plain, reading
 from lorax_server.files.strict_json import parse_json
+from lorax_server.types import AdapterRef
 
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LENGTH = 512
 MAX_AUTHORIZATIONS = 10_000
+Key = tuple[str, str, str | None]  # source, name, and a hash of the token, on which the answer depends
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,7 @@ class AdapterSources:
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()  # guards the clients' rights of a short while ago
-        self._authorizations: TTLCache[tuple[str | None, ...], bool] = TTLCache(
-            MAX_AUTHORIZATIONS, authorization_ttl_s, timer=clock
-        )
+        self._authorizations: TTLCache[Key, None] = TTLCache(MAX_AUTHORIZATIONS, authorization_ttl_s, timer=clock)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ class AdapterSources:
             raise AdapterError(f"adapter {name[:64]!r}: source {source[:64]!r} is not enabled; use one of {enabled}")
         token = token or None
         _check_request(name, token)
-        self._authorize(source, name, token)
+        self._authorize(AdapterRef(source, name, token))
         files = origin.find(name, token)
         names = _choose(files, self._max_bytes)
         config_folder = origin.fetch(files, [CONFIG_FILE], token)
@@ -166,14 +167,9 @@ class AdapterSources:
         stamps = {file: files.stamps[file] for file in names if file in files.stamps}
         return FetchedAdapter(folder, files.version, config, tuple(tokenizer_files(names)), stamps, is_new)
 
-    def _authorize(self, source: str, name: str, token: str | None) -> None:
-        key = (source, name, token and hashlib.sha256(token.encode()).hexdigest())
-        with self._lock:
-            is_allowed = self._authorizations.get(key, False)
-        if not is_allowed:
-            self._sources[source].authorize(name, token)
-            with self._lock:
-                self._authorizations[key] = True
+    @cachedmethod(attrgetter("_authorizations"), key=lambda _, ref: key_of(ref), lock=attrgetter("_lock"))
+    def _authorize(self, ref: AdapterRef) -> None:
+        self._sources[ref.source].authorize(ref.name, ref.token)
 
     def _base_model_type(self, source: str, token: str | None, name: str) -> str | None:
         """Ask the adapter's own source first. The token was given for that one; no other source sees it."""
@@ -183,6 +179,12 @@ class AdapterSources:
         return self._sources[source].base_model_type(name, token) or next(
             filter(None, (other.base_model_type(name, None) for other in others)), None
         )
+
+
+def key_of(ref: AdapterRef) -> Key:
+    # A token may hold any characters.
+    token_hash = hashlib.sha256(ref.token.encode(errors="surrogatepass")).hexdigest() if ref.token else None
+    return ref.source, ref.name, token_hash
 
 
 def _is_sane(name: str) -> bool:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
-from lorax_server.adapters.sources.finder import FoundAdapter, Key
+from lorax_server.adapters.sources.finder import FoundAdapter
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.adapters.sources.source import AdapterSources
+from lorax_server.adapters.sources.source import AdapterSources, Key
 from lorax_server.errors import AdapterError, AdapterNotFoundError, LoraxError, SourceError
 from lorax_server.types import Failure
 

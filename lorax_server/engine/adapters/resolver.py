@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter, Key, key_of
-from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterSources
+from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterSources, Key, key_of
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.pointers import (
     RETRY_S,

@@ -32,7 +32,7 @@ class Example(msgspec.Struct):
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     files = StaticFiles(directory=FOLDER)
-    examples = _read_examples(service.config.examples)
+    examples = read_examples(service.config.examples)
 
     @router.get("/ui")
     async def redirect_to_folder() -> Response:
@@ -58,7 +58,8 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _read_examples(path: Path | None) -> bytes:
+def read_examples(path: Path | None) -> bytes:
+    """Return the file of examples as it is, once it is known to be one."""
     if path is None:
         return b"[]"
     try:

@@ -358,5 +358,5 @@ def test_a_refusal_that_cannot_be_sent_is_refused_all_the_same(peer: Peer, caplo
         peer.send(messages.GetStatus(1))
         reply = peer.receive()
     assert isinstance(reply, messages.Refused)
-    assert (reply.query_id, reply.failure.status) == (1, 500)
+    assert (reply.query_id, reply.failure.status) == (1, 422)
     stop(peer)
