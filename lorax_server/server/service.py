@@ -100,7 +100,7 @@ class Service:
         for source, name in self.config.engine.preload:
             with suppress(SourceError):  # the engine has logged it already
                 identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
-                named = self.model_names.place(source, name)
+                named = self.model_names.tidy(source, name)
                 self.seen.note(identity, named)
                 self.seen.pin(identity, named)
 
