@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import ConfigError, EngineError, InputError, LoraxError, SourceError
 from lorax_server.server.access.folder import FolderWatch
 from lorax_server.server.access.keys import Key, KeyRing
@@ -40,7 +40,7 @@ class Service:
     """Everything that requests share. It belongs to one event loop, and `start` makes it."""
 
     config: ServerConfig
-    engine: EngineClient
+    engine: RemoteEngine
     keys: KeyRing
     model_names: ModelNames
     tokenizers: Tokenizers
@@ -68,7 +68,7 @@ class Service:
     # --- Start and end ------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, config: ServerConfig, engine: EngineClient, keys: KeyRing) -> "Service":
+    async def start(cls, config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> "Service":
         """Start a service and return it when it is ready: the engine has answered a request of its own by then.
 
         Files are read while the engine loads the model.

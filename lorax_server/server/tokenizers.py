@@ -74,10 +74,6 @@ class Tokenizers:
 
         return await self.run(tokenizer, len(text), work)
 
-    async def locate(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the offsets at which a text's tokens begin."""
-        return await self.run(tokenizer, len(text), partial(tokenizer.locate, text, add_special_tokens))
-
     async def decode(self, tokenizer: TextTokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return await self.run(tokenizer, len(ids), partial(tokenizer.decode, ids, skip_special_tokens))
 

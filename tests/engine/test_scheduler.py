@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
@@ -91,7 +92,7 @@ class Device:
 
 
 @dataclass
-class Loaded:
+class Loaded(AdapterTable):
     """Adapters by identity, each with the index in its name; some may not have arrived."""
 
     missing: set[str] = field(default_factory=set)

@@ -6,7 +6,7 @@ Each request gets an id, and refusals are logged. Every route of a router needs 
 import asyncio
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,19 +28,11 @@ SINGLE = ("host", "authorization", "content-type")  # of two, a proxy might look
 PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # readable without a key
 
 
-class Methods:
-    """The HTTP methods of each path."""
-
-    def __init__(self) -> None:
-        self._routes: list[Route] = []
-
-    def add(self, routes: Iterable[BaseRoute]) -> None:
-        self._routes += [route for route in routes if isinstance(route, Route)]
-
-    def allowed_at(self, path: str) -> set[str]:
-        """Return the methods of a path. A route that answers GET also answers HEAD."""
-        methods = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
-        return methods | {"HEAD"} if "GET" in methods else methods
+def methods_at(path: str, routes: Sequence[BaseRoute]) -> set[str]:
+    """Return the methods of a path. A route that answers GET also answers HEAD."""
+    matching = (route for route in routes if isinstance(route, Route) and route.path_regex.match(path))
+    methods = {method for route in matching for method in route.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods
 
 
 class _RefusedError(Exception):
@@ -53,10 +45,10 @@ class _RefusedError(Exception):
 class RequestMiddleware:
     """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
-    def __init__(self, app: ASGIApp, methods: Methods, service: Service, address: str = "") -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Service, address: str = "") -> None:
         config = service.config
         self._app = app
-        self._methods = methods
+        self._routes = routes
         self._service = service
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
@@ -92,7 +84,7 @@ class RequestMiddleware:
     ) -> None:
         """Refuse a request as early as possible, or hand it to a route."""
         method, path = scope["method"], scope["path"]
-        has_route = method in self._methods.allowed_at(path)
+        has_route = method in methods_at(path, self._routes)
         is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
         self._check_headers(headers)
         if has_route and not is_public:
@@ -107,17 +99,14 @@ class RequestMiddleware:
                 return  # the client has left
             receive = _replay(body, receive)
             if len(body) > LARGE:
-                await self._wait_for_turn()
+                # Large bodies are parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
+                # another thread would not help.
+                async with self._large_body_lock:
+                    await asyncio.sleep(0)
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
             self._service.audit_log.refuse(request, problem)
-
-    async def _wait_for_turn(self) -> None:
-        """Let large bodies be parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
-        another thread would not help."""
-        async with self._large_body_lock:
-            await asyncio.sleep(0)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
