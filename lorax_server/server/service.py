@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from lorax_server.config import ServerConfig
@@ -120,14 +121,10 @@ class Service:
 
     # --- Callers ------------------------------------------------------------------------------------------------------
 
-    def identify(self, http: Request) -> Key:
-        """Return the key of a request that needs no answer of the model."""
-        return self.check_caller(http.headers.get("authorization"))
-
-    def check_caller(self, authorization: str | None) -> Key:
-        """Return the key that a header shows, before anything else of a request is looked at."""
+    def identify(self, headers: Headers) -> Key:
+        """Return the key of a request, before anything else of it is looked at."""
         self.check_is_open()
-        return self.keys.identify(authorization)
+        return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
         """Return an admin's key, or refuse the caller. The audit log tells who did it, and how it ended."""

@@ -89,7 +89,7 @@ class RequestMiddleware:
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                request.key = self._service.check_caller(headers.get("authorization")).name
+                request.key = self._service.identify(headers).name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
         if has_route and method == "POST":

@@ -62,14 +62,14 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
     async def info(http: Request) -> Response:
         """Describe the model that is served, and the limits in force."""
-        service.identify(http)
+        service.identify(http.headers)
         return json_response(_info(service))
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
         """List the base model and the adapters that have a name. Requests may name any adapter of a source as well."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
@@ -80,7 +80,7 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
         """Describe one model."""
-        key, names = service.identify(http), service.model_names
+        key, names = service.identify(http.headers), service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
         for described in _models(service, key, created, allowed):
@@ -173,7 +173,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """Split a text into tokens."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         check_text(body.inputs)
@@ -188,7 +188,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """Return the text that tokens stand for."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.enter(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
