@@ -17,6 +17,7 @@ from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.rate_limits import RateLimits
 from lorax_server.server.checks import pick_sampling
+from lorax_server.server.generations import cancel_all
 from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
@@ -80,7 +81,7 @@ class Service:
             closing.push_async_callback(asyncio.to_thread, tracer.close)
             starting = asyncio.create_task(engine.start())
             closing.push_async_callback(engine.close)
-            closing.push_async_callback(_cancel, starting)
+            closing.push_async_callback(cancel_all, [starting])
             base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
             defaults = await asyncio.to_thread(load_generation_defaults, folder)
             _check_defaults(defaults)
@@ -162,11 +163,6 @@ def _make_names(config: ServerConfig) -> ModelNames:
     for source, name in config.engine.preload:
         names.add(name, source, name)
     return names
-
-
-async def _cancel(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 def _shutting_down() -> EngineError:

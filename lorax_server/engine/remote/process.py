@@ -89,13 +89,9 @@ class _EngineLoop:
             engine.wait()  # returns at once if a message has come
             if is_idle:
                 self._idle_s += time.monotonic() - since
-                self._rest()
-
-    def _rest(self) -> None:
-        """After some idle turns give memory back, once: it takes milliseconds, and the next step takes it again."""
-        self._num_idle += 1
-        if self._num_idle == REST_AFTER:
-            give_back_memory()
+                self._num_idle += 1
+                if self._num_idle == REST_AFTER:  # once: it takes milliseconds, and the next step takes memory again
+                    give_back_memory()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 

@@ -113,10 +113,6 @@ class RateLimits:
             )
         bucket.take(1)
 
-    def owe_adapter(self, key: Key, count: int = 1) -> None:
-        """Count an adapter that turned out to be new after it was let in; a count of -1 gives one back."""
-        self._usage(key).adapters.take(count)
-
     def fare(self, key: Key, name: Named) -> "Fare":
         """Return what the requests of a key that wait for one adapter share: they pay for it once."""
         return self._fares.setdefault((key.name, name), Fare(self, key, name))
@@ -179,13 +175,13 @@ class Fare:
     def owe(self) -> None:
         """Pay for an adapter that had to be fetched again."""
         if not self._is_paid:
-            self._rate_limits.owe_adapter(self._key)
+            self._rate_limits._usage(self._key).adapters.take(1)
             self._is_paid = True
 
     def give_back(self) -> None:
         """Return the price of an adapter that its source could not give."""
         if self._is_paid:
-            self._rate_limits.owe_adapter(self._key, -1)
+            self._rate_limits._usage(self._key).adapters.take(-1)
             self._is_paid = False
 
     def __enter__(self) -> Self:

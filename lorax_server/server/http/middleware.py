@@ -17,7 +17,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.audit import AuditedRequest
+from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
@@ -60,27 +60,27 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request = _describe_request(scope, headers)
+        record = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = request.request_id
+        state["request_id"] = record.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request.request_id
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
             await send(message)
 
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn knows of the HEAD, and sends no body
         try:
-            await self._answer(scope, headers, request, receive, send_with_id)
+            await self._answer(scope, headers, record, receive, send_with_id)
         except _RefusedError as refused:
-            await self._refuse(request, refused.problem, receive, send_with_id)
+            await self._refuse(record, refused.problem, receive, send_with_id)
         finally:
-            self._service.audit_log.end(request, state.get("admin_action"))
+            self._service.audit_log.end(record, state.get("admin_action"))
 
     async def _answer(
-        self, scope: Scope, headers: Headers, request: AuditedRequest, receive: Receive, send: Send
+        self, scope: Scope, headers: Headers, record: RequestRecord, receive: Receive, send: Send
     ) -> None:
         """Refuse a request as early as possible, or hand it to a route."""
         method, path = scope["method"], scope["path"]
@@ -89,7 +89,7 @@ class RequestMiddleware:
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                request.key = self._service.identify(headers).name
+                record.key = self._service.identify(headers).name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
         if has_route and method == "POST":
@@ -106,7 +106,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.audit_log.refuse(request, problem)
+            self._service.audit_log.refuse(record, problem)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
@@ -148,21 +148,21 @@ class RequestMiddleware:
             problem = http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s")
             raise _RefusedError(problem) from None
 
-    async def _refuse(self, request: AuditedRequest, problem: Problem, receive: Receive, send: Send) -> None:
+    async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._service.audit_log.refuse(request, problem)
-        response = problem.response(request.path)
+        self._service.audit_log.refuse(record, problem)
+        response = problem.response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         await _discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _describe_request(scope: Scope, headers: Headers) -> AuditedRequest:
+def _describe_request(scope: Scope, headers: Headers) -> RequestRecord:
     request_id = headers.get("x-request-id", "")
     if not REQUEST_ID.fullmatch(request_id):
         request_id = uuid.uuid4().hex
-    return AuditedRequest(request_id, scope["path"], (scope.get("client") or ("",))[0])
+    return RequestRecord(request_id, scope["path"], status=0, address=(scope.get("client") or ("",))[0])
 
 
 async def _discard(receive: Receive) -> None:

@@ -5,6 +5,8 @@ from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named
 from lorax_server.server.access.rate_limits import RateLimits
 
+NAME = Named("hub", "owner/poet")
+
 
 class Clock:
     def __init__(self) -> None:
@@ -194,8 +196,9 @@ def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
 
 def test_an_adapter_that_turns_out_to_be_new_is_owed(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=1)
-    rate_limits.owe_adapter(key)
-    rate_limits.owe_adapter(key)
+    for _ in range(2):
+        with rate_limits.fare(key, NAME) as fare:
+            fare.owe()
     assert retry_new_after(rate_limits, key) == pytest.approx(120.0)
 
 
@@ -218,9 +221,6 @@ def test_who_has_how_many_new_adapters(clock: Clock, key: Key, of_server: int | 
         rate_limits.take_adapter(key)
     if limit is not None:
         retry_new_after(rate_limits, key, f"used up the {limit} new adapters a minute")
-
-
-NAME = Named("hub", "owner/poet")
 
 
 def test_requests_of_a_key_for_an_adapter_share_a_fare(clock: Clock) -> None:
