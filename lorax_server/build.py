@@ -92,13 +92,8 @@ def _await(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
 
 def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
     return Limits(
-        max_step_tokens=capabilities.max_step_tokens,
-        max_rows=capabilities.max_rows,
-        max_length=capabilities.max_length,
+        **vars(capabilities),
         max_chunk=config.max_chunk,
-        can_chunk=capabilities.can_chunk,
-        can_reuse=capabilities.can_reuse,
-        rope=capabilities.rope,
         max_waiting=config.max_waiting,
         max_wait_s=config.max_wait_s,
         adapter_timeout_s=config.adapter_timeout_s,

@@ -1,26 +1,22 @@
 """Admission: refuses requests that could never run, and those that would wait for too long."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lorax_server.errors import ContextLengthError, InputError, LoraxError, NotSupportedError, OverloadedError
-from lorax_server.plan import RopeRule
+from lorax_server.plan import Capabilities
 from lorax_server.types import Request, SchedulerCounters, Task
 
 MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits that the scheduler keeps."""
+class Limits(Capabilities):
+    """Limits that the scheduler keeps: those of the executor, and the operator's.
 
-    max_step_tokens: int  # computed in a step
-    max_rows: int  # sequences that run at once
-    max_length: int  # tokens of a sequence
+    Without chunks a sequence is computed in one step up to its last token, and never gives way for lack of blocks.
+    """
+
     max_chunk: int | None = None  # tokens of one sequence in a step, so that others can begin beside a long prompt
-    # Without chunks a sequence is computed in one step up to its last token, and never gives way for lack of blocks.
-    can_chunk: bool = True
-    can_reuse: bool = True  # blocks of one sequence can serve another
-    rope: RopeRule = field(default_factory=RopeRule)
     max_waiting: int | None = None  # requests; more are refused
     max_wait_s: float | None = None  # requests that would probably wait longer are refused
     adapter_timeout_s: float | None = None  # how long a request waits for its adapter

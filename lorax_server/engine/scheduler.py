@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lorax_server.engine.adapter_queue import AdapterQueue
-from lorax_server.engine.adapters.protocol import Adapters
+from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits, check_request, find_token_problem, make_nan_error
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.fair_queue import FairQueue
@@ -31,7 +31,7 @@ class Scheduler:
         self,
         limits: Limits,
         pool: BlockPool,
-        adapters: Adapters,
+        adapters: AdapterTable,
         weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -58,18 +58,14 @@ async def select_names(
     names: ModelNames, key: Key, search: str = "", after: str = "", count: int | None = None
 ) -> list[tuple[str, Named]]:
     """Return up to `count` names that the operator gave, that the caller may use and that have a text in them."""
-    listing, default_source, text = names.listing, names.default_source, search.casefold()
+    listing, text = names.listing, search.casefold()
     listed = listing.names
-
-    def keep(name: str) -> bool:
-        return text in name.casefold() and key.may_use(
-            default_source, name, default_source, listing.places[name].source == HUB
-        )
 
     def select() -> list[tuple[str, Named]]:
         start = bisect_right(listed, after) if after else 0
-        kept = filter(keep, (listed[index] for index in range(start, len(listed))))
-        return [(name, listing.places[name]) for name in islice(kept, count)]
+        following = ((listed[index], listing.adapters[listed[index]]) for index in range(start, len(listed)))
+        kept = (pair for pair in following if text in pair[0].casefold() and names.may_use(key, *pair))
+        return list(islice(kept, count))
 
     return await off_loop(len(listed) > FEW and bool(text or key.adapters is not None or count is None), select)
 

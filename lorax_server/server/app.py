@@ -1,5 +1,6 @@
 """The routes put together: one ASGI application around a `Service`."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -7,12 +8,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
 from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
-from lorax_server.server.http.middleware import Methods, RequestMiddleware
+from lorax_server.server.http.middleware import RequestMiddleware, methods_at
 from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground
@@ -33,20 +35,20 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         openapi_url=OPENAPI_PATH,
         redirect_slashes=False,
     )
-    methods = Methods()
+    routes: list[BaseRoute] = []
     for module in (lorax, completions, chat, info, adapters, playground):
         router = module.make_router(service)
         app.include_router(router)
-        methods.add(router.routes)
+        routes += router.routes
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
-    _add_handlers(app, methods)
+    _add_handlers(app, routes)
     describe_limits(app, service)
-    app.add_middleware(RequestMiddleware, methods=methods, service=service, address=address)
+    app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     return app
 
 
-def _add_handlers(app: FastAPI, methods: Methods) -> None:
+def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Answer errors as JSON, in the form that the route's clients expect."""
 
     @app.exception_handler(LoraxError)
@@ -65,7 +67,7 @@ def _add_handlers(app: FastAPI, methods: Methods) -> None:
     async def refuse_http(http: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         message = str(error.detail)
-        allowed = methods.allowed_at(http.url.path)
+        allowed = methods_at(http.url.path, routes)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
             headers["allow"] = ", ".join(sorted(allowed))  # of all routes with this path, not only of the first
         if isinstance(error.__cause__, ValueError | RecursionError):  # that FastAPI's parser of JSON lets through

@@ -27,10 +27,11 @@ from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, event, until_gone
-from lorax_server.server.prompts import Prompt, RequestOptions, encode_prompt, fit_stop
+from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
+from lorax_server.text.prompt import Prompt
 from lorax_server.types import Request
 
 logger = logging.getLogger(__name__)

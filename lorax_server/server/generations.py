@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import LoraxError
@@ -75,7 +76,7 @@ async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
 async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[tuple[int, list[TokenEvent]], None]:
@@ -101,7 +102,7 @@ async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[
                 case item:
                     yield item
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
 async def _feed(index: int, generation: RemoteGeneration, queue: "asyncio.Queue[_Item]") -> None:
@@ -115,7 +116,8 @@ async def _feed(index: int, generation: RemoteGeneration, queue: "asyncio.Queue[
         queue.put_nowait(None)
 
 
-async def _cancel(tasks: "Sequence[asyncio.Task[object]]") -> None:
+async def cancel_all(tasks: "Sequence[asyncio.Task[Any]]") -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

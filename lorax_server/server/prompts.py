@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from lorax_server.errors import ContextLengthError, InputError
 from lorax_server.server.checks import check_text
 from lorax_server.server.service import Service
+from lorax_server.text.prompt import Prompt
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import SamplingParams, StopParams
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,9 @@ async def encode_prompt(
 ) -> list[int]:
     if isinstance(prompt, str):
         check_text(prompt)
-        _refuse_too_long(service, tokenizer, prompt, options)
+        count = tokenizer.count_at_least(prompt)
+        if options.truncate is None and count > service.max_input_length:
+            fit_stop(service, tokenizer, options, count, at_least="at least ")  # before time is spent on its tokens
         ids = await service.tokenizers.encode(tokenizer, prompt, options.add_special_tokens, options.truncate)
     else:
         ids = list(prompt)
@@ -54,13 +55,6 @@ async def encode_prompt(
     if not ids:
         raise InputError("`inputs` cannot be empty")
     return ids
-
-
-def _refuse_too_long(service: Service, tokenizer: TextTokenizer, text: str, options: RequestOptions) -> None:
-    """Refuse a text that cannot fit before time and memory are spent on its tokens."""
-    count = tokenizer.count_at_least(text)
-    if options.truncate is None and count > service.max_input_length:
-        fit_stop(service, tokenizer, options, count, at_least="at least ")
 
 
 def fit_stop(

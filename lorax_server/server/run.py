@@ -91,7 +91,7 @@ class _UvicornServer(uvicorn.Server):
         await super().startup(sockets)
         if sockets:
             host, port = sockets[0].getsockname()[:2]
-            _say_ready(self._service, f"http://{_shown(host)}:{port}")
+            _say_ready(self._service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         gc.collect()
         gc.freeze()  # what is there now stays: collecting it would hold up streams for 80 ms
 
@@ -161,7 +161,3 @@ def _fit_connections(config: ServerConfig, max_files: int) -> ServerConfig:
         max_files,
     )
     return replace(config, max_connections=most)
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
 from itertools import islice
 
+from cachetools import FIFOCache
+
 from lorax_server.engine.adapters.entry import State
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.server.access.model_names import Named
@@ -31,7 +33,7 @@ class SeenAdapters:
         self._sorted: list[str] = []  # identities
         self._merges: OrderedDict[str, None] = OrderedDict()  # identities
         self._pins: dict[str, set[Named]] = {}  # by identity: the names by which it was pinned
-        self._errors: OrderedDict[Named, str] = OrderedDict()  # of names whose files cannot be served now
+        self._errors: FIFOCache[Named, str] = FIFOCache(MAX_FAILED)  # of names whose files cannot be served now
 
     def note(self, identity: str, name: Named) -> None:
         """Note that a name means an adapter from now on."""
@@ -104,16 +106,12 @@ class SeenAdapters:
 
         Errors that a caller's token has caused are not for others. A source that is down says nothing about an adapter.
         """
-        is_public = ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError)
-        if is_public:
+        if ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError):
             self.set_error(Named(ref.source, ref.name), str(error))
 
     def set_error(self, name: Named, error: str) -> None:
         """Note why a name cannot be served, until it can."""
         self._errors[name] = error
-        self._errors.move_to_end(name)
-        if len(self._errors) > MAX_FAILED:
-            self._errors.popitem(last=False)
 
     def error(self, name: Named | None) -> str | None:
         """Return the reason why a name could not be served the last time."""

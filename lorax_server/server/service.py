@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from lorax_server.config import ServerConfig
@@ -16,6 +17,7 @@ from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.rate_limits import RateLimits
 from lorax_server.server.checks import pick_sampling
+from lorax_server.server.generations import cancel_all
 from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
@@ -79,7 +81,7 @@ class Service:
             closing.push_async_callback(asyncio.to_thread, tracer.close)
             starting = asyncio.create_task(engine.start())
             closing.push_async_callback(engine.close)
-            closing.push_async_callback(_cancel, starting)
+            closing.push_async_callback(cancel_all, [starting])
             base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
             defaults = await asyncio.to_thread(load_generation_defaults, folder)
             _check_defaults(defaults)
@@ -100,7 +102,7 @@ class Service:
         for source, name in self.config.engine.preload:
             with suppress(SourceError):  # the engine has logged it already
                 identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
-                named = self.model_names.place(source, name)
+                named = self.model_names.tidy(source, name)
                 self.seen.note(identity, named)
                 self.seen.pin(identity, named)
 
@@ -120,14 +122,10 @@ class Service:
 
     # --- Callers ------------------------------------------------------------------------------------------------------
 
-    def identify(self, http: Request) -> Key:
-        """Return the key of a request that needs no answer of the model."""
-        return self.check_caller(http.headers.get("authorization"))
-
-    def check_caller(self, authorization: str | None) -> Key:
-        """Return the key that a header shows, before anything else of a request is looked at."""
+    def identify(self, headers: Headers) -> Key:
+        """Return the key of a request, before anything else of it is looked at."""
         self.check_is_open()
-        return self.keys.identify(authorization)
+        return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
         """Return an admin's key, or refuse the caller. The audit log tells who did it, and how it ended."""
@@ -165,11 +163,6 @@ def _make_names(config: ServerConfig) -> ModelNames:
     for source, name in config.engine.preload:
         names.add(name, source, name)
     return names
-
-
-async def _cancel(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 def _shutting_down() -> EngineError:

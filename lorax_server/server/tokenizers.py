@@ -1,15 +1,13 @@
 """The base model's tokenizer and those that adapters bring, and the threads on which texts become tokens."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lorax_server.engine.adapters.threads import DaemonThreads
 from lorax_server.errors import AdapterError, NoTemplateError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
 from lorax_server.machine import give_back_memory
@@ -38,9 +36,11 @@ class Tokenizers:
         self.base = base
         self._adapters = AdapterTokenizers(base, folder, clock=clock)
         self._loading: dict[FolderKey, asyncio.Task[TextTokenizer]] = {}
-        self._of_base = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
-        self._reading, self._of_others = _Lane("tokenizer-files"), _Lane("tokenizer-of-adapters")
-        self._long, self._long_of_others = _Lane("long-texts", 1), _Lane("long-texts-of-adapters", 1)
+        # The process ends without waiting for these threads, whose work may take any time.
+        self._of_base = DaemonThreads("tokenizer", NUM_THREADS)
+        self._of_others = DaemonThreads("tokenizer-of-adapters", NUM_THREADS)
+        self._reading = DaemonThreads("tokenizer-files", NUM_THREADS)
+        self._long, self._long_of_others = DaemonThreads("long-texts", 1), DaemonThreads("long-texts-of-adapters", 1)
         # An adapter's template is code that nobody vouches for. A slow one holds up only other adapters. Where the base
         # model's template is slow, the messages are to blame.
         self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
@@ -53,7 +53,8 @@ class Tokenizers:
         self._adapters.close()
         for task in self._loading.values():
             task.cancel()
-        self._of_base.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._of_base, self._of_others, self._reading, self._long, self._long_of_others):
+            threads.close()
         await self._renderer.close()
         await self._adapter_renderer.close()
 
@@ -73,10 +74,6 @@ class Tokenizers:
 
         return await self.run(tokenizer, len(text), work)
 
-    async def locate(self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the offsets at which a text's tokens begin."""
-        return await self.run(tokenizer, len(text), partial(tokenizer.locate, text, add_special_tokens))
-
     async def decode(self, tokenizer: TextTokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return await self.run(tokenizer, len(ids), partial(tokenizer.decode, ids, skip_special_tokens))
 
@@ -84,13 +81,11 @@ class Tokenizers:
         """Do work with a tokenizer that takes as long as a text of `size` characters, without holding up others."""
         is_of_base = tokenizer.shares_vocabulary(self.base)
         if size > LONG:
-            lane = self._long if is_of_base else self._long_of_others
-            return await lane.run(partial(_give_back_after, work))
-        if not is_of_base:
-            return await self._of_others.run(work)
-        if size <= SHORT:
+            threads = self._long if is_of_base else self._long_of_others
+            return await threads.run(partial(_give_back_after, work))
+        if is_of_base and size <= SHORT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._of_base, work)
+        return await (self._of_base if is_of_base else self._of_others).run(work)
 
     def template_of(self, tokenizer: TextTokenizer) -> str | None:
         """Return the adapter's own chat template, else that of the base model."""
@@ -134,39 +129,6 @@ class Tokenizers:
         if shared is not None:
             return shared
         return await self._of_others.run(partial(self._adapters.build, files))
-
-
-class _Lane:
-    """A few threads for work that may take any time.
-
-    The process ends without waiting for them, while it would wait for those of a ThreadPoolExecutor. A caller that
-    stops waiting does not free its thread, which is still at work.
-    """
-
-    def __init__(self, name: str, num_threads: int = NUM_THREADS) -> None:
-        self._name = name
-        self._turns = asyncio.Semaphore(num_threads)
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        await self._turns.acquire()
-        loop, result = asyncio.get_running_loop(), Future[_T]()
-        result.set_running_or_notify_cancel()  # so that cancelling the caller does not settle it
-
-        def run() -> None:
-            try:
-                settle = partial(result.set_result, work())
-            except BaseException as error:
-                settle = partial(result.set_exception, error)
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._turns.release)  # first: the loop may end with the result
-            settle()
-
-        try:
-            threading.Thread(target=run, name=self._name, daemon=True).start()
-        except BaseException:
-            self._turns.release()
-            raise
-        return await asyncio.wrap_future(result)
 
 
 def _give_back_after(work: Callable[[], _T]) -> _T:

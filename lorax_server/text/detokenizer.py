@@ -32,6 +32,8 @@ class Progress(NamedTuple):
 class Detokenizer(Protocol):
     """Decodes the ids of one tokenizer."""
 
+    _special: frozenset[int]
+
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         """Return the offsets of a request that has generated nothing."""
 
@@ -41,13 +43,15 @@ class Detokenizer(Protocol):
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
         """Decode the rest where no token follows. An incomplete character becomes U+FFFD."""
 
-    def is_special(self, token_id: int) -> bool: ...
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
         """Decode one token by itself, also a special one."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be only part of a character."""
+        return self.token_text(token_id).encode()
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
@@ -87,7 +91,7 @@ class Scheme(NamedTuple):
     first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder put before the text
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """Byte-level and sentencepiece tokenizers: tokens are bytes, text is their UTF-8.
 
     Whether bytes end within a character depends on the last three only, so decoding can continue from any token.
@@ -115,16 +119,13 @@ class ByteDetokenizer:
         decoder, _ = self._resume(ids, prefix_offset, read_offset)
         return decoder.decode(b"", final=True)
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
     def token_text(self, token_id: int) -> str:
         if self.is_special(token_id):
             return self._name_of(token_id) or ""
         return self._bytes_of(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id).encode() if self.is_special(token_id) else self._bytes_of(token_id)
+        return super().token_bytes(token_id) if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
         """Return a decoder that has read the end of the tokens before `read`, and whether they have any text."""
@@ -196,7 +197,7 @@ _BYTE_OF = _byte_names()
 # --- Other tokenizers -------------------------------------------------------------------------------------------------
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """Any other tokenizer: the text is what the new tokens add to the decoding of those just before."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
@@ -223,14 +224,8 @@ class WindowDetokenizer:
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
         return self._added(ids[prefix_offset:], read_offset - prefix_offset)
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id]) if token_id in self._vocabulary else ""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id).encode()
 
     def _added(self, window: Sequence[int], num_read: int) -> str:
         """Return the text that the tokens of `window` after the first `num_read` add to those."""

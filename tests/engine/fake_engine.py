@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorax_server.engine.remote import channel as channel_module
 from lorax_server.engine.remote.channel import EngineChannel
@@ -40,6 +41,11 @@ from lorax_server.types import (
     StopParams,
 )
 
+if TYPE_CHECKING:
+    from lorax_server.engine.engine import Engine
+else:  # with numpy, for which a process that starts would have to wait
+    Engine = object
+
 
 def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
     """Make a request to have these tokens repeated. `how` names one of the treatments of `FakeEngine` below."""
@@ -51,7 +57,7 @@ def fake_info(number: int, pid: int = 0) -> EngineInfo:
     return EngineInfo(128, 300, num_blocks=number, block_size=16, dtype="float32", device=f"process {pid}")
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """An engine that gives each request a token of its prompt in each step."""
 
     idle_s = 1000.0  # what is not woken for does not happen

@@ -410,8 +410,7 @@ class World:
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
         self.pool = BlockPool(of.num_blocks, of.block_size)
         self.table = AdapterTable(of, host_bytes=host_bytes, patience_s=patience_s, retry_s=5.0, clock=self.clock)
-        sizes = Limits(of.max_step_tokens, of.max_rows, of.max_length, **(limits or {}))
-        self.scheduler = Scheduler(sizes, self.pool, self.table, clock=self.clock)
+        self.scheduler = Scheduler(Limits(**vars(of), **(limits or {})), self.pool, self.table, clock=self.clock)
         self.engine = Engine(self.workers, self.scheduler, self.pool, self.table, self.names)  # type: ignore[arg-type]
 
     def clock(self) -> float:

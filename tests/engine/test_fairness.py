@@ -8,16 +8,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.admission import Limits
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import FURTHER_LAG, Sequence
 from lorax_server.plan import StepPlan
 from lorax_server.types import Request
-from tests.engine.test_scheduler import Engine, check, make_request
+from tests.engine.test_scheduler import Engine, check, make_limits, make_request
 
 ROWS = 8
-LIMITS = Limits(max_step_tokens=64, max_rows=ROWS, max_length=100)
+LIMITS = make_limits(max_step_tokens=64, max_rows=ROWS, max_length=100)
 
 
 def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Request]:
@@ -295,7 +294,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(depth=st.integers(1, 2), rows=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
     def begin(self, depth: int, rows: int, weight: float) -> None:
-        self.engine = Engine(Limits(200, rows, 24), 100, depth, weights={"a": weight})
+        self.engine = Engine(make_limits(200, rows, 24), 100, depth, weights={"a": weight})
         self.engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()

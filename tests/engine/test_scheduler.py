@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
@@ -91,7 +92,7 @@ class Device:
 
 
 @dataclass
-class Loaded:
+class Loaded(AdapterTable):
     """Adapters by identity, each with the index in its name; some may not have arrived."""
 
     missing: set[str] = field(default_factory=set)
@@ -146,6 +147,12 @@ def make_request(request_id: int, prompt: list[int], max_new_tokens: int = 5, eo
     return Request(request_id, prompt, SamplingParams(), stop, **more)
 
 
+def make_limits(
+    max_step_tokens: int, max_rows: int, max_length: int, max_chunk: int | None = None, **more: Any
+) -> Limits:
+    return Limits(VOCAB, max_rows, max_length, 0, SIZE, max_step_tokens, max_chunk=max_chunk, **more)
+
+
 class Engine:
     """The loop: schedule, submit, and collect the step before, or the one before that."""
 
@@ -190,7 +197,7 @@ def check(engine: Engine, *requests: Request) -> None:
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
 
 
-ROOMY = Limits(max_step_tokens=64, max_rows=8, max_length=100)
+ROOMY = make_limits(max_step_tokens=64, max_rows=8, max_length=100)
 
 
 # --- One thing at a time ----------------------------------------------------------------------------------------------
@@ -209,7 +216,7 @@ def test_requests_get_what_they_get_alone(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
-    engine = Engine(Limits(8, 4, 100), 64, depth)
+    engine = Engine(make_limits(8, 4, 100), 64, depth)
     long, short = make_request(0, [1, 2, 3] * 10, 6, eos=False), make_request(1, [4], 12, eos=False)
     engine.scheduler.add(short)
     engine.step()
@@ -223,7 +230,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: int) -> None:
-    engine = Engine(Limits(8, 4, 100), 64, depth)
+    engine = Engine(make_limits(8, 4, 100), 64, depth)
     short, long = make_request(0, [4], 30, eos=False, first_id=9), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
@@ -234,7 +241,7 @@ def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: in
 
 
 def test_a_short_prompt_begins_beside_a_long_one() -> None:
-    engine = Engine(Limits(8, 4, 100, max_chunk=6), 64)
+    engine = Engine(make_limits(8, 4, 100, max_chunk=6), 64)
     long, short = make_request(0, [1, 2, 3] * 20, 2, eos=False), make_request(1, [4], 3, eos=False)
     engine.scheduler.add(long)
     engine.scheduler.add(short)
@@ -289,7 +296,7 @@ def test_salts_share_nothing() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_can_be_aborted_at_any_step(depth: int) -> None:
     for steps in range(8):
-        engine = Engine(Limits(8, 2, 100), 8, depth)
+        engine = Engine(make_limits(8, 2, 100), 8, depth)
         requests = [make_request(i, [i + 1] * 7, 6, eos=False) for i in range(4)]
         for request in requests:
             engine.scheduler.add(request)
@@ -326,7 +333,7 @@ def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
 
 
 def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> None:
-    engine = Engine(Limits(8, 1, 100), 64)
+    engine = Engine(make_limits(8, 1, 100), 64)
     first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter_identity="1")
     engine.scheduler.add(first)
     engine.scheduler.add(second)
@@ -342,7 +349,7 @@ def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> Non
 
 
 def test_tenants_get_shares_by_their_weights() -> None:
-    engine = Engine(Limits(16, 2, 100), 64, weights={"b": 3.0})
+    engine = Engine(make_limits(16, 2, 100), 64, weights={"b": 3.0})
     for i in range(120):
         engine.scheduler.add(make_request(i, [1 + i % 5] * 3, 4, eos=False, tenant="ab"[i % 2]))
     while len(engine.reasons) < 60:
@@ -352,7 +359,7 @@ def test_tenants_get_shares_by_their_weights() -> None:
 
 
 def test_tenants_share_also_what_one_step_has() -> None:
-    engine = Engine(Limits(64, 8, 100), 64)
+    engine = Engine(make_limits(64, 8, 100), 64)
     for i in range(20):
         engine.scheduler.add(make_request(i, [1 + i % 5] * 3, 4, eos=False, tenant="a" if i < 16 else "b"))
     engine.step()
@@ -363,7 +370,7 @@ def test_tenants_share_also_what_one_step_has() -> None:
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
-    engine = Engine(Limits(16, 1, 100), 64)
+    engine = Engine(make_limits(16, 1, 100), 64)
     for i in range(20):
         engine.scheduler.add(make_request(i, [1], 4, eos=False, tenant="busy"))
     while len(engine.reasons) < 10:
@@ -502,7 +509,7 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
 
 
 def test_the_backlog_is_of_those_that_have_not_begun() -> None:
-    engine = ReportingEngine(Limits(16, 2, 100), 8, depth=2)
+    engine = ReportingEngine(make_limits(16, 2, 100), 8, depth=2)
     for i in range(6):
         engine.scheduler.add(make_request(i, [1 + i] * 6, 12, eos=False))
     assert engine.scheduler._backlog.num_tokens == 6 * 18
@@ -676,7 +683,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
     num_preempted_in_the_prompt = 0
     for seed in range(20):
         rng = random.Random(seed)
-        engine = ReportingEngine(Limits(8, 4, 60, max_chunk), rng.choice([8, 9]), depth)
+        engine = ReportingEngine(make_limits(8, 4, 60, max_chunk), rng.choice([8, 9]), depth)
         requests = []
         for i in range(8):
             prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
@@ -764,7 +771,7 @@ def test_nothing_is_reused_where_it_cannot_be() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_prompts_are_whole_where_they_cannot_be_cut(depth: int) -> None:
-    limits = Limits(44, 4, 40, can_chunk=False, can_reuse=False)
+    limits = make_limits(44, 4, 40, can_chunk=False, can_reuse=False)
     engine = ReportingEngine(limits, 40, depth)
     requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
     for request in requests:
@@ -778,12 +785,12 @@ def test_prompts_are_whole_where_they_cannot_be_cut(depth: int) -> None:
 
 def test_a_step_must_have_room_for_a_whole_prompt() -> None:
     with pytest.raises(AssertionError, match="a prompt must fit"):
-        Limits(40, 4, 40, can_chunk=False)
+        make_limits(40, 4, 40, can_chunk=False)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_first_answer_takes_the_blocks_of_a_further_one_that_runs(depth: int) -> None:
-    engine = ReportingEngine(Limits(64, 4, 60), 6, depth)
+    engine = ReportingEngine(make_limits(64, 4, 60), 6, depth)
     further, first = make_request(0, [1] * 4, 16, eos=False, first_id=9), make_request(1, [2] * 4, 16, eos=False)
     engine.scheduler.add(further)
     engine.step()
@@ -809,7 +816,7 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
 @pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
 def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(num_blocks: int, max_chunk: int | None) -> None:
     """Short requests never end to come, and take whatever block is free."""
-    engine = Engine(Limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
+    engine = Engine(make_limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
     num_short = 0
     for step in range(400):
@@ -831,7 +838,7 @@ def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(num_blocks
 def crowd(seed: int) -> Engine:
     """Run a hundred requests with few different beginnings, in a cache that holds a few of them."""
     rng = random.Random(seed)
-    limits = Limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
+    limits = make_limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
     engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))
     beginnings = [[rng.randint(1, 6) for _ in range(rng.choice([1, 4, 8, 9, 12]))] for _ in range(4)]
     requests, aborted = [], set()
@@ -874,7 +881,7 @@ def test_crowds_get_what_each_gets_alone() -> None:
 class Machine(RuleBasedStateMachine):
     @initialize(depth=st.integers(1, 2), budget=st.integers(3, 12), blocks=st.integers(6, 14))
     def begin(self, depth: int, budget: int, blocks: int) -> None:
-        self.engine = Engine(Limits(budget, 3, 24), blocks, depth)
+        self.engine = Engine(make_limits(budget, 3, 24), blocks, depth)
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()
 

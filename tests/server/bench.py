@@ -97,7 +97,7 @@ class ScriptedClient(RemoteEngine):
         return [each for message in self.sent if isinstance(message, messages.Abort) for each in message.request_ids]
 
 
-def _reply(query_id: int, answer: Resolved | LoraxError) -> messages.Reply:
+def _reply(query_id: int, answer: Resolved | LoraxError) -> messages.Reply[Any]:
     if isinstance(answer, LoraxError):
         return messages.Refused(query_id, Failure.of(answer))
     return messages.ResolveReply(query_id, answer)

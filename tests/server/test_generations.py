@@ -203,8 +203,9 @@ def test_who_waits_for_all_and_leaves_ends_all() -> None:
 # --- As they come -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_events_come_in_the_order_of_the_engine(count: int) -> None:
+def test_events_come_in_the_order_of_the_engine_until_one_fails(count: int, is_broken: bool) -> None:
     async def check() -> None:
         engine = ScriptedClient()
         generations, seen = make_generations(engine, count), []
@@ -218,36 +219,19 @@ def test_events_come_in_the_order_of_the_engine(count: int) -> None:
         for request_id in reversed(range(1, count + 1)):
             engine.give(request_id, *ids("one"))
             await settle()
-        for request_id in range(1, count + 1):
-            engine.give(request_id, *ids(" two"), end=FinishReason.LENGTH)
-            await settle()
-        await running
-        places = list(range(count))
-        assert seen == [(place, "one") for place in reversed(places)] + [(place, " two") for place in places]
-        assert engine.aborted == []
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_what_came_before_a_failure_is_seen_and_the_others_end(count: int) -> None:
-    async def check() -> None:
-        engine = ScriptedClient()
-        generations, seen = make_generations(engine, count), []
-
-        async def read() -> None:
-            async for place, events in interleave(generations):
-                seen.append((place, text_of(events)))
-
-        running = asyncio.create_task(read())
-        await settle()
-        engine.give(count, *ids("one"))
-        await settle()
-        engine.fail(count, AdapterError("broken"))
-        with pytest.raises(AdapterError, match="broken"):
+        expected = [(place, "one") for place in reversed(range(count))]
+        if is_broken:
+            engine.fail(count, AdapterError("broken"))
+            with pytest.raises(AdapterError, match="broken"):
+                await running
+        else:
+            for request_id in range(1, count + 1):
+                engine.give(request_id, *ids(" two"), end=FinishReason.LENGTH)
+                await settle()
             await running
-        assert seen == [(count - 1, "one")]
-        assert sorted(engine.aborted) == list(range(1, count))
+            expected += [(place, " two") for place in range(count)]
+        assert seen == expected
+        assert sorted(engine.aborted) == (list(range(1, count)) if is_broken else [])
 
     asyncio.run(check())
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.responses import Response
+from starlette.routing import Route
 
 from lorax_server.errors import BusyError
 from lorax_server.server import run
 from lorax_server.server import tokenizers as module
-from lorax_server.server.http.middleware import LARGE, Methods, RequestMiddleware
+from lorax_server.server.http.middleware import LARGE, RequestMiddleware
 from lorax_server.server.routes.info import MANY, list_pieces
 from lorax_server.server.tokenizers import LONG, NUM_THREADS, SHORT, Tokenizers
 from lorax_server.text.tokenizer import TextTokenizer
@@ -110,12 +111,15 @@ def test_a_text_that_is_cut_is_never_too_long(spy: Spy) -> None:
     answer = routes.post(NATIVE, {"inputs": TOO_LONG, "parameters": {"truncate": 7, "max_new_tokens": 5}})
     assert answer.status == 200, answer.body
     assert list(routes.engine.added[0].prompt_ids) == tokenizer().encode(TOO_LONG)[-7:]
+    asyncio.run(routes.service.tokenizers.close())
 
 
 def test_where_nothing_is_sure_the_text_becomes_tokens(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "_reach", None)
-    assert "at least" not in ask(Routes(), NATIVE, TOO_LONG).message
+    routes = Routes()
+    assert "at least" not in ask(routes, NATIVE, TOO_LONG).message
     assert spy.calls == ["encode_batch_fast"]
+    asyncio.run(routes.service.tokenizers.close())
 
 
 # --- Work at one time -------------------------------------------------------------------------------------------------
@@ -205,9 +209,8 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
         async def app(*_: Any) -> None:
             parsed.append(turns.count)
 
-        methods: Any = Methods()
-        methods.allowed_at = lambda _: {"POST"}
-        guard = RequestMiddleware(app, methods, Bench().service)
+        routes = [Route(NATIVE, lambda _: Response(), methods=["POST"])]
+        guard = RequestMiddleware(app, routes, Bench().service)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": NATIVE, "headers": headers}
 

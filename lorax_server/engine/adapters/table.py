@@ -180,21 +180,25 @@ class AdapterTable:
         failed, self._failed = self._failed, []
         return failed
 
-    # --- For the scheduler: the protocol `Adapters` -------------------------------------------------------------------
+    # --- For the scheduler: each call for a request or sequence has its counterpart when that one goes ----------------
 
     def index_of(self, identity: str, has_begun: bool) -> int | None:
+        """Return the index that steps use; None if a sequence cannot begin, or go on, with the adapter now."""
         if identity == BASE_MODEL:
             return 0
         entry = self._registry[identity]
         return entry.index if entry.is_loaded and (has_begun or not entry.is_draining) else None
 
     def is_merged(self, identity: str) -> bool:
+        """Tell whether it is a merge, with weights that a request chose."""
         return self._registry.is_merged(identity)
 
     def vocab_size(self, identity: str) -> int:
+        """Return the size of a loaded adapter's vocabulary."""
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
     def add_request(self, identity: str) -> None:
+        """Count a request; raise if the adapter is not known or has just failed."""
         if identity != BASE_MODEL:
             entry = self._registry.find_usable(identity, self._clock())
             entry.num_requests += 1
@@ -214,6 +218,7 @@ class AdapterTable:
             self._leave_if_dismissed(entry)
 
     def bring(self, identity: str) -> None:
+        """Bring an adapter to the device; `Scheduler.adapter_arrived` or `adapter_failed` is called then."""
         entry = self._registry[identity]
         if entry.is_wanted:
             return
@@ -225,10 +230,12 @@ class AdapterTable:
             self._to_prepare[identity] = entry
 
     def begin(self, identity: str) -> None:
+        """Count a request that runs for the first time: from now on the adapter stays on the device or the host."""
         if identity != BASE_MODEL:
             self._registry[identity].num_begun += 1
 
     def hold(self, identity: str) -> None:
+        """Keep an adapter on the device while a sequence runs with it."""
         if identity != BASE_MODEL:
             entry = self._registry[identity]
             assert entry.is_loaded, f"{identity} is {entry.state.value}"
@@ -245,6 +252,7 @@ class AdapterTable:
 
     @property
     def needs_step(self) -> bool:
+        """Tell whether the workers have operations to do, even if there is nothing to compute."""
         return self._device.has_ops or self._host.has_ops
 
     @property
@@ -252,11 +260,13 @@ class AdapterTable:
         return self._device.is_loading
 
     def submit(self) -> tuple[AdapterOp, ...]:
+        """Return the operations for the workers before the step that goes out now."""
         # The order of the tiers does not matter: what is being loaded is not dropped, and what is dropped is not loaded
         # before it was prepared again.
         return (*self._device.submit(), *self._host.take_ops())
 
     def completed(self, step: int, loaded: Iterable[int]) -> None:
+        """Note that a step has ended, and these loads have."""
         self._has_changed = True
         self._device.completed(step)
         self.loaded(loaded)

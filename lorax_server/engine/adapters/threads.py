@@ -1,8 +1,10 @@
 """Daemon threads, and futures that are settled without a thread of their own."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,6 +26,12 @@ class DaemonThreads:
             self._start()
         self._work.put(work)
 
+    async def run(self, work: Callable[[], T]) -> T:
+        """Wait for work on an event loop. A caller that stops waiting does not free a thread that is at it."""
+        result: Future[T] = Future()
+        self.submit(partial(_settle, result, work))
+        return await asyncio.wrap_future(result)
+
     def _start(self) -> None:
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -39,6 +47,15 @@ class DaemonThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+
+
+def _settle(future: "Future[T]", work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def gather(

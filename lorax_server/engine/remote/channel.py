@@ -9,81 +9,97 @@ limit: the scheduler decides how much may wait, and tells refused callers when t
 """
 
 import asyncio
+import atexit
 import logging
 import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import zmq
 
 from lorax_server.engine.remote.messages import (
     ChannelError,
+    EngineMessage,
     Failed,
     FromEngine,
+    Ready,
     Stop,
     ToEngine,
     decode_from_engine,
     encode,
 )
-from lorax_server.errors import LoraxError
+from lorax_server.errors import EngineError, LoraxError
+from lorax_server.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 10.0  # for a process to end by itself, before stronger signals
 LINGER_MS = 1000  # for the last messages, when a process ends
 ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until its reason has arrived
 ORPHAN_S = 10.0  # how long an engine may take to end once the API process is gone
 
 
 class ClientChannel:
-    """The end in the API process, for one engine process and one event loop.
+    """The end in the API process, for one engine process, from its start to its end, and one event loop.
 
     The event loop watches the socket. `zmq.asyncio` would take a fifth of a millisecond for each message, and there is
-    one for each step.
+    one for each step. The process's sentinel shows its end: the system makes it readable the moment it is gone.
     """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._from_engine = self._context.socket(zmq.PULL)
         self._to_engine: zmq.Socket[bytes] | None = None
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_heard = False
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._exit_code: int | None = None
+
+    async def start(self, target: Callable[[str], None]) -> EngineInfo:
+        """Start a process that runs `target(address)`, and return the engine's facts once it takes requests.
+
+        Raise if it cannot start; then it is gone.
+        """
+        try:
+            self._launch(target, self.open())
+            first = await self.receive()
+        except BaseException:
+            await self.end()
+            raise
+        if isinstance(first, Ready):
+            return first.info
+        exit_code = await self.end()
+        reason = f": {first.message}" if isinstance(first, Failed) else ""
+        raise EngineError(f"the engine process ended while it was starting ({describe(exit_code)}){reason}")
 
     def open(self) -> str:
         """Listen, and return the address for the engine."""
         self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # with mode 0700
         _bind(self._from_engine, self._folder.name, "from_engine")
-        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._from_engine.fileno(), self._take)
         return self._folder.name
 
     async def receive(self) -> FromEngine | None:
-        """Return the next message; None if there are no more."""
+        """Return the next message; None if there are no more, since the process has ended."""
         data = await self._inbox.get()
         if data is None:
             self._inbox.put_nowait(None)  # for the next call
             return None
-        return decode_from_engine(data)
-
-    def end(self) -> None:
-        """Note that the engine is gone: there are no more messages than it has sent."""
-        self._take()
-        self._inbox.put_nowait(None)
-
-    def _take(self) -> None:
-        """Read all messages: the socket does not become readable again for those that are left."""
-        try:
-            while True:
-                self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
+        message = decode_from_engine(data)
+        self._has_heard = True
+        return message
 
     def send(self, message: ToEngine) -> None:
         """Send without waiting. The engine listens from its first message on."""
@@ -94,15 +110,61 @@ class ClientChannel:
             _connect(self._to_engine, self._folder.name, "to_engine")
         self._to_engine.send(data, zmq.NOBLOCK)
 
+    async def end(self) -> int | None:
+        """End the process, leave nothing of it behind, and return its exit code. May be called again if cancelled."""
+        if self._process is not None:
+            await self._end_process(self._process)
+        self.close()
+        return self._exit_code
+
     def close(self) -> None:
         """Close the sockets and remove the folder. Unread messages are lost."""
-        if self._loop is not None and not self._from_engine.closed:
+        if not self._from_engine.closed:
             self._loop.remove_reader(self._from_engine.fileno())
         if self._to_engine is not None:
             self._to_engine.close(linger=0)
         self._context.destroy(linger=0)
         if self._folder is not None:
             self._folder.cleanup()
+
+    def _take(self) -> None:
+        """Read all messages: the socket does not become readable again for those that are left."""
+        with suppress(zmq.Again):
+            while True:
+                self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
+
+    def _launch(self, target: Callable[[str], None], address: str) -> None:
+        # Not a daemon: those may have no processes of their own, and an engine starts ranks.
+        process = multiprocessing.get_context("spawn").Process(
+            target=target, args=(address,), name="lorax-engine", daemon=False
+        )
+        process.start()
+        self._process = process
+        # Python waits for its processes before it ends, for ever if `end` was never called.
+        atexit.register(process.kill)
+        self._loop.add_reader(process.sentinel, self._note_end, process.sentinel)
+
+    def _note_end(self, sentinel: int) -> None:
+        """Note that the engine is gone: there are no more messages than it has sent."""
+        self._loop.remove_reader(sentinel)
+        self._take()
+        self._inbox.put_nowait(None)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _end_process(self, process: multiprocessing.process.BaseProcess) -> None:
+        """Ask the process to stop, if it listens, then terminate it, then kill it."""
+        stop: list[Callable[[], None]] = [partial(self.send, Stop())] if self._has_heard else []
+        for end in (*stop, process.terminate, process.kill):
+            if not self._ended.done():
+                end()
+                await asyncio.wait((self._ended,), timeout=GRACE_S)
+        await asyncio.wait((self._ended,))  # not the future itself, which would be cancelled with us
+        process.join()
+        self._exit_code = process.exitcode
+        atexit.unregister(process.kill)
+        process.close()
+        self._process = None
 
 
 class EngineChannel:
@@ -132,7 +194,7 @@ class EngineChannel:
         """Return all messages so far, undecoded: the caller answers those that cannot be decoded."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: EngineMessage) -> None:
         data = encode(message)
         with self._sending:
             if not self._from_engine.closed:  # else the API process has stopped listening
@@ -214,3 +276,12 @@ def _connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
 
 def _address_of(folder: str, name: str) -> str:
     return f"ipc://{Path(folder) / name}"
+
+
+def describe(exit_code: int | None) -> str:
+    """Describe an exit code, with the signal that it stands for."""
+    name = ""
+    if exit_code is not None and exit_code < 0:
+        with suppress(ValueError):
+            name = f", {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}{name}"

@@ -1,7 +1,7 @@
 """Typed messages between the API process and the engine process, as msgpack."""
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from lorax_server.types import (
 )
 
 Received = TypeVar("Received")
+Result = TypeVar("Result")
 
 
 class ChannelError(EngineError):
@@ -95,28 +96,31 @@ class Outputs(EngineMessage, frozen=True):
     outputs: list[Output]
 
 
-class Reply(EngineMessage, frozen=True):
+class Reply(EngineMessage, Generic[Result], frozen=True):
     query_id: int
+    result: Result
 
 
-class ResolveReply(Reply, frozen=True):
-    resolved: Resolved
+class ResolveReply(Reply[Resolved], frozen=True):
+    pass
 
 
-class StatusReply(Reply, frozen=True):
-    status: EngineStatus
+class StatusReply(Reply[EngineStatus], frozen=True):
+    pass
 
 
-class AdaptersReply(Reply, frozen=True):
-    adapters: list[AdapterState]
+class AdaptersReply(Reply[list[AdapterState]], frozen=True):
+    pass
 
 
-class Done(Reply, frozen=True):
+class Done(Reply[None], frozen=True):
     """The adapter was loaded, unloaded or forgotten."""
 
+    result: None = None
 
-class Refused(Reply, frozen=True):
-    failure: Failure
+
+class Refused(Reply[Failure], frozen=True):
+    pass
 
 
 class Failed(EngineMessage, frozen=True):

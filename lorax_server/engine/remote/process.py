@@ -6,54 +6,26 @@ such an answer, and would otherwise wait for a step to end before it even arrive
 
 import logging
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.machine import give_back_memory
-from lorax_server.types import (
-    AdapterRef,
-    AdapterState,
-    EngineInfo,
-    EngineStatus,
-    Failure,
-    Merge,
-    Output,
-    Request,
-    Resolved,
-)
+from lorax_server.types import EngineInfo, Failure, Output
+
+if TYPE_CHECKING:
+    from lorax_server.engine.engine import Engine  # with numpy, which the API process does not need
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 REST_AFTER = 20  # idle turns
-
-
-class ServedEngine(Protocol):
-    """An engine that can be served: `engine.engine.Engine`, or a stand-in of a test."""
-
-    @property
-    def wake(self) -> threading.Event: ...
-    @property
-    def is_busy(self) -> bool: ...
-    def wait(self) -> None: ...
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: int) -> None: ...
-    def load(self, identity: str, pin: bool | None = None) -> Future[None]: ...
-    def unload(self, identity: str) -> None: ...
-    def forget(self, source: str, name: str) -> None: ...
-    def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]: ...
-    def step(self) -> list[Output]: ...
-    def status(self) -> EngineStatus: ...
-    def close(self) -> None: ...
 
 
 @contextmanager
@@ -77,7 +49,7 @@ def connected(address: str) -> Iterator[EngineChannel]:
         channel.close()
 
 
-def serve(engine: ServedEngine, channel: EngineChannel, info: EngineInfo) -> None:
+def serve(engine: "Engine", channel: EngineChannel, info: EngineInfo) -> None:
     """Serve until the API process says stop or is gone. An error of `step` is reported, and then raised.
 
     A thread that finds that the engine cannot go on calls `channel.report`.
@@ -94,7 +66,7 @@ def serve(engine: ServedEngine, channel: EngineChannel, info: EngineInfo) -> Non
 
 
 class _EngineLoop:
-    def __init__(self, engine: ServedEngine, channel: EngineChannel) -> None:
+    def __init__(self, engine: "Engine", channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # sent with the outputs of the step
@@ -117,13 +89,9 @@ class _EngineLoop:
             engine.wait()  # returns at once if a message has come
             if is_idle:
                 self._idle_s += time.monotonic() - since
-                self._rest()
-
-    def _rest(self) -> None:
-        """After some idle turns give memory back, once: it takes milliseconds, and the next step takes it again."""
-        self._num_idle += 1
-        if self._num_idle == REST_AFTER:
-            give_back_memory()
+                self._num_idle += 1
+                if self._num_idle == REST_AFTER:  # once: it takes milliseconds, and the next step takes memory again
+                    give_back_memory()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
@@ -168,10 +136,9 @@ class _EngineLoop:
         query_id, engine = message.query_id, self._engine
         match message:
             case messages.Resolve(_, refs, merge):
-                resolving = engine.resolve(refs, merge)
-                self._reply_when_done(query_id, resolving, lambda resolved: messages.ResolveReply(query_id, resolved))
+                self._reply_when_done(query_id, engine.resolve(refs, merge), messages.ResolveReply)
             case messages.LoadAdapter(_, identity, pin):
-                self._reply_when_done(query_id, engine.load(identity, pin), lambda _: messages.Done(query_id))
+                self._reply_when_done(query_id, engine.load(identity, pin), messages.Done)
             case messages.UnloadAdapter(_, identity):
                 engine.unload(identity)
                 self._reply(messages.Done(query_id))
@@ -183,16 +150,14 @@ class _EngineLoop:
             case messages.GetStatus():
                 self._reply(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
 
-    def _reply_when_done(
-        self, query_id: int, future: Future[Result], reply: Callable[[Result], messages.FromEngine]
-    ) -> None:
+    def _reply_when_done(self, query_id: int, future: Future[Result], kind: type[messages.Reply[Result]]) -> None:
         def when_done(done: Future[Result]) -> None:
             try:
-                message = reply(done.result())
+                result = done.result()
             except BaseException as error:  # whatever it is, it belongs to the caller
                 self._refuse(query_id, error)
             else:
-                self._reply(message)
+                self._reply(kind(query_id, result))
 
         future.add_done_callback(when_done)
 
@@ -216,7 +181,7 @@ class _EngineLoop:
             return Output.failed(output.request_id, _to_report(error))
         return output
 
-    def _reply(self, reply: messages.FromEngine) -> None:
+    def _reply(self, reply: messages.EngineMessage) -> None:
         """Send a reply at once, on any thread."""
         try:
             self._channel.send(reply)

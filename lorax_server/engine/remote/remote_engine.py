@@ -8,15 +8,16 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.child import Child, describe
+from lorax_server.engine.remote.channel import ClientChannel, describe
 from lorax_server.errors import EngineError, InputError, LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
@@ -24,7 +25,7 @@ STEADY_S = 300.0  # an engine that ran so long did not die because of its start
 
 
 class RemoteEngine:
-    """An `EngineClient` that starts an engine process, passes requests to it, and starts it again when it dies.
+    """A client that starts an engine process, passes requests to it, and starts it again when it dies.
 
     `target(config, address)` is a function at the top of a module; it builds an engine and calls `process.serve`. All
     methods belong to one event loop. Outputs wait for slow readers of `generate`, at most as many as their request may
@@ -41,14 +42,14 @@ class RemoteEngine:
     ) -> None:
         self.is_healthy = False
         self.num_restarts = 0
-        self.info: EngineInfo  # set by `start`
+        self.info: EngineInfo  # facts that are known once the engine has started
         self._target = functools.partial(target, config)
         self._restart = restart
         self._first_pause_s = first_pause_s
         self._ids = itertools.count(1)
-        self._queries: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._queries: dict[int, asyncio.Future[messages.Reply[Any]]] = {}
         self._streams: dict[int, asyncio.Queue[Output | LoraxError | None]] = {}  # None: aborted
-        self._child: Child | None = None
+        self._channel: ClientChannel | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._problem = "the engine is not started"
         self._retry_after_s: float | None = None
@@ -71,18 +72,20 @@ class RemoteEngine:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait((self._supervisor,))
-        if self._child is not None:
-            await self._child.end()
+        if self._channel is not None:
+            await self._channel.end()
 
     # --- Requests and queries -----------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Yield the request's outputs as they come, or raise the error that ends it. A reader that stops aborts it."""
         async with aclosing(self.stream(request)) as stream:
             async for outputs in stream:
                 for output in outputs:
                     yield output
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
+        """Yield outputs like `generate`, but in lists: all that came since the last list."""
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} is here already"
         self._send(messages.Add(request))
@@ -100,64 +103,60 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
+        """End a request and its reader, which gets the error if there is one. Do nothing if it has ended already."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.put_nowait(error)
             self._send(messages.Abort((request_id,)))
 
     async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
-        reply = await self._query(messages.Resolve(self.new_id(), tuple(refs), merge))
-        assert isinstance(reply, messages.ResolveReply)
-        return reply.resolved
+        return await self._query(messages.Resolve(self.new_id(), tuple(refs), merge), messages.ResolveReply)
 
     async def load(self, identity: str, pin: bool | None = None) -> None:
-        await self._query(messages.LoadAdapter(self.new_id(), identity, pin))
+        await self._query(messages.LoadAdapter(self.new_id(), identity, pin), messages.Done)
 
     async def unload(self, identity: str) -> None:
-        await self._query(messages.UnloadAdapter(self.new_id(), identity))
+        await self._query(messages.UnloadAdapter(self.new_id(), identity), messages.Done)
 
     async def forget(self, source: str, name: str) -> None:
-        await self._query(messages.ForgetAdapter(self.new_id(), source, name))
+        await self._query(messages.ForgetAdapter(self.new_id(), source, name), messages.Done)
 
     async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
-        reply = await self._query(messages.ListAdapters(self.new_id(), tuple(identities)))
-        assert isinstance(reply, messages.AdaptersReply)
-        return reply.adapters
+        return await self._query(messages.ListAdapters(self.new_id(), tuple(identities)), messages.AdaptersReply)
 
     async def status(self) -> EngineStatus:
-        reply = await self._query(messages.GetStatus(self.new_id()))
-        assert isinstance(reply, messages.StatusReply)
-        return reply.status
+        return await self._query(messages.GetStatus(self.new_id()), messages.StatusReply)
 
-    async def _query(self, message: messages.Queries) -> messages.Reply:
+    async def _query(self, message: messages.Queries, kind: type[messages.Reply[Result]]) -> Result:
         self._send(message)
-        reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
-        self._queries[message.query_id] = reply
+        query = self._queries[message.query_id] = asyncio.get_running_loop().create_future()
         try:
-            return await reply
+            reply = await query
+            assert isinstance(reply, kind)
+            return reply.result
         finally:
             self._queries.pop(message.query_id, None)
 
     def _send(self, message: messages.ToEngine) -> None:
-        if not self.is_healthy or self._child is None:
+        if not self.is_healthy or self._channel is None:
             raise self._loss()
         try:
-            self._child.send(message)
+            self._channel.send(message)
         except messages.ChannelError as error:
             raise InputError(str(error)) from error
 
     # --- Outputs and replies ------------------------------------------------------------------------------------------
 
-    async def _deliver_all(self, child: Child) -> str:
+    async def _deliver_all(self, channel: ClientChannel) -> str:
         """Deliver the engine's messages until there are no more, and return why."""
         while True:
             try:
-                message = await child.receive()
+                message = await channel.receive()
             except messages.ChannelError as error:
                 return f"the engine is not understood: {error}"
             match message:
                 case None:
-                    return f"the engine process ended ({describe(await child.end())})"
+                    return f"the engine process ended ({describe(await channel.end())})"
                 case messages.Failed(reason):
                     return f"the engine failed: {reason}"
                 case messages.Outputs(outputs):
@@ -176,12 +175,12 @@ class RemoteEngine:
         if output.failure is not None or output.finish_reason is not None:
             del self._streams[output.request_id]
 
-    def _settle(self, reply: messages.Reply) -> None:
+    def _settle(self, reply: messages.Reply[Any]) -> None:
         query = self._queries.get(reply.query_id)
         if query is None or query.done():
             return
         if isinstance(reply, messages.Refused):
-            query.set_exception(reply.failure.to_error())
+            query.set_exception(reply.result.to_error())
         else:
             query.set_result(reply)
 
@@ -190,23 +189,22 @@ class RemoteEngine:
     async def _launch(self) -> float:
         """Start a process, and return the seconds that it took."""
         began = time.monotonic()
-        child = Child(self._target)
-        self.info = await child.start()
-        self._child = child
-        self.is_healthy = True
+        channel = ClientChannel()
+        self.info = await channel.start(self._target)
+        self._channel, self.is_healthy = channel, True
         return time.monotonic() - began
 
     async def _supervise(self, start_s: float) -> None:
         pause_s = 0.0
         try:
             while True:
-                assert self._child is not None
+                assert self._channel is not None
                 began = time.monotonic()
-                problem = await self._deliver_all(self._child)
+                problem = await self._deliver_all(self._channel)
                 pause_s = next_pause_s(pause_s, time.monotonic() - began, self._first_pause_s)
                 logger.error("%s; %d requests are lost", problem, len(self._streams))
                 self._lose(problem, pause_s + start_s if self._restart else None)
-                await self._child.end()  # it may hold what the next one needs
+                await self._channel.end()  # it may hold what the next one needs
                 if not self._restart:
                     return
                 start_s, pause_s = await self._launch_again(start_s, pause_s)

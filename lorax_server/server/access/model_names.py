@@ -13,6 +13,7 @@ from typing import NamedTuple
 from lorax_server.adapters.sources.local import LocalSource, tidy_name
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH
 from lorax_server.errors import AdapterNotFoundError, InputError
+from lorax_server.server.access.keys import HUB, Key
 from lorax_server.types import AdapterRef, Merge
 
 logger = logging.getLogger(__name__)
@@ -69,17 +70,17 @@ class Choice(NamedTuple):
 class Listing:
     """The operator's names at one moment. It never changes, so that any thread may read it."""
 
-    places: Mapping[str, Named]
+    adapters: Mapping[str, Named]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All names, sorted."""
-        return tuple(sorted(self.places))
+        return tuple(sorted(self.adapters))
 
     @cached_property
     def named(self) -> frozenset[Named]:
-        """All places that have a name."""
-        return frozenset(self.places.values())
+        """All that the names stand for."""
+        return frozenset(self.adapters.values())
 
     @cached_property
     def signatures(self) -> list[int]:
@@ -97,7 +98,7 @@ class ModelNames:
         self,
         model_id: str,
         served_names: Sequence[str] = (),
-        default_source: str = "hub",
+        default_source: str = HUB,
         static_adapter: tuple[str, str] | None = None,
         roots: Sequence[Path] = (),  # of folders of this machine, in the order of search
     ) -> None:
@@ -105,7 +106,7 @@ class ModelNames:
         self.primary = served_names[0] if served_names else model_id
         self.base_names = frozenset((model_id, *served_names))
         self.default_source = default_source
-        self._static = None if static_adapter is None else self.place(*static_adapter)
+        self._static = None if static_adapter is None else self.tidy(*static_adapter)
         self._aliases: dict[str, Named] = {}
         self._folder: Mapping[str, Named] = {}
         self._listing: Listing | None = None  # None: names have changed since it was made
@@ -123,7 +124,7 @@ class ModelNames:
 
     @property
     def adapters(self) -> Mapping[str, Named]:
-        return self.listing.places
+        return self.listing.adapters
 
     def add(self, alias: str, source: str, name: str) -> None:
         if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
@@ -133,7 +134,7 @@ class ModelNames:
         with self._lock:
             if len(self._aliases) >= MAX_ALIASES and alias not in self._aliases:
                 raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
-            self._aliases[alias] = self.place(source, name)
+            self._aliases[alias] = self.tidy(source, name)
             self._listing = None
 
     def remove(self, alias: str) -> bool:
@@ -194,20 +195,24 @@ class ModelNames:
 
     def find(self, name: str, source: str | None, token: str | None = None) -> Choice:
         """Read a name that can only be an adapter's."""
-        place = self._look_up(name) if source is None else None
-        if place is None:
+        named = self._look_up(name) if source is None else None
+        if named is None:
             is_path, name = name.startswith("/"), self._tidy(name, source)
             look_up = self._folder.get if is_path else self._look_up  # a path is not the alias of its name
-            place = look_up(name) if source is None else None
-        if place is not None:
-            # A key is allowed a name, whichever place the operator has chosen for it.
+            named = look_up(name) if source is None else None
+        if named is not None:
+            # A key is allowed a name, whichever adapter the operator has chosen for it.
             allowed = Named(self.default_source, name)
-            return Choice((AdapterRef(place.source, place.name, token),), None, name, (allowed,))
-        place = Named((source or self.default_source).lower(), name)
-        return Choice((AdapterRef(place.source, name, token),), None, name, (place,), source and place.source)
+            return Choice((AdapterRef(*named, token),), None, name, (allowed,))
+        named = Named((source or self.default_source).lower(), name)
+        return Choice((AdapterRef(*named, token),), None, name, (named,), source and named.source)
 
-    def place(self, source: str, name: str) -> Named:
-        """Return the place of a name, in its one spelling."""
+    def may_use(self, key: Key, alias: str, named: Named) -> bool:
+        """Tell whether a key may use an adapter by the operator's name for it."""
+        return key.may_use(self.default_source, alias, self.default_source, named.source == HUB)
+
+    def tidy(self, source: str, name: str) -> Named:
+        """Return a name at its source, in its one spelling."""
         return Named(source, self._tidy(name, source))
 
     def _tidy(self, name: str, source: str | None) -> str:
@@ -218,13 +223,13 @@ class ModelNames:
         return name in ("", BASE_MODEL) or name in self.base_names or self._tidy(name, source) in self.base_names
 
     def _look_up(self, name: str) -> Named | None:
-        """Return the place of an operator's name, which may have a revision added."""
-        place = self._aliases.get(name) or self._folder.get(name)
-        if place is not None:
-            return place
+        """Return the adapter of an operator's name, which may have a revision added."""
+        named = self._aliases.get(name) or self._folder.get(name)
+        if named is not None:
+            return named
         alias, at, revision = name.partition("@")
-        place = self._aliases.get(alias) or self._folder.get(alias) if at else None
-        return None if place is None else Named(place.source, f"{place.name}@{revision}")
+        named = self._aliases.get(alias) or self._folder.get(alias) if at else None
+        return None if named is None else Named(named.source, f"{named.name}@{revision}")
 
     def without_base(self, model: str) -> str:
         """Return the adapter of a `model`; "" if it is the base model. An adapter's own name may have a colon too."""
@@ -238,4 +243,4 @@ class ModelNames:
 
     def _may_be_somewhere(self, name: str) -> bool:
         """Tell whether the default source could have a name. Only a hub's names have a rule."""
-        return self.default_source != "hub" or HUB_NAME.fullmatch(name) is not None
+        return self.default_source != HUB or HUB_NAME.fullmatch(name) is not None

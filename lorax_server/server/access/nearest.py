@@ -5,11 +5,10 @@ Signatures of names find the few that are worth a real comparison, so that a flo
 """
 
 from collections.abc import Iterator
-from difflib import SequenceMatcher
-from heapq import nlargest
+from difflib import get_close_matches
 
 from lorax_server.errors import LoraxError
-from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Listing, ModelNames, signature_of
 from lorax_server.server.adapter_pages import off_loop
 
@@ -36,14 +35,9 @@ def find_nearest(misspelt: str, source: str | None, names: ModelNames, key: Key)
     misspelt = names.without_base(misspelt).partition("@")[0]
     if not 0 < len(misspelt) <= MAX_CHARACTERS:
         return []
-    matcher = SequenceMatcher(b=_plain(misspelt), autojunk=False)
-    rated = []
-    for name in _list_candidates(misspelt, source, names, key):
-        matcher.set_seq1(_plain(name))
-        if matcher.real_quick_ratio() >= LEAST_RATIO and matcher.quick_ratio() >= LEAST_RATIO:
-            rated.append((matcher.ratio(), name))
-    best = nlargest(NUM_TOLD, ((ratio, name) for ratio, name in rated if ratio >= LEAST_RATIO and name != misspelt))
-    return [name for _, name in best]
+    candidates = _list_candidates(misspelt, source, names, key)
+    by_plain = {_plain(name): name for name in reversed(candidates) if name != misspelt}  # of two, the likelier one
+    return [by_plain[near] for near in get_close_matches(_plain(misspelt), by_plain, NUM_TOLD, LEAST_RATIO)]
 
 
 def _list_candidates(misspelt: str, source: str | None, names: ModelNames, key: Key) -> list[str]:
@@ -52,12 +46,11 @@ def _list_candidates(misspelt: str, source: str | None, names: ModelNames, key: 
     checks_left = MAX_CHECKS
     for name in _sort_by_likeness(misspelt, listing):
         checks_left -= max(1, len(key.adapters or ()))
-        place = listing.places[name]
-        is_hub = place.source == HUB
-        if source is None and key.may_use(names.default_source, name, names.default_source, is_hub):
+        named = listing.adapters[name]
+        if source is None and names.may_use(key, name, named):
             candidates.append(name)
-        elif source == place.source and key.may_use(*place, names.default_source):
-            candidates.append(place.name)
+        elif source == named.source and key.may_use(*named, names.default_source):
+            candidates.append(named.name)
         if len(candidates) == NUM_COMPARED or checks_left <= 0:
             break
     return [*candidates, *(names.base_names if key.base_model else ())]

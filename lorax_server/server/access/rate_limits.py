@@ -13,6 +13,7 @@ from typing import Self
 
 from lorax_server.errors import InputError, OverloadedError
 from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import Named
 
 MINUTE_S = 60.0
 NEW_ADAPTERS_PER_MINUTE = 60  # of a key, where neither it nor the server sets a number
@@ -77,7 +78,7 @@ class RateLimits:
         self._max_concurrent = max_concurrent
         self._clock = clock
         self._usages: dict[str, _Usage] = {}  # by the key's name
-        self._fares: dict[tuple[str, tuple[str, str]], Fare] = {}  # that further requests may share
+        self._fares: dict[tuple[str, Named], Fare] = {}  # that further requests may share
 
     def enter(self, key: Key, count: int = 1) -> "Permit":
         """Let in `count` answers to one request, until their permit is left, or refuse them all."""
@@ -112,13 +113,9 @@ class RateLimits:
             )
         bucket.take(1)
 
-    def owe_adapter(self, key: Key, count: int = 1) -> None:
-        """Count an adapter that turned out to be new after it was let in; a count of -1 gives one back."""
-        self._usage(key).adapters.take(count)
-
-    def fare(self, key: Key, place: tuple[str, str]) -> "Fare":
+    def fare(self, key: Key, name: Named) -> "Fare":
         """Return what the requests of a key that wait for one adapter share: they pay for it once."""
-        return self._fares.setdefault((key.name, place), Fare(self, key, place))
+        return self._fares.setdefault((key.name, name), Fare(self, key, name))
 
     def _usage(self, key: Key) -> _Usage:
         usage = self._usages.get(key.name)
@@ -162,10 +159,10 @@ class Fare:
     The first answer closes it, so that a later request shares nothing with a fetch that has ended.
     """
 
-    def __init__(self, rate_limits: RateLimits, key: Key, place: tuple[str, str]) -> None:
+    def __init__(self, rate_limits: RateLimits, key: Key, name: Named) -> None:
         self._rate_limits = rate_limits
         self._key = key
-        self._pair = key.name, place
+        self._pair = key.name, name
         self._num_waiting = 0
         self._is_paid = False
 
@@ -178,13 +175,13 @@ class Fare:
     def owe(self) -> None:
         """Pay for an adapter that had to be fetched again."""
         if not self._is_paid:
-            self._rate_limits.owe_adapter(self._key)
+            self._rate_limits._usage(self._key).adapters.take(1)
             self._is_paid = True
 
     def give_back(self) -> None:
         """Return the price of an adapter that its source could not give."""
         if self._is_paid:
-            self._rate_limits.owe_adapter(self._key, -1)
+            self._rate_limits._usage(self._key).adapters.take(-1)
             self._is_paid = False
 
     def __enter__(self) -> Self:

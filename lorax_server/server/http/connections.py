@@ -50,13 +50,13 @@ class Connections:
         elif len(self._open) >= self._most and not self._make_room(self._idle):
             reason = FULL
         if reason is not None:
-            self._metrics.refuse_connection(reason)
+            self._metrics.refused.labels(reason).inc()
             return reason
         self._addresses[name] = address
         address.count += 1
         self._open[connection] = name
         self.mark_idle(connection)
-        self._metrics.set_connections(len(self._open))
+        self._metrics.connections.set(len(self._open))
         return None
 
     def leave(self, connection: Connection) -> None:
@@ -67,7 +67,7 @@ class Connections:
         self._addresses[name].count -= 1
         if self._addresses[name].count == 0:
             del self._addresses[name]
-        self._metrics.set_connections(len(self._open))
+        self._metrics.connections.set(len(self._open))
 
     def mark_idle(self, connection: Connection) -> None:
         name = self._open.get(connection)
@@ -85,7 +85,7 @@ class Connections:
         if connection is None:
             return False
         self.leave(connection)
-        self._metrics.refuse_connection(GAVE_WAY)
+        self._metrics.refused.labels(GAVE_WAY).inc()
         connection.give_way()
         return True
 

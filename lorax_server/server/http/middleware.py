@@ -6,7 +6,7 @@ Each request gets an id, and refusals are logged. Every route of a router needs 
 import asyncio
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,7 +17,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.audit import AuditedRequest
+from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_DISCARDED = 16 * 2**20
 DISCARD_S = 2.0
@@ -28,19 +28,11 @@ SINGLE = ("host", "authorization", "content-type")  # of two, a proxy might look
 PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # readable without a key
 
 
-class Methods:
-    """The HTTP methods of each path."""
-
-    def __init__(self) -> None:
-        self._routes: list[Route] = []
-
-    def add(self, routes: Iterable[BaseRoute]) -> None:
-        self._routes += [route for route in routes if isinstance(route, Route)]
-
-    def allowed_at(self, path: str) -> set[str]:
-        """Return the methods of a path. A route that answers GET also answers HEAD."""
-        methods = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
-        return methods | {"HEAD"} if "GET" in methods else methods
+def methods_at(path: str, routes: Sequence[BaseRoute]) -> set[str]:
+    """Return the methods of a path. A route that answers GET also answers HEAD."""
+    matching = (route for route in routes if isinstance(route, Route) and route.path_regex.match(path))
+    methods = {method for route in matching for method in route.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods
 
 
 class _RefusedError(Exception):
@@ -53,10 +45,10 @@ class _RefusedError(Exception):
 class RequestMiddleware:
     """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
-    def __init__(self, app: ASGIApp, methods: Methods, service: Service, address: str = "") -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Service, address: str = "") -> None:
         config = service.config
         self._app = app
-        self._methods = methods
+        self._routes = routes
         self._service = service
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
@@ -68,36 +60,36 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request = _describe_request(scope, headers)
+        record = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = request.request_id
+        state["request_id"] = record.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request.request_id
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
             await send(message)
 
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn knows of the HEAD, and sends no body
         try:
-            await self._answer(scope, headers, request, receive, send_with_id)
+            await self._answer(scope, headers, record, receive, send_with_id)
         except _RefusedError as refused:
-            await self._refuse(request, refused.problem, receive, send_with_id)
+            await self._refuse(record, refused.problem, receive, send_with_id)
         finally:
-            self._service.audit_log.end(request, state.get("admin_action"))
+            self._service.audit_log.end(record, state.get("admin_action"))
 
     async def _answer(
-        self, scope: Scope, headers: Headers, request: AuditedRequest, receive: Receive, send: Send
+        self, scope: Scope, headers: Headers, record: RequestRecord, receive: Receive, send: Send
     ) -> None:
         """Refuse a request as early as possible, or hand it to a route."""
         method, path = scope["method"], scope["path"]
-        has_route = method in self._methods.allowed_at(path)
+        has_route = method in methods_at(path, self._routes)
         is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                request.key = self._service.check_caller(headers.get("authorization")).name
+                record.key = self._service.identify(headers).name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
         if has_route and method == "POST":
@@ -107,17 +99,14 @@ class RequestMiddleware:
                 return  # the client has left
             receive = _replay(body, receive)
             if len(body) > LARGE:
-                await self._wait_for_turn()
+                # Large bodies are parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
+                # another thread would not help.
+                async with self._large_body_lock:
+                    await asyncio.sleep(0)
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.audit_log.refuse(request, problem)
-
-    async def _wait_for_turn(self) -> None:
-        """Let large bodies be parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
-        another thread would not help."""
-        async with self._large_body_lock:
-            await asyncio.sleep(0)
+            self._service.audit_log.refuse(record, problem)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
@@ -159,21 +148,21 @@ class RequestMiddleware:
             problem = http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s")
             raise _RefusedError(problem) from None
 
-    async def _refuse(self, request: AuditedRequest, problem: Problem, receive: Receive, send: Send) -> None:
+    async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._service.audit_log.refuse(request, problem)
-        response = problem.response(request.path)
+        self._service.audit_log.refuse(record, problem)
+        response = problem.response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         await _discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _describe_request(scope: Scope, headers: Headers) -> AuditedRequest:
+def _describe_request(scope: Scope, headers: Headers) -> RequestRecord:
     request_id = headers.get("x-request-id", "")
     if not REQUEST_ID.fullmatch(request_id):
         request_id = uuid.uuid4().hex
-    return AuditedRequest(request_id, scope["path"], (scope.get("client") or ("",))[0])
+    return RequestRecord(request_id, scope["path"], status=0, address=(scope.get("client") or ("",))[0])
 
 
 async def _discard(receive: Receive) -> None:

@@ -18,7 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from lorax_server.server.http.connections import FULL, FULL_ADDRESS, Connections
 from lorax_server.server.http.problems import Problem, http_problem
 from lorax_server.server.http.sse import STUCK_S
-from lorax_server.server.telemetry.audit import AuditedRequest, AuditLog
+from lorax_server.server.telemetry.audit import AuditLog
+from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_LINGERING = 256
@@ -298,7 +299,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not (self._is_answering and self.cycle.response_started):
             self._write(problem)
             if hasattr(self, "url") or self._num_header_bytes:  # else the client has asked for nothing
-                self._audit_log.refuse(AuditedRequest("", self._path, self._address), problem)
+                self._audit_log.refuse(RequestRecord("", self._path, address=self._address), problem)
         self._close()
 
     def _write(self, problem: Problem) -> None:

@@ -17,10 +17,11 @@ from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import COMPLETIONS
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.prompts import Prompt, RequestOptions
+from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.routes.openai_schemas import CompletionRequest, CompletionResponse
 from lorax_server.server.service import Service
+from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Alternatives
 
@@ -59,7 +60,8 @@ def make_router(service: Service) -> APIRouter:
 
 async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
     openai.note_adapter(exchange, body)
-    prompts = _list_prompts(body)
+    prompts = list_prompts(body.prompt)
+    check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     options = _to_options(exchange.service, body, len(prompts), num_choices, num_drawn)
     exchange.admit(num_drawn * len(prompts), bool(body.stream))
@@ -74,13 +76,6 @@ async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
         return await exchange.stream(_stream(exchange, body, answers, frame))
     await finish_all(exchange.generations)
     return await exchange.write(lambda: _write(exchange, body, answers, frame, num_choices))
-
-
-def _list_prompts(body: CompletionRequest) -> list[Prompt]:
-    is_one = isinstance(body.prompt, str) or (len(body.prompt) > 0 and isinstance(body.prompt[0], int))
-    prompts: list[Any] = [body.prompt] if is_one else list(body.prompt)
-    check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
-    return prompts
 
 
 def _to_options(
@@ -116,14 +111,13 @@ async def _echo(
     """Find the text that answers repeat, and where its tokens begin, as far as the request asks for it."""
     if not body.echo:
         return _Answers(generations)
-    tokenizers, starts = service.tokenizers, list[int]()
-    text = prompt if isinstance(prompt, str) else await tokenizers.decode(tokenizer, prompt)
-    if body.logprobs is not None:
-        if isinstance(prompt, str):
-            starts = await tokenizers.locate(tokenizer, prompt, body.add_special_tokens is not False)
-        else:
-            locate = partial(locate_tokens, tokenizer.detokenizer, prompt)
-            starts = await tokenizers.run(tokenizer, len(prompt), locate)
+    tokenizers = service.tokenizers
+    if isinstance(prompt, str):
+        text, locate = prompt, partial(tokenizer.locate, prompt, body.add_special_tokens is not False)
+    else:
+        text = await tokenizers.decode(tokenizer, prompt)
+        locate = partial(locate_tokens, tokenizer.detokenizer, prompt)
+    starts = [] if body.logprobs is None else await tokenizers.run(tokenizer, len(prompt), locate)
     return _Answers(generations, text, [min(start, len(text)) for start in starts])
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from lorax_server import __version__
 from lorax_server.errors import InputError, LoraxError, NotSupportedError
-from lorax_server.server.access.keys import HUB, Key
+from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
 from lorax_server.server.adapter_pages import FEW, off_loop, select_names
@@ -62,14 +62,14 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
     async def info(http: Request) -> Response:
         """Describe the model that is served, and the limits in force."""
-        service.identify(http)
+        service.identify(http.headers)
         return json_response(_info(service))
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
         """List the base model and the adapters that have a name. Requests may name any adapter of a source as well."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
@@ -80,11 +80,13 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
         """Describe one model."""
-        key = service.identify(http)
-        described = _find_model(service, key, created, model)
-        if described is not None:
-            return json_response(described)
-        raise await with_nearest(unknown_model(model), model, None, service.model_names, key)
+        key, names = service.identify(http.headers), service.model_names
+        named = names.adapters.get(model)
+        allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
+        for described in _models(service, key, created, allowed):
+            if described["id"] == model:
+                return json_response(described)
+        raise await with_nearest(unknown_model(model), model, None, names, key)
 
     def refuse(http: Request) -> Response:
         raise NotSupportedError(f"{NOT_YET[http.url.path]} not supported yet")
@@ -171,7 +173,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """Split a text into tokens."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         check_text(body.inputs)
@@ -186,7 +188,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """Return the text that tokens stand for."""
-        key = service.identify(http)
+        key = service.identify(http.headers)
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.enter(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
@@ -225,27 +227,10 @@ def _info(service: Service) -> dict[str, Any]:
 
 
 def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
-    """Describe the models that the caller may use."""
+    """Describe the models that the caller may use: the base model, and these adapters."""
     names, config = service.model_names, service.config
-    models = []
-    if key.base_model:
-        bases = dict.fromkeys((names.primary, *config.served_names))
-        models = [_model(service, created, name, config.model_id, None) for name in bases]
-    return models + [_model(service, created, alias, name.name, names.primary) for alias, name in allowed]
-
-
-def _find_model(service: Service, key: Key, created: int, name: str) -> dict[str, Any] | None:
-    """Describe one model, without a look at the others."""
-    names, config = service.model_names, service.config
-    if name in (names.primary, *config.served_names) and key.base_model:
-        return _model(service, created, name, config.model_id, None)
-    named = names.adapters.get(name)
-    if named is None or not key.may_use(names.default_source, name, names.default_source, named.source == HUB):
-        return None
-    return _model(service, created, name, named.name, names.primary)
-
-
-def _model(service: Service, created: int, name: str, root: str, parent: str | None) -> dict[str, Any]:
-    length = service.max_total_tokens
-    whole = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": length}
-    return {"id": name, **whole, "root": root, "parent": parent}
+    common = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": service.max_total_tokens}
+    bases = dict.fromkeys((names.primary, *config.served_names)) if key.base_model else ()
+    models = [{"id": name, **common, "root": config.model_id, "parent": None} for name in bases]
+    adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary} for alias, name in allowed)
+    return [*models, *adapters]

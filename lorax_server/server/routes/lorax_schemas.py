@@ -71,7 +71,22 @@ class ResponseFormat(Schema):
     json_schema: dict[str, Any] | None = None
 
 
-class GenerateParameters(OpenSchema):
+class CommonOptions(OpenSchema):
+    """Options that LoRAX's and OpenAI's routes have in common."""
+
+    adapter_source: str | None = Field(default=None, description="hub, local, s3; null: the server's default")
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = Field(default=None, description="What the adapter's source wants to see of you")
+    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    top_p: Share | None = None
+    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
+    logit_bias: Bias | None = Field(default=None, description="What is added to tokens' scores, by their ids")
+    ignore_eos_token: bool | None = False
+
+
+class GenerateParameters(CommonOptions):
     """Options of an answer. A field that is null counts as left out."""
 
     model_config = ConfigDict(json_schema_extra=refusing(GENERATE))
@@ -79,25 +94,15 @@ class GenerateParameters(OpenSchema):
     adapter_id: str | None = Field(
         default=None, description="The adapter's name; null, empty or `__base_model__`: none"
     )
-    adapter_source: str | None = Field(default=None, description="hub, local, s3; null: the server's default")
-    merged_adapters: MergedAdapters | None = None
-    api_token: str | None = Field(default=None, description="What the adapter's source wants to see of you")
     best_of: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = Field(
         default=None, description="Draw so many answers and give the likeliest; 0: one"
     )
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
-    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     top_k: Positive | None = None
-    top_p: Share | None = None
     typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
-    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
-    logit_bias: Bias | None = Field(default=None, description="What is added to tokens' scores, by their ids")
     do_sample: bool | None = False
     max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
     min_new_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
-    ignore_eos_token: bool | None = False
     return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
     stop: Many[Stop] | None = []
     truncate: Positive | None = Field(

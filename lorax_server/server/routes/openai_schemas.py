@@ -5,19 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from lorax_server.server.http.foreign_fields import CHAT, COMPLETIONS
-from lorax_server.server.routes.lorax_schemas import (
-    Bias,
-    Many,
-    MergedAdapters,
-    OpenSchema,
-    Penalty,
-    Schema,
-    Share,
-    Stop,
-    Tier,
-    TokenIds,
-    refusing,
-)
+from lorax_server.server.routes.lorax_schemas import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
@@ -38,35 +26,25 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class CommonRequest(OpenSchema):
+class CommonRequest(CommonOptions):
     """Fields of both routes."""
 
     model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
     max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
-    top_p: Share | None = None
     n: Count | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: Stop | Many[Stop] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Bias | None = None
     seed: OpenAISeed | None = None
     user: str | None = None
 
     # Of LoRAX.
-    repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    ignore_eos_token: bool | None = False
     typical_p: Share | None = None
     adapter_id: str | None = Field(default=None, description="The adapter, where `model` names the base model or none")
-    merged_adapters: MergedAdapters | None = None
-    adapter_source: str | None = None
-    api_token: str | None = None
 
     # Of vLLM.
-    min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
     min_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None

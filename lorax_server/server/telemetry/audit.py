@@ -31,17 +31,6 @@ class AdminAction:
     key: str = ""  # the name of the admin's key; "" if the caller is no admin
 
 
-@dataclass
-class AuditedRequest:
-    """An HTTP request as the audit log sees it."""
-
-    request_id: str
-    path: str
-    address: str  # of the client, or of the proxy before it
-    key: str = ""
-    status: int | None = None  # of the answer; None: the client left before there was one
-
-
 class LineBudget:
     """Log lines that may still be written in this minute."""
 
@@ -52,8 +41,9 @@ class LineBudget:
         self._count = 0
         self._left_out = 0
 
-    def spend(self) -> int | None:
-        """Spend one line. Return how many were left out before it, or None if this one is to be left out as well."""
+    def spend(self) -> dict[str, int] | None:
+        """Spend one line. Return a field that tells how many were left out before it, if any were; None if this one is
+        to be left out as well."""
         now = self._clock()
         if now - self._began >= MINUTE_S:
             self._began, self._count = now, 0
@@ -62,7 +52,7 @@ class LineBudget:
             self._left_out += 1
             return None
         left_out, self._left_out = self._left_out, 0
-        return left_out
+        return {"left_out": left_out} if left_out else {}
 
 
 class AuditLog:
@@ -74,42 +64,36 @@ class AuditLog:
         self._connections = LineBudget(LINES_PER_MINUTE, clock)
         self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
-    def refuse(self, request: AuditedRequest, problem: Problem) -> None:
+    def refuse(self, record: RequestRecord, problem: Problem) -> None:
         """Count and log a request that is refused outside of `Exchange.answer`."""
-        record = RequestRecord(request.request_id, request.path, request.key, started_at=time.time())
         record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
         self._metrics.refuse(record)
-        left_out = 0 if request.key else self._requests.spend()
+        left_out = {} if record.key else self._requests.spend()
         if left_out is not None:
-            log_request(record, {"address": request.address} | _count_field(left_out))
+            log_request(record, {"address": record.address} | left_out)
 
     def refuse_connection(self, address: str, problem: Problem) -> None:
         left_out = self._connections.spend()
         if left_out is not None:
             fields = {"address": address, "status": problem.status, "error": problem.message}
-            logger.warning("connection refused", extra={FIELDS: fields | _count_field(left_out)})
+            logger.warning("connection refused", extra={FIELDS: fields | left_out})
 
-    def end(self, request: AuditedRequest, action: AdminAction | None) -> None:
+    def end(self, record: RequestRecord, action: AdminAction | None) -> None:
         """Log a request that has ended, if it was an admin's or if its key was refused."""
-        if action is None and request.status != HTTPStatus.UNAUTHORIZED:
+        if action is None and record.status != HTTPStatus.UNAUTHORIZED:
             return
-        left_out = 0 if action is not None and action.key else self._keys.spend()
+        left_out = {} if action is not None and action.key else self._keys.spend()
         if left_out is None:
             return
         fields: dict[str, Any] = {
             "action": "use a key" if action is None else action.action,
-            "status": request.status,
-            "key": request.key if action is None else action.key,
-            "address": request.address,
-            "request_id": shorten(request.request_id),
-            "route": shorten(request.path),
+            "status": record.status or None,
+            "key": record.key if action is None else action.key,
+            "address": record.address,
+            "request_id": shorten(record.request_id),
+            "route": shorten(record.route),
         }
         if action is not None:
             fields["adapter"] = shorten(action.adapter_id)
-        is_done = request.status is not None and request.status < HTTPStatus.BAD_REQUEST
-        level = logging.INFO if is_done else logging.WARNING
-        logger.log(level, "audit", extra={FIELDS: fields | _count_field(left_out)})
-
-
-def _count_field(left_out: int) -> dict[str, int]:
-    return {"left_out": left_out} if left_out else {}
+        level = logging.INFO if 0 < record.status < HTTPStatus.BAD_REQUEST else logging.WARNING
+        logger.log(level, "audit", extra={FIELDS: fields | left_out})

@@ -15,7 +15,6 @@ from lorax_server.server.telemetry.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-LOGGERS_OF_UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 FIELDS = "fields"  # their name in `extra`
 PLAIN_VALUE = re.compile(r"[\w./:@,+*~()\[\]-]+")
 MAX_CHARACTERS = 1024  # of a value that a client chose, except for prompts and texts, which are logged whole
@@ -31,11 +30,6 @@ def configure(level: str, json_logs: bool, stream: TextIO | None = None) -> None
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json_logs else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for name in LOGGERS_OF_UVICORN:
-        uvicorn_logger = logging.getLogger(name)
-        uvicorn_logger.handlers.clear()
-        uvicorn_logger.propagate = True
-        uvicorn_logger.setLevel(logging.NOTSET)
 
 
 def log_request(record: RequestRecord, more: Mapping[str, Any] | None = None) -> None:

@@ -90,8 +90,8 @@ class Metrics:
         self._input_length = tokens("lorax_request_input_length", "Tokens of a prompt", buckets=inputs)
         self._generated = tokens("lorax_request_generated_tokens", "Tokens of an answer", buckets=outputs)
         self._max_new = tokens("lorax_request_max_new_tokens", "Tokens it might have had", buckets=outputs)
-        self._open = Gauge("lorax_connections", "Connections that are open", registry=registry)
-        self._refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
+        self.connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
+        self.refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
 
@@ -109,12 +109,6 @@ class Metrics:
         """Count a request that was refused before its adapter was known."""
         self.begin()
         self._end(record, failure_kind(record))
-
-    def set_connections(self, count: int) -> None:
-        self._open.set(count)
-
-    def refuse_connection(self, reason: str) -> None:
-        self._refused.labels(reason).inc()
 
     def prometheus(self) -> bytes:
         return HEADER.sub(r"\1 ", generate_latest(self._registry).decode()).encode()

@@ -16,7 +16,7 @@ class RequestRecord:
     identity: str = ""  # of the adapter
     is_streamed: bool = False
     num_choices: int = 1
-    status: int = 200  # of HTTP; an error within a stream is in `error_type` only
+    status: int = 200  # of HTTP, 0 if the client left before it; an error within a stream is in `error_type` only
     error_type: str = ""  # as in the body: "validation", "overloaded", ...; "" if all went well
     error: str = ""
     is_dropped: bool = False  # the client left
@@ -35,3 +35,4 @@ class RequestRecord:
     text: str | None = None
     trace_parent: str | None = None  # W3C `traceparent` of the request, if it had one
     started_at: float = 0.0  # time.time()
+    address: str = ""  # of the client, or of the proxy before it, for the audit log

@@ -134,8 +134,8 @@ def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
         peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "query_id": 5}))
         reply = peer.receive()
     assert isinstance(reply, messages.Refused)
-    assert (reply.query_id, reply.failure.kind) == (5, "EngineError")
-    assert "'Unknown'" in reply.failure.message
+    assert (reply.query_id, reply.result.kind) == (5, "EngineError")
+    assert "'Unknown'" in reply.result.message
     stop(peer)
 
 
@@ -275,7 +275,7 @@ def in_a_step(peer: Peer) -> threading.Event:
     ids=["known", "found", "missing", "refused", "cannot be sent", "forgotten", "not forgotten"],
 )
 def test_questions_about_names_are_answered_in_the_middle_of_a_step(
-    peer: Peer, message: messages.ToEngine, kind: type[messages.Reply], caplog: pytest.LogCaptureFixture
+    peer: Peer, message: messages.ToEngine, kind: type[messages.Reply[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     may_go_on = in_a_step(peer)
     with caplog.at_level(logging.CRITICAL):
@@ -358,5 +358,5 @@ def test_a_refusal_that_cannot_be_sent_is_refused_all_the_same(peer: Peer, caplo
         peer.send(messages.GetStatus(1))
         reply = peer.receive()
     assert isinstance(reply, messages.Refused)
-    assert (reply.query_id, reply.failure.status) == (1, 422)
+    assert (reply.query_id, reply.result.status) == (1, 422)
     stop(peer)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from lorax_server.engine.remote import child as child_module
+from lorax_server.engine.remote import channel as channel_module
 from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.child import Child, describe
+from lorax_server.engine.remote.channel import ClientChannel, describe
 from lorax_server.engine.remote.remote_engine import MAX_PAUSE_S, STEADY_S, RemoteEngine, next_pause_s
 from lorax_server.errors import (
     AdapterError,
@@ -345,10 +345,10 @@ def test_ctrl_c_in_the_terminal_does_not_stop_the_engine_by_itself(shared: Share
 
 def test_stop_leaves_nothing_and_is_heard_at_once(folder: Path) -> None:
     async def test() -> None:
-        child = Child(target := _Target(FakeConfig(str(folder))))
-        await child.start()
-        assert await child.end() == 0
-        assert await child.end() == 0
+        channel = ClientChannel()
+        await channel.start(target := _Target(FakeConfig(str(folder))))
+        assert await channel.end() == 0
+        assert await channel.end() == 0
         wait_for_end(target.config.folder)
 
     asyncio.run(test())
@@ -479,7 +479,7 @@ def test_an_engine_that_fails_says_why_and_is_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     if how == "report, stuck":
-        monkeypatch.setattr(child_module, "GRACE_S", 0.05)
+        monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
         other = client.generate(ask_for(client.new_id(), how="hang"))
@@ -540,7 +540,7 @@ def test_what_cannot_be_given_to_a_process_is_an_error_at_once(folder: Path) -> 
 
 
 def test_an_engine_that_does_not_listen_is_ended_by_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
         assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).tokens[0].token_id == 1
@@ -557,7 +557,7 @@ def test_closing_can_be_cancelled_and_done_again(folder: Path, monkeypatch: pyte
         closing.cancel()
         await asyncio.wait((closing,))
         assert closing.cancelled()
-        monkeypatch.setattr(child_module, "GRACE_S", 0.05)
+        monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
 
     run_with(FakeConfig(str(folder)), test)
 

@@ -2,7 +2,10 @@ import pytest
 
 from lorax_server.errors import InputError, OverloadedError
 from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import Named
 from lorax_server.server.access.rate_limits import RateLimits
+
+NAME = Named("hub", "owner/poet")
 
 
 class Clock:
@@ -193,8 +196,9 @@ def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
 
 def test_an_adapter_that_turns_out_to_be_new_is_owed(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=1)
-    rate_limits.owe_adapter(key)
-    rate_limits.owe_adapter(key)
+    for _ in range(2):
+        with rate_limits.fare(key, NAME) as fare:
+            fare.owe()
     assert retry_new_after(rate_limits, key) == pytest.approx(120.0)
 
 
@@ -219,17 +223,14 @@ def test_who_has_how_many_new_adapters(clock: Clock, key: Key, of_server: int | 
         retry_new_after(rate_limits, key, f"used up the {limit} new adapters a minute")
 
 
-PLACE = ("hub", "owner/poet")
-
-
 def test_requests_of_a_key_for_an_adapter_share_a_fare(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=1)
-    with rate_limits.fare(key, PLACE) as first, rate_limits.fare(key, PLACE) as second:
+    with rate_limits.fare(key, NAME) as first, rate_limits.fare(key, NAME) as second:
         first.take()
         second.take()
         second.owe()
-        for other, place in ((key, ("s3", "owner/poet")), (Key("other", new_adapters_per_minute=1), PLACE)):
-            with rate_limits.fare(other, place) as third:
+        for other, name in ((key, Named("s3", "owner/poet")), (Key("other", new_adapters_per_minute=1), NAME)):
+            with rate_limits.fare(other, name) as third:
                 assert third is not first
     assert retry_new_after(rate_limits, key) == pytest.approx(60.0)
     assert not rate_limits._fares
@@ -237,19 +238,19 @@ def test_requests_of_a_key_for_an_adapter_share_a_fare(clock: Clock) -> None:
 
 def test_a_fare_is_shared_until_an_answer_comes(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=5)
-    with rate_limits.fare(key, PLACE) as first:
-        with pytest.raises(KeyboardInterrupt), rate_limits.fare(key, PLACE):
+    with rate_limits.fare(key, NAME) as first:
+        with pytest.raises(KeyboardInterrupt), rate_limits.fare(key, NAME):
             raise KeyboardInterrupt  # as a request whose client leaves
-        assert rate_limits.fare(key, PLACE) is first
-        with pytest.raises(ZeroDivisionError), rate_limits.fare(key, PLACE):
+        assert rate_limits.fare(key, NAME) is first
+        with pytest.raises(ZeroDivisionError), rate_limits.fare(key, NAME):
             raise ZeroDivisionError
-        assert rate_limits.fare(key, PLACE) is not first
+        assert rate_limits.fare(key, NAME) is not first
 
 
 def test_a_fare_that_is_given_back_is_given_back_once(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=2)
     rate_limits.take_adapter(key)
-    with rate_limits.fare(key, PLACE) as fare:
+    with rate_limits.fare(key, NAME) as fare:
         fare.take()
         fare.give_back()
         fare.give_back()
@@ -260,6 +261,6 @@ def test_a_fare_that_is_given_back_is_given_back_once(clock: Clock) -> None:
 def test_a_request_that_is_refused_leaves_no_fare(clock: Clock) -> None:
     rate_limits, key = RateLimits(10, clock), Key("k", new_adapters_per_minute=1)
     rate_limits.take_adapter(key)
-    with pytest.raises(OverloadedError), rate_limits.fare(key, PLACE) as fare:
+    with pytest.raises(OverloadedError), rate_limits.fare(key, NAME) as fare:
         fare.take()
     assert not rate_limits._fares

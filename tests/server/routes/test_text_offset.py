@@ -1,5 +1,6 @@
 """Offsets of tokens in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
 
+import asyncio
 import copy
 from functools import cache
 from itertools import pairwise
@@ -95,6 +96,7 @@ def test_offsets_are_places_in_the_text(kind: str, own: str | None) -> None:
     alone, later, places = routes.ask(model=model, prompt=PROMPT)
     assert (alone, later) == (text[len(PROMPT) :], tokens[first:])
     assert places == [offset - len(PROMPT) for offset in offsets[first:]]
+    asyncio.run(routes.service.tokenizers.close())
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
