@@ -55,8 +55,11 @@ class AdapterMemory:
         self._base_vocab = next((t.outputs.full for t in targets.values() if t.kind is Kind.HEAD), 0)
         self._residents: dict[int, _Resident] = {}
         table = self._nothing.repeat(num_rows, 1, 1)
+        widths = [size for target in targets.values() for size in (target.inputs.size, target.outputs.size)]
+        # A kernel may read 16 rows of a factor where it has fewer.
+        room = 16 * max(widths, default=0) if device.type == "cuda" else 0
         self.arena = AdapterArena(
-            torch.zeros(num_units * self._unit, dtype=dtype, device=device),
+            torch.zeros(num_units * self._unit + room, dtype=dtype, device=device),
             table.to(device),
             torch.zeros(num_rows, len(targets), device=device),
             table,

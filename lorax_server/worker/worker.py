@@ -40,6 +40,7 @@ from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
+from lorax_server.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +202,10 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
+    warm_up(model, memory, step_tokens, max_length)
     measured = sizes if config.cache_bytes is None else []
     reserved = measure_graphs(model, memory, measured, max_length, config.block_size)
-    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, reserved), group, device)
+    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_rows=config.max_rows,

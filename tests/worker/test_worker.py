@@ -37,7 +37,8 @@ from lorax_server.plan import (
 )
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
-from lorax_server.worker.memory import block_bytes, count_blocks, largest_step
+from lorax_server.worker.memory import block_bytes, count_blocks
+from lorax_server.worker.warm_up import run_prompts
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.served import make_model as make_paged
@@ -415,7 +416,7 @@ def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: in
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
     counted: list[int] = []
     model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))
-    largest_step(model, step_tokens, 128)
+    run_prompts(model, step_tokens, 128)
     assert counted == [step_tokens]
 
 

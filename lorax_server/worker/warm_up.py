@@ -1,0 +1,79 @@
+"""Compile all kernels of a GPU before the first request: a compiler takes seconds."""
+
+import itertools
+import logging
+import time
+
+import torch
+
+from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
+from lorax_server.kernels import Field, LinearWeights
+from lorax_server.layers.attention import Seqlen
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.worker.adapter_memory import AdapterMemory
+
+logger = logging.getLogger(__name__)
+
+# Numbers of tokens that kernels are compiled for: few rows, short prompts, long prompts.
+TOKEN_COUNTS = (200, 1024, 2304)
+MOST_SAMPLED = 256  # rows of the head's output that are taken into account
+
+
+def warm_up(model: PagedCausalLM, memory: AdapterMemory | None, step_tokens: int, max_length: int) -> None:
+    """Run steps of all kinds, with an adapter that has everything and without."""
+    if model.device.type != "cuda":
+        return
+    start = time.monotonic()
+    linears = [
+        module.linear for module in model.modules() if isinstance(getattr(module, "linear", None), LinearWeights)
+    ]
+    model.ops.prepare(linears, with_lora=memory is not None)
+    for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
+        run_prompts(model, tokens, max_length)
+        if memory is not None:
+            run_prompts(model, tokens, max_length, make_believe(memory, tokens))
+    torch.cuda.synchronize(model.device)
+    torch.cuda.empty_cache()
+    logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
+
+
+def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
+    """Describe tokens of one adapter that changes every target, with the first bytes of the buffer."""
+    arena, device = memory.arena, memory.arena.buffer.device
+    table = torch.zeros_like(arena.host_table[:2])
+    table[1, :, Field.RANK] = 1
+    believed = AdapterArena(
+        arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
+    )
+    indices = torch.ones(tokens, dtype=torch.int32, device=device)
+    return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
+
+
+def run_prompts(
+    model: PagedCausalLM, step_tokens: int, max_length: int, adapter_data: AdapterBatchData | None = None
+) -> None:
+    """Run a step full of prompts, as few and as long as they can be, through the model and its head."""
+    block_size, device = 16, model.device
+    full, rest = divmod(step_tokens, max_length)
+    lengths = [max_length] * full + [rest] * (rest > 0)
+    blocks = [-(-length // block_size) for length in lengths]  # of each prompt, one after the other
+    firsts = list(itertools.accumulate(blocks, initial=0))
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
+    for row, (first, count) in enumerate(zip(firsts, blocks, strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    starts = torch.tensor(firsts[:-1], device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    sizes, longest = torch.tensor(lengths, device=device), max(lengths)
+    model(
+        torch.zeros_like(positions),
+        positions.int(),
+        bounds,
+        model.allocate_kv_cache(firsts[-1], block_size),
+        table,
+        starts * block_size + positions,
+        Seqlen(sizes, torch.zeros_like(sizes), bounds, longest, longest, sizes),
+        longest,
+        adapter_data,
+        lm_head_indices=torch.arange(min(step_tokens, MOST_SAMPLED), device=device),
+    )
