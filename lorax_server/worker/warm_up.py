@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from typing import Any
 
 import torch
 

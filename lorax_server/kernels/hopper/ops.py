@@ -108,7 +108,7 @@ class HopperOps(TritonOps):
         return small.rms_norm(self._kernels, x, residual, weight, eps, adapters)
 
     def plan_lora(self, lora: LoraBatch) -> None:
-        if len(lora.adapter_indices) <= MAX_ROWS:
+        if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
 
