@@ -31,7 +31,7 @@ class RowTables:
         for new in plan.new_rows:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
             self.token_ids[new.row, : len(tokens)] = tokens
-            self.prompt_lengths[new.row] = new.prompt_length
+            self.prompt_lengths[new.row].fill_(new.prompt_length)  # an assignment would wait for the device
             self.host_prompt_lengths[new.row] = new.prompt_length
             self.row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
         if len(plan.new_blocks):

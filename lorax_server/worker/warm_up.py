@@ -3,7 +3,6 @@
 import itertools
 import logging
 import time
-from typing import Any
 
 import torch
 
@@ -25,10 +24,7 @@ def warm_up(model: PagedCausalLM, memory: AdapterMemory | None, step_tokens: int
     if model.device.type != "cuda":
         return
     start = time.monotonic()
-    linears = [
-        module.linear for module in model.modules() if isinstance(getattr(module, "linear", None), LinearWeights)
-    ]
-    model.ops.prepare(linears, with_lora=memory is not None)
+    model.ops.prepare(_find_linears(model), with_lora=memory is not None)
     for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
         run_prompts(model, tokens, max_length)
         if memory is not None:
@@ -36,6 +32,15 @@ def warm_up(model: PagedCausalLM, memory: AdapterMemory | None, step_tokens: int
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
     logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
+
+
+def _find_linears(model: PagedCausalLM) -> list[LinearWeights]:
+    linears: list[LinearWeights] = []
+    for module in model.modules():
+        linear: object = getattr(module, "linear", None)
+        if isinstance(linear, LinearWeights):
+            linears.append(linear)
+    return linears
 
 
 def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:

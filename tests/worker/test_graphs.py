@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
+from lorax_server.kernels import select_ops
 from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, Unload
 from lorax_server.types import SamplingParams, StopParams
+from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import LADDER, can_capture, graph_sizes
 from lorax_server.worker.runner import PagedRunner
@@ -225,6 +229,28 @@ def test_graphs_give_the_same_tokens(name: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> None:
+    """Widths that the fastest kernels take, which are for half precision only."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    weights = Weights(tensors, device=GPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(GPU))
+    model = FlashLlamaForCausalLM("", config, weights)
+    check_same(model, make_hosts(model), 1, capture=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_the_host_does_not_wait_for_a_decode_step(sampling: bool, with_adapters: bool) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 Fused = dict[torch.dtype, FusedLinear]
 
-TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 # Inputs and outputs: the linears of an 8B, narrow ones, widths that no tile fits.
 SHAPES = [
     (4096, (4096, 1024, 1024)),
