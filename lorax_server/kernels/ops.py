@@ -156,6 +156,10 @@ class LoraBatch(Remembers):
     def has_vectors(self, targets: Sequence[LoraTarget]) -> bool:
         return any(self._has.vectors[target.index] for target in targets)
 
+    def changes(self, targets: Sequence[LoraTarget]) -> bool:
+        """Return whether any adapter changes the output of these targets by factors, or by rows of its own."""
+        return self.has_low_rank(targets) or self.has_vectors(targets) or any(self.has_rows(t.index) for t in targets)
+
     def has_rows(self, index: int) -> bool:
         return self._has.rows[index]
 

@@ -143,7 +143,9 @@ class MultiAdapterHead(nn.Module):
             return self._gather(self.ops.linear(x, self.linear, None, ())), None
         (target,), lora_targets = self.targets, adapter_data.find(self.targets)
         lora = adapter_data.lora
-        if lora.has_rows(lora_targets[0].index):
+        if not lora.changes(lora_targets):
+            logits = self.ops.linear(x, self.linear, None, ())
+        elif lora.has_rows(lora_targets[0].index):
             logits = self.ops.linear(x, self.linear, None, ())
             replace_scores(logits, x, target, adapter_data)
             self.ops.add_lora(logits, x, lora, lora_targets)

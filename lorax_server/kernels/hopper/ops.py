@@ -21,6 +21,7 @@ from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraT
 from lorax_server.kernels.triton.ops import TritonOps
 
 FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
+FUSED_OUTPUTS = 65536  # with adapters: a head would need hundreds of megabytes of scratch memory
 PLAIN_ROWS = 64  # without: above, cuBLAS is faster
 
 
@@ -57,7 +58,8 @@ class HopperOps(TritonOps):
             return super().linear(x, weights, lora, targets)
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
-        if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS):
+        is_wide = lora is not None and weights.weight.shape[0] > FUSED_OUTPUTS
+        if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS) and not is_wide:
             return fused.linear(x, weights, lora, targets)
         out = F.linear(x, weights.weight, weights.bias)
         if lora is not None:
@@ -88,7 +90,7 @@ class HopperOps(TritonOps):
         can_gate = activation.name in ACTIVATIONS and weights.weight.shape[0] % 16 == 0
         if not len(x) or fused is None or not can_gate or not fused.fits(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
-        if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and _changes(lora, targets):
+        if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):
             return prompt.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
         return small.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
 
@@ -112,7 +114,3 @@ class HopperOps(TritonOps):
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
 
-
-def _changes(lora: LoraBatch, targets: Sequence[LoraTarget]) -> bool:
-    """Return whether an adapter of a prompt's batch, which the host knows, changes these targets."""
-    return lora.has_low_rank(targets) or lora.has_vectors(targets)
