@@ -27,11 +27,12 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class Kernel:
-    """A kernel on the current device."""
+    """A kernel on one device."""
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+    def __init__(self, device: torch.device, cubin: bytes, shared_bytes: int) -> None:
+        self._device = device
         self._module = check(driver.cuModuleLoadData(cubin))
-        self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._function = check(driver.cuModuleGetFunction(self._module, b"kernel"))
         self._shared_bytes = shared_bytes
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -50,14 +51,15 @@ class Kernel:
         config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         if early:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        with torch.cuda.device(self._device):
+            check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 class Kernels:
@@ -87,7 +89,8 @@ class Kernels:
         )
 
     def _load(self, variant: Variant, cubin: bytes) -> None:
-        self._loaded[variant] = Kernel(cubin, "kernel", variant.shared_bytes)
+        with torch.cuda.device(self.device):
+            self._loaded[variant] = Kernel(self.device, cubin, variant.shared_bytes)
 
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
