@@ -131,6 +131,7 @@ DEVICE void linear(const TensorMap* w, const TensorMap* x, const Args& p) {
   if (threadIdx.x == COMPUTING) fetch_product(line, w, x, p, tile, first, steps);
   else if (warp < 4) multiply_product<Number>(line, part, steps);
   else if (LORA && threadIdx.x == 128 && *p.num_tiles) {
+    if (p.early) wait_for_kernel_before();  // it has the same counters, and may not have cleared them yet
     await(p.counters + 1, p.lora_blocks);
     leave_counters(p, gridDim.x - p.lora_blocks);
   }
