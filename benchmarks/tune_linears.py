@@ -21,10 +21,11 @@ import lorax_server.kernels.hopper as package
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import FusedLinear
 from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES, TABLE, Setting, guess_setting
-from lorax_server.kernels.hopper.sources import HEIGHTS
+from lorax_server.kernels.hopper.sources import HEIGHTS, LinearVariant
 from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
 
 RANK = 16
+CLUSTERS = (1, 2)
 BYTES = 400e6  # of weights in one graph: more than stay in L2
 
 
@@ -37,13 +38,13 @@ class Model(NamedTuple):
 
 
 MODELS = {
+    "70B": Model(8192, 8192, 1024, 28672, (1, 2, 4, 8)),
+    "Qwen 7B": Model(3584, 3584, 512, 18944, (1,)),
     "1B": Model(2048, 2048, 512, 8192, (1,)),
     "3B": Model(3072, 3072, 1024, 8192, (1,)),
-    "Qwen 7B": Model(3584, 3584, 512, 18944, (1, 2)),
+    "Qwen 14B": Model(5120, 5120, 1024, 13824, (1,)),
     "8B": Model(4096, 4096, 1024, 14336, (1, 2, 4)),
-    "Qwen 14B": Model(5120, 5120, 1024, 13824, (1, 2)),
     "Qwen 32B": Model(5120, 5120, 1024, 27648, (2, 4)),
-    "70B": Model(8192, 8192, 1024, 28672, (1, 2, 4, 8)),
 }
 
 
@@ -107,9 +108,18 @@ class Bench:
 def candidates(tiles: int, height: int, num_sms: int) -> Iterator[tuple[int, int]]:
     """Yield stages and clusters."""
     for stages in sorted({LONG_STAGES[height], SHORT_STAGES[height]}):
-        for cluster in (1, 2, 4):
+        for cluster in CLUSTERS:
             if cluster == 1 or tiles * cluster <= 2 * num_sms:
                 yield stages, cluster
+
+
+def all_variants() -> list[LinearVariant]:
+    return [
+        LinearVariant(torch.bfloat16, height, stages, cluster, lora)
+        for height in HEIGHTS
+        for stages, cluster in candidates(1, height, 1)
+        for lora in (False, True)
+    ]
 
 
 def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float]:
@@ -139,7 +149,9 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=Path(package.__path__[0]) / TABLE, help="the table to change")
     args = parser.parse_args()
     torch.manual_seed(0)
-    fused = FusedLinear(Kernels(torch.device("cuda", 0)), torch.bfloat16)
+    kernels = Kernels(torch.device("cuda", 0))
+    fused = FusedLinear(kernels, torch.bfloat16)
+    kernels.compile(all_variants())
     buffer = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     table = json.loads(args.table.read_text())
     entries, ratios = table.setdefault(str(fused.num_sms), {}), []
