@@ -135,7 +135,7 @@ def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float]:
     for stages, cluster in list(dict.fromkeys(key[:2] for key in best))[:2]:
         for blocks in sorted({max(24, num_sms - tiles * cluster), num_sms // 2, num_sms * 3 // 4, num_sms}):
             for early in (1, 3):
-                setting = Setting(stages, cluster, blocks, early, 0)
+                setting = Setting(stages, cluster, blocks // cluster * cluster, early, 0)
                 with_lora[setting] = bench.time(height, setting, lora)
     chosen = min(with_lora, key=lambda setting: with_lora[setting])
     early = min((2, 3), key=lambda early: plain[chosen.stages, chosen.cluster, early])

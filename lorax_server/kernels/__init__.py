@@ -1,6 +1,7 @@
 """The operations of a forward. `reference` is their specification, and runs on every device."""
 
 from lorax_server.kernels.ops import (
+    MAX_RANK,
     NUM_OFFSETS,
     Activation,
     AttentionSpec,
@@ -17,6 +18,7 @@ from lorax_server.kernels.ops import (
 from lorax_server.kernels.select import select_ops
 
 __all__ = [
+    "MAX_RANK",
     "NUM_OFFSETS",
     "Activation",
     "AttentionSpec",

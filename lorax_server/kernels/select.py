@@ -9,16 +9,20 @@ from lorax_server.kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 
-HOPPER = 9  # major compute capability
+AMPERE, HOPPER = 8, 9  # major compute capability
 
 
 def select_ops(device: torch.device) -> Ops:
     """Return the fastest ops of a device: CUDA C++ on Hopper, Triton on other NVIDIA GPUs, plain torch elsewhere."""
     if device.type != "cuda":
         return reference
+    capability = torch.cuda.get_device_capability(device)[0]
+    if capability < AMPERE:
+        logger.warning("there are no kernels for this GPU, which is older than Ampere: plain torch is used")
+        return reference
     from lorax_server.kernels.triton.ops import TritonOps
 
-    if torch.cuda.get_device_capability(device)[0] == HOPPER:
+    if capability == HOPPER:
         try:
             from lorax_server.kernels.hopper.ops import HopperOps
 

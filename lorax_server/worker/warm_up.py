@@ -3,11 +3,13 @@
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
-from lorax_server.kernels import Field, LinearWeights
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -19,8 +21,10 @@ TOKEN_COUNTS = (200, 1024, 2304)
 MOST_SAMPLED = 256  # rows of the head's output that are taken into account
 
 
-def warm_up(model: PagedCausalLM, memory: AdapterMemory | None, step_tokens: int, max_length: int) -> None:
-    """Run steps of all kinds, with an adapter that has everything and without."""
+def warm_up(
+    model: PagedCausalLM, memory: AdapterMemory | None, sizes: Sequence[int], step_tokens: int, max_length: int
+) -> None:
+    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps of `sizes`."""
     if model.device.type != "cuda":
         return
     start = time.monotonic()
@@ -29,6 +33,11 @@ def warm_up(model: PagedCausalLM, memory: AdapterMemory | None, step_tokens: int
         run_prompts(model, tokens, max_length)
         if memory is not None:
             run_prompts(model, tokens, max_length, make_believe(memory, tokens))
+    for rows in sizes:
+        run_decode(model, rows)
+    if memory is not None:
+        run_decode(model, sizes[0], make_believe(memory, sizes[0]))
+        _adapt_head(model, make_believe(memory, sizes[0]))
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
     logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
@@ -46,13 +55,39 @@ def _find_linears(model: PagedCausalLM) -> list[LinearWeights]:
 def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
     """Describe tokens of one adapter that changes every target, with the first bytes of the buffer."""
     arena, device = memory.arena, memory.arena.buffer.device
-    table = torch.zeros_like(arena.host_table[:2])
-    table[1, :, Field.RANK] = 1
+    table = torch.cat([arena.host_table[:1], torch.zeros_like(arena.host_table[:1])])
+    widths = [width for target in arena.targets.values() if target.kind is Kind.LINEAR for width in _widths(target)]
+    table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // max(widths, default=1))
     believed = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
     )
     indices = torch.ones(tokens, dtype=torch.int32, device=device)
     return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
+
+
+def _widths(target: AdapterTarget) -> tuple[int, int]:
+    return target.inputs.size, target.outputs.size
+
+
+def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:
+    """Change scores as an adapter with rows of its own does: after the product."""
+    head = model.lm_head
+    x = head.linear.weight.new_zeros(len(data.meta.adapter_indices), head.linear.weight.shape[1])
+    logits = head.linear.weight.new_zeros(len(x), len(head.linear.weight))
+    targets = data.find(head.targets)
+    model.ops.add_lora(logits, x, data.lora, targets)
+    model.ops.scale_and_shift(logits, data.lora, targets)
+
+
+def run_decode(model: PagedCausalLM, rows: int, adapter_data: AdapterBatchData | None = None) -> None:
+    """Run a step of so many sequences with a token each."""
+    numbers = torch.arange(rows, device=model.device)
+    ones = torch.ones_like(numbers)
+    lengths = Seqlen(ones, torch.zeros_like(ones), None, 1, 1, ones)
+    cache, table = model.allocate_kv_cache(rows, 16), numbers[:, None].int()
+    model(
+        torch.zeros_like(ones), torch.zeros_like(ones).int(), None, cache, table, numbers * 16, lengths, 1, adapter_data
+    )
 
 
 def run_prompts(

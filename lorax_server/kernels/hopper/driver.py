@@ -74,6 +74,7 @@ class Kernels:
 
     def get(self, variant: Variant) -> Kernel:
         if variant not in self._loaded:
+            logger.info("a CUDA kernel is compiled late: %s", variant)
             self._load(variant, self._compiler.compile(variant.source))
         return self._loaded[variant]
 

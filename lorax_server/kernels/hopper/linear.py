@@ -115,6 +115,17 @@ class FusedLinear:
             and all(width % 8 == 0 for width in widths)
         )
 
+    def can_add(self, out: torch.Tensor, targets: Sequence[LoraTarget]) -> bool:
+        """Return whether `add_lora` can add to this output: targets side by side from its first column on."""
+        widths = [target.columns.stop - target.columns.start for target in targets]
+        return (
+            targets[0].columns.start == 0
+            and len(widths) <= MAX_SLICES
+            and all(width % 8 == 0 for width in widths)
+            and out.stride(1) == 1
+            and out.stride(0) % 8 == 0
+        )
+
     def variants(self, inputs: int, outputs: int, with_lora: bool) -> set[Variant]:
         """List the kernels that a linear needs at all heights."""
         variants: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
@@ -172,7 +183,7 @@ class FusedLinear:
         args = self._args(out, x, weights.bias, lora, targets, width)
         args.lora_blocks = setting.lora_blocks
         args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
-        args.d = 0 if lora is None else self._delta(outputs).data_ptr()
+        args.d = 0 if lora is None else self.reserve(outputs).data_ptr()
         args.early = setting.early if lora is None else setting.early_with_lora
         if weights not in self._weight_maps:
             self._weight_maps[weights] = matrix_map(weights.weight, 128)
@@ -218,7 +229,8 @@ class FusedLinear:
         args.target, args.num_targets = first, lora.table.shape[1]
         return args
 
-    def _delta(self, outputs: int) -> torch.Tensor:
+    def reserve(self, outputs: int) -> torch.Tensor:
+        """Return the memory for LoRA's part of so many outputs, which all linears of that width share."""
         if outputs not in self.deltas:
             self.deltas[outputs] = torch.empty(MAX_PARTS * HEIGHTS[-1], outputs, dtype=self.dtype, device=self.device)
         return self.deltas[outputs]

@@ -51,6 +51,8 @@ struct Args {
   int zero;                 // 0, which the compiler does not know (see `Ring::release`)
 };
 
+static_assert(sizeof(Args) == 1280, "as linear.py lays it out");
+
 // The stages that a block's fetching thread fills and its warps read, in the same order.
 template <int WIDTH, int BYTES>
 struct Ring {

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from lorax_server.kernels.hopper import prompt, small
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
+from lorax_server.kernels.hopper.settings import LONG_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
     HEIGHTS,
     NUMBERS,
     GateVariant,
+    LinearVariant,
     PlanVariant,
     PromptVariant,
     Variant,
@@ -29,10 +31,12 @@ class HopperOps(TritonOps):
     """The ops of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compile the smallest kernel, to find out here whether kernels can be compiled at all."""
+        """Compile two kernels, to find out here whether the others can be compiled."""
         super().__init__()
         self._kernels = Kernels(device)
-        self._kernels.compile([PlanVariant()])
+        self._kernels.compile(
+            [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], LONG_STAGES[HEIGHTS[0]], 2, True)]
+        )
         self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
@@ -42,6 +46,8 @@ class HopperOps(TritonOps):
             if fused is not None and fused.fits(weights, ()):
                 outputs, inputs = weights.weight.shape
                 variants |= fused.variants(inputs, outputs, with_lora)
+                if with_lora and outputs <= FUSED_OUTPUTS:
+                    fused.reserve(outputs)
                 variants.add(small.norm_variant(fused.dtype, inputs))
         for dtype in {weights.weight.dtype for weights in linears} & NUMBERS.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
@@ -109,8 +115,14 @@ class HopperOps(TritonOps):
         adapters = (lora, fused.plan(lora), targets[0]) if lora is not None and targets else None
         return small.rms_norm(self._kernels, x, residual, weight, eps, adapters)
 
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        fused = self._fused.get(x.dtype)
+        if 0 < len(x) <= MAX_ROWS and fused is not None and x.is_contiguous() and fused.can_add(out, targets):
+            fused.add_lora(out, x, lora, targets)
+        else:
+            super().add_lora(out, x, lora, targets)
+
     def plan_lora(self, lora: LoraBatch) -> None:
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
-

@@ -70,4 +70,5 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) kernel(const __grid_c
   }
   write_pieces(rank, ITEM_RANKS, p.items + (i64)target * p.max_items, p.num_items + target, warps);
   write_pieces(rank, PART_RANKS, p.parts + (i64)target * p.max_parts, p.num_parts + target, warps);
+  __threadfence();  // a linear that is launched early may read this before it waits
 }

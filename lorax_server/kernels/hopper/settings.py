@@ -26,7 +26,9 @@ def _table() -> dict[str, dict[str, list[int]]]:
 
 def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> Setting:
     known = _table().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
-    return Setting(*known) if known else guess_setting(outputs, height, num_sms)
+    setting = Setting(*known) if known else guess_setting(outputs, height, num_sms)
+    assert setting.lora_blocks % setting.cluster == 0, "blocks of one cluster do the same work"
+    return setting
 
 
 def guess_setting(outputs: int, height: int, num_sms: int) -> Setting:
@@ -40,7 +42,7 @@ def guess_setting(outputs: int, height: int, num_sms: int) -> Setting:
             SHORT_STAGES[height], 1, num_sms if height >= 32 else num_sms * 3 // 4, 3 if height < 64 else 1, 3
         )
     cluster = 2 if tiles * 2 <= num_sms // 2 else 1
-    return Setting(LONG_STAGES[height], cluster, num_sms - tiles * cluster, 3, 3)
+    return Setting(LONG_STAGES[height], cluster, (num_sms // cluster - tiles) * cluster, 3, 3)
 
 
 # Stages that fill a multiprocessor's shared memory with one block, and with two. There is no room for two of 128 rows.

@@ -92,7 +92,7 @@ struct GateArgs {
 
 // A division by __fdividef: the exact one takes more instructions than all the rest of a gate.
 struct Silu { static DEVICE float of(float x) { return __fdividef(x, 1 + __expf(-x)); } };
-struct Relu { static DEVICE float of(float x) { return fmaxf(x, 0); } };
+struct Relu { static DEVICE float of(float x) { return x < 0 ? 0 : x; } };  // a NaN stays one
 struct Gelu { static DEVICE float of(float x) { return 0.5f * x * (1 + erff(x * 0.70710678118654752f)); } };
 struct GeluTanh {  // (1 + tanh(z)) / 2 is the sigmoid of 2 z
   static DEVICE float of(float x) { return __fdividef(x, 1 + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x))); }

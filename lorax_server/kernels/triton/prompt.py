@@ -86,7 +86,7 @@ def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> L
     ranks = lora.once("ranks", lambda: _largest_ranks(lora))
     chunks = -(-max(ranks[target.index] for target in targets) // RANKS.value)
     tiles = prompt_tiles(lora, height)
-    parts = max(1, min(most_parts, PROGRAMS // len(tiles)))
+    parts = max(1, min(most_parts, PROGRAMS // -(-tokens // height)))  # not by tiles, which neighbours decide
     v = x.new_empty(parts, tokens, slices, chunks * RANKS.value, dtype=torch.float32)
     low_rank = LowRank(v, lora.table.shape[1], targets[0].index)
     if chunks:

@@ -38,7 +38,8 @@ def _scale_and_shift(
     adapter = tl.load(adapters + rows, mask=rows < num_rows, other=0)
     fields = find_fields(table, adapter, num_targets, first_target + index)
     factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
-    has_factor, has_shift = factor >= 0, shift >= 0
+    is_row = rows < num_rows
+    has_factor, has_shift = (factor >= 0) & is_row, (shift >= 0) & is_row
     is_changed = has_factor | has_shift
     if tl.max(is_changed.to(tl.int32), 0) == 0:
         return

@@ -13,6 +13,7 @@ def main() -> None:
     adapters = [Adapter([16, 8]), Adapter([24, 0], vectors=True), Adapter([1, 72])]
     world = World(320, (256, 136), adapters, bias=True)
     gated = World(320, (256, 256), adapters)
+    norms = World(64, (320,), [Adapter([0], vectors=True)] * 3)
     eps, weight = torch.tensor(1e-5, device="cuda"), world.normal(320)
     for rows in (3, 20, 64, 70, 130, 300):
         x, indices = world.normal(rows, 320), mix(rows, 3, rows)
@@ -21,7 +22,7 @@ def main() -> None:
         assert error(got, world.expected(x, indices)) < 0.01
         ops.linear(x, world.weights, None, ())
         ops.gated_linear(x, gated.weights, Activation("silu", F.silu), gated.batch(indices), gated.targets)
-        ops.rms_norm(x, x, weight, eps, batch, ())
+        ops.rms_norm(x, x, weight, eps, norms.batch(indices), norms.targets)
         ops.plan_lora(batch)
     torch.cuda.synchronize()
     print("all kernels ran")
