@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU."""
+"""Triton's interpreter, which runs kernels on a CPU. `tests/conftest.py` turns it on where there is no GPU."""
 
 import os
 from typing import Any
@@ -32,3 +32,12 @@ def repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpretedFunction.__call__ = call
+
+
+def cut_small_shapes() -> None:
+    """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
+    from lorax_server.kernels.triton import attention, decode, prompt
+
+    attention.PROGRAMS = 24
+    decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
+    prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32

@@ -13,13 +13,6 @@ SPEC = AttentionSpec(0.3)
 LENGTHS = [5, 1, 70, 33, 64]
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut sequences into few stretches in the interpreter, which runs them one after the other."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(attention, "PROGRAMS", 24)
-
-
 def check_decode(
     device: torch.device,
     lengths: list[int],
@@ -122,7 +115,7 @@ def test_prefill(window: int | None, cache_dtype: torch.dtype, has_host_lengths:
     expected = reference.prefill_attention(q, k, v, kv, batch, spec)
     lengths = HostLengths(*map(list, zip(*MIXED, strict=True))) if has_host_lengths else None
     given = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots, host_lengths=lengths)
-    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), move(given, device), spec)
+    out = prefill_attention(q.to(device), k.to(device), v.to(device), move_cache(kv, device), move(given, device), spec)
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 
@@ -134,8 +127,8 @@ def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
     expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
     wrong = torch.full((2,), 10**6)
     given = PagedBatch(batch.block_tables, wrong, wrong, wrong, host_lengths=HostLengths([5, 3], [0, 0]))
-    moved = move(given, device)
-    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), moved, AttentionSpec(0.3))
+    q, k, v = q.to(device), k.to(device), v.to(device)
+    out = prefill_attention(q, k, v, move_cache(kv, device), move(given, device), AttentionSpec(0.3))
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import LoraBatch, reference
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
     BF16,
     DTYPES,
@@ -29,15 +30,10 @@ from tests.kernels.triton.cases import (
     linear_weights,
     lora_batch,
     normal,
-    on_devices,
-    on_gpu,
     targets_of,
     widened,
 )
 from tests.kernels.triton.interpreter import IS_INTERPRETED
-
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
-TritonOps = triton_ops.TritonOps
 
 RUNS: dict[str, Runs] = {
     "one": [(1, 1)],
@@ -61,14 +57,14 @@ if IS_INTERPRETED:
     ]
 
 
-def poison(ops: TritonOps) -> None:  # type: ignore[valid-type]
-    for scratch in ops._scratch.values():  # type: ignore[attr-defined]
+def poison(ops: TritonOps) -> None:
+    for scratch in ops._scratch.values():
         scratch.fill_(math.nan)
 
 
 def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
     dtype, device = batch.buffer.dtype, batch.buffer.device
-    ops, weights = TritonOps(), linear_weights(layer, dtype, device.type, bias=bias)
+    ops, weights = TritonOps(), linear_weights(layer, dtype, device, bias=bias)
     for seed in range(2):
         x = inputs_of(layer, batch, seed)
         out = ops.linear(x, weights, batch, targets_of(layer))
@@ -76,27 +72,24 @@ def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
         poison(ops)
 
 
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
 def test_a_linear_with_each_rows_own_adapter(
-    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
+    device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype))
 
 
-@on_devices
 @pytest.mark.parametrize("ranks", ["mixed"] if IS_INTERPRETED else ["mixed", "8"])
 @pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
-def test_factors_shifts_and_biases(device: str, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
+def test_factors_shifts_and_biases(device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
     batch = lora_batch(
         layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
     )
     check_linear(layer, batch, bias=True)
 
 
-@on_devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: torch.dtype) -> None:
+def test_add_lora_changes_only_the_columns_of_its_targets(device: torch.device, dtype: torch.dtype) -> None:
     layer = SMALL_LAYERS[0]
     batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
     x, width = inputs_of(layer, batch), sum(layer[1])
@@ -110,8 +103,7 @@ def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: to
     assert torch.equal(out[is_base], before[is_base])
 
 
-@on_devices
-def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
+def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
     batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
@@ -130,10 +122,11 @@ def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: st
     assert torch.equal(bits(out[6:8, rest]), bits(clean[6:8, rest]))
 
 
-@on_devices
 @pytest.mark.parametrize("dtype", [BF16] if IS_INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[-1]], ids=str)
-def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(device: str, dtype: torch.dtype, layer: Layer) -> None:
+def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(
+    device: torch.device, dtype: torch.dtype, layer: Layer
+) -> None:
     targets, ops = targets_of(layer), TritonOps()
     mixes: list[tuple[Runs, int]] = [
         ([(3, 1), (0, 19)], 0),
@@ -164,8 +157,7 @@ def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
     return replace(batch, bounds=bounds, adapters=indices, derived={})
 
 
-@on_devices
-def test_a_changed_batch_is_planned_in_place(device: str) -> None:
+def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[0], TritonOps()
     made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
@@ -180,9 +172,9 @@ def test_a_changed_batch_is_planned_in_place(device: str) -> None:
     assert all(now is before for now, before in zip(batch.derived["decode tiles"], tiles, strict=True))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_one_graph_serves_every_mix(device: str, layer: Layer) -> None:
+def test_one_graph_serves_every_mix(device: torch.device, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
     made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])

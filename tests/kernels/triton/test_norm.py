@@ -114,7 +114,7 @@ def test_rms_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
     x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
     weight = normal(size, seed=3, dtype=dtype)
     expected = reference.rms_norm(x, residual, weight, EPS)
-    found = rms_norm(*(x.cuda() for x in (x, residual, weight, EPS)))
+    found = rms_norm(x.cuda(), residual.cuda(), weight.cuda(), EPS.cuda())
     assert torch.equal(found[1].cpu(), expected[1])
     one_place = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     torch.testing.assert_close(found[0].cpu(), expected[0], rtol=one_place, atol=1e-6)

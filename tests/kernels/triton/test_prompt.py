@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import Activation, LoraBatch, reference
+from lorax_server.kernels.triton import prompt
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
     BF16,
     DTYPES,
@@ -28,7 +30,6 @@ from tests.kernels.triton.cases import (
     linear_weights,
     lora_batch,
     normal,
-    on_devices,
     poisoned,  # noqa: F401 - a fixture
     targets_of,
     widened,
@@ -36,8 +37,6 @@ from tests.kernels.triton.cases import (
 )
 from tests.kernels.triton.interpreter import IS_INTERPRETED
 
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
-TritonOps = triton_ops.TritonOps
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # numpy, of a sigmoid
@@ -83,28 +82,26 @@ def activation_of(name: str) -> Activation:
 
 def choose_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the small prompts of the interpreter as long ones."""
-    monkeypatch.setattr(triton_ops.prompt, "SHORT_PROMPT", 10)
+    monkeypatch.setattr(prompt, "SHORT_PROMPT", 10)
 
 
 def check_linear(layer: Layer, batch: LoraBatch, *, bias: bool) -> None:
     dtype = batch.buffer.dtype
-    weights, x = linear_weights(layer, dtype, batch.buffer.device.type, bias=bias), inputs_of(layer, batch)
+    weights, x = linear_weights(layer, dtype, batch.buffer.device, bias=bias), inputs_of(layer, batch)
     out = TritonOps().linear(x, weights, batch, targets_of(layer))
     check_close(out, expected_linear(x, layer, batch, bias=bias), dtype)
 
 
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
 def test_a_linear_with_each_tokens_own_adapter(
-    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
+    device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype), bias=False)
 
 
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
 def test_factors_shifts_and_biases(
-    device: str, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_long:
         choose_long(monkeypatch)
@@ -114,8 +111,7 @@ def test_factors_shifts_and_biases(
     check_linear(layer, batch, bias=True)
 
 
-@on_devices
-def test_a_head_with_padding_and_an_output_that_exists(device: str) -> None:
+def test_a_head_with_padding_and_an_output_that_exists(device: torch.device) -> None:
     layer = SMALL_LAYERS[1]
     batch, width = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=BF16), sum(layer[1])
     x, ops, targets = inputs_of(layer, batch), TritonOps(), targets_of(layer)
@@ -134,24 +130,24 @@ def test_a_head_with_padding_and_an_output_that_exists(device: str) -> None:
 
 def check_gated(layer: Layer, batch: LoraBatch, name: str) -> None:
     dtype, targets, activation = batch.buffer.dtype, targets_of(layer), activation_of(name)
-    x, weights = inputs_of(layer, batch), linear_weights(layer, dtype, batch.buffer.device.type, bias=True)
+    x, weights = inputs_of(layer, batch), linear_weights(layer, dtype, batch.buffer.device, bias=True)
     out = TritonOps().gated_linear(x, weights, activation, batch, targets)
     wide = widened_weights(weights)
     check_close(out, reference.gated_linear(x.float().cpu(), wide, activation, widened(batch), targets), dtype)
 
 
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs", "name"), GATED_CASES, ids=str)
 def test_a_gate_with_each_tokens_own_adapter(
-    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str, name: str
+    device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str, name: str
 ) -> None:
     batch = lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype, factors=[1, 3], shifts=[3, 4])
     check_gated(layer, batch, name)
 
 
-@on_devices
 @pytest.mark.parametrize("ranks", ["mixed", "none"])
-def test_a_long_prompts_gate_and_factors_alone(device: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompts_gate_and_factors_alone(
+    device: torch.device, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose_long(monkeypatch)
     layer, of_adapters = SMALL_LAYERS[2], MIXED_RANKS if ranks == "mixed" else [[0]] * 5
     check_gated(
@@ -159,17 +155,15 @@ def test_a_long_prompts_gate_and_factors_alone(device: str, ranks: str, monkeypa
     )
 
 
-@on_devices
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("runs", [[(0, 3), (1, 2)], [(0, 270), (1, 2)]], ids=["decode", "prompt"])
-def test_gates_that_are_not_one_kernel(device: str, name: str, runs: Runs) -> None:
+def test_gates_that_are_not_one_kernel(device: torch.device, name: str, runs: Runs) -> None:
     """Check decode steps, activations that no kernel has, and gate and up as one target."""
     for layer in ((16, (24, 24)), (16, (48,))):
         check_gated(layer, lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=FP32), name)
 
 
-@on_devices
-def test_tokens_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
+def test_tokens_and_adapters_that_are_not_numbers_stay_among_themselves(device: torch.device) -> None:
     layer = SMALL_LAYERS[2]
     runs: Runs = [(1, 50), (3, 70), (0, 5), (4, 20), (3, 130)]
     batch = lora_batch(layer, runs, [[16, 0], [0], [24, 8], [17], [8]], device=device, dtype=BF16)

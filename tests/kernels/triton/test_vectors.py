@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import reference
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
     DTYPES,
     GROUPS,
@@ -13,26 +14,22 @@ from tests.kernels.triton.cases import (
     check_close,
     lora_batch,
     normal,
-    on_devices,
     targets_of,
     widened,
 )
 
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
 
-
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
 @pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("runs", [GROUPS, [(1, 130), (4, 20), (3, 140)]], ids=["decode", "prompt"])
 def test_outputs_are_multiplied_and_then_shifted(
-    device: str, layer: Layer, dtype: torch.dtype, factors: list[int], shifts: list[int], runs: Runs
+    device: torch.device, layer: Layer, dtype: torch.dtype, factors: list[int], shifts: list[int], runs: Runs
 ) -> None:
     batch = lora_batch(layer, runs, [[0]] * 5, device=device, dtype=dtype, factors=factors, shifts=shifts)
     width, targets = sum(layer[1]), targets_of(layer)
     out = normal(len(batch.adapter_indices), width + 8, seed=1, dtype=dtype).to(device)
     before, expected = out.clone(), out[:, :width].float().cpu()
-    triton_ops.TritonOps().scale_and_shift(out, batch, targets)
+    TritonOps().scale_and_shift(out, batch, targets)
     reference.scale_and_shift(expected, widened(batch), targets)
     check_close(out[:, :width], expected, dtype)
     assert torch.equal(out[:, width:], before[:, width:])
