@@ -5,8 +5,10 @@ cases go through every kernel there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +131,45 @@ def inputs_of(layer: Layer, batch: LoraBatch, seed: int = 1) -> torch.Tensor:
     return normal(len(batch.adapter_indices), layer[0], seed=seed, dtype=batch.buffer.dtype).to(batch.buffer.device)
 
 
+# --- cases
+
+
+def cover_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Choose from the product of some axes so few cases that any two values of two axes meet in one of them."""
+    left = list(product(*(enumerate(axis) for axis in axes)))
+    missing = {pair for case in left for pair in pairs_of(case)}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: len(missing & pairs_of(case)))
+        missing -= pairs_of(best)
+        chosen.append(tuple(value for _, value in best))
+    return chosen
+
+
+def pairs_of(case: Sequence[tuple[int, Any]]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    places = [(axis, place) for axis, (place, _) in enumerate(case)]
+    return set(combinations(places, 2))
+
+
+def choose(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None = None) -> list[Any]:
+    """Return the cases of a test. Of those for the interpreter, all but the first `fast` are slow."""
+    if not IS_INTERPRETED:
+        return list(on_gpu)
+    first = len(interpreted) if fast is None else fast
+    rest = (case if isinstance(case, tuple) else (case,) for case in interpreted[first:])
+    return [*interpreted[:first], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
 # --- mixes of adapters
 
 MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
 RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
 RANKS |= {"mixed": MIXED_RANKS, "wide mix": [[512, 3], *MIXED_RANKS[1:]]}
+PROMPT_GROUPS = (
+    [(0, 2), (3, 17), (1, 1), (0, 7), (4, 3), (2, 4), (1, 5), (5, 3), (0, 1)]
+    if IS_INTERPRETED
+    else [(0, 2), (3, 70), (1, 1), (0, 40), (4, 3), (2, 44), (1, 33), (5, 66), (0, 1)]
+)
 GROUPS = [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1)]
 
 

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL_DECODE_ROWS = 40  # more tokens are a prompt there
 
 
 def repair_interpreter() -> None:
@@ -36,8 +37,10 @@ def repair_interpreter() -> None:
 
 def cut_small_shapes() -> None:
     """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
-    from lorax_server.kernels.triton import attention, decode, prompt
+    from lorax_server.kernels.triton import attention, decode, embedding, ops, prompt
 
     attention.PROGRAMS = 24
+    for module in (embedding, ops):
+        vars(module)["DECODE_ROWS"] = SMALL_DECODE_ROWS
     decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
     prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32

@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -25,6 +24,8 @@ from tests.kernels.triton.cases import (
     Runs,
     bits,
     check_close,
+    choose,
+    cover_pairs,
     expected_linear,
     inputs_of,
     linear_weights,
@@ -33,7 +34,6 @@ from tests.kernels.triton.cases import (
     targets_of,
     widened,
 )
-from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 RUNS: dict[str, Runs] = {
     "one": [(1, 1)],
@@ -42,19 +42,24 @@ RUNS: dict[str, Runs] = {
     "one group": [(3, 40)],
     "base": [(0, 4)],
     "full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)],
-    "bucket": [(1, 30), (4, 34)],
 }
-# On a GPU, everything with small layers. The interpreter is slow: there each value comes once.
-CASES = list(product(SMALL_LAYERS, DTYPES, RANKS, RUNS))
-CASES += product(LARGE_LAYERS, [BF16], ["16", "mixed", "wide mix"], ["one", "groups", "full"])
-if IS_INTERPRETED:
-    CASES = [
-        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
+CASES = choose(
+    [
         (SMALL_LAYERS[1], FP16, "24", "one each"),
+        (SMALL_LAYERS[0], FP32, "16", "base"),
+        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
         (SMALL_LAYERS[2], FP32, "1", "one group"),
         (SMALL_LAYERS[1], BF16, "512", "one"),
-        (SMALL_LAYERS[0], FP32, "16", "base"),
-    ]
+    ],
+    [
+        *cover_pairs(SMALL_LAYERS, DTYPES, RANKS, RUNS),
+        *cover_pairs(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["one", "groups", "full"]),
+    ],
+    fast=2,
+)
+VECTOR_CASES = choose(
+    [(SMALL_LAYERS[1], FP32, "mixed")], list(zip(LAYERS, DTYPES * 3, ["mixed", "8"] * 4, strict=False))
+)
 
 
 def poison(ops: TritonOps) -> None:
@@ -79,8 +84,7 @@ def test_a_linear_with_each_rows_own_adapter(
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype))
 
 
-@pytest.mark.parametrize("ranks", ["mixed"] if IS_INTERPRETED else ["mixed", "8"])
-@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
+@pytest.mark.parametrize(("layer", "dtype", "ranks"), VECTOR_CASES, ids=str)
 def test_factors_shifts_and_biases(device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
     batch = lora_batch(
         layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
@@ -88,9 +92,9 @@ def test_factors_shifts_and_biases(device: torch.device, layer: Layer, dtype: to
     check_linear(layer, batch, bias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", choose([BF16], DTYPES), ids=str)
 def test_add_lora_changes_only_the_columns_of_its_targets(device: torch.device, dtype: torch.dtype) -> None:
-    layer = SMALL_LAYERS[0]
+    layer = SMALL_LAYERS[1]
     batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
     x, width = inputs_of(layer, batch), sum(layer[1])
     out = normal(len(x), width + 8, seed=3, dtype=dtype).to(device)
@@ -122,8 +126,10 @@ def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: to
     assert torch.equal(bits(out[6:8, rest]), bits(clean[6:8, rest]))
 
 
-@pytest.mark.parametrize("dtype", [BF16] if IS_INTERPRETED else DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[-1]], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "dtype"), choose([(LAYERS[0], BF16)], cover_pairs([LAYERS[0], LAYERS[-1]], DTYPES)), ids=str
+)
 def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(
     device: torch.device, dtype: torch.dtype, layer: Layer
 ) -> None:
@@ -157,6 +163,7 @@ def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
     return replace(batch, bounds=bounds, adapters=indices, derived={})
 
 
+@pytest.mark.slow
 def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[0], TritonOps()
     made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)

@@ -8,10 +8,15 @@ import torch
 from lorax_server.kernels import EmbeddingTarget, Field, LoraBatch
 from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
+    BF16,
     DTYPES,
+    FP16,
+    FP32,
     NanBuffer,
     Runs,
     check_close,
+    choose,
+    cover_pairs,
     empty_table,
     make_batch,
     normal,
@@ -19,7 +24,15 @@ from tests.kernels.triton.cases import (
 from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 TARGET, FIRST, HELD, VOCAB = 1, 20, 30, 70  # this rank holds tokens 20 to 49 of 70
-WIDTHS = [40] if IS_INTERPRETED else [40, 1032, 4096]
+RUNS: dict[str, Runs] = {
+    "decode": [(adapter, 5 if IS_INTERPRETED else 1 + 7 * adapter) for adapter in (2, 0, 1, 3, 6, 4, 5)],
+    "prompt": [(3, 20), (0, 5), (4, 20), (2, 5)] if IS_INTERPRETED else [(3, 150), (0, 10), (4, 120), (2, 20)],
+}
+CASES = choose(
+    [(BF16, 40, True, "decode"), (FP16, 40, False, "prompt"), (FP32, 40, True, "prompt")],
+    cover_pairs(DTYPES, [40, 1032, 4096], [True, False], RUNS),
+    fast=2,
+)
 
 
 class Adapter(NamedTuple):
@@ -94,16 +107,11 @@ def tokens_of(runs: Runs) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("adds_new_rows", [True, False])
-@pytest.mark.parametrize(
-    "runs", [[(adapter, 1 + 7 * adapter) for adapter in (2, 0, 1, 3, 6, 4, 5)], [(3, 150), (0, 10), (4, 120), (2, 20)]],
-    ids=["decode", "prompt"],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "width", "adds_new_rows", "name"), CASES, ids=str)
 def test_each_tokens_row_is_changed_by_its_adapter(
-    device: torch.device, dtype: torch.dtype, width: int, adds_new_rows: bool, runs: Runs
+    device: torch.device, dtype: torch.dtype, width: int, adds_new_rows: bool, name: str
 ) -> None:
+    runs = RUNS[name]
     batch, ids = embedding_batch(width, runs, dtype, device), tokens_of(runs)
     table = normal(VOCAB, width, seed=3, dtype=dtype)
     is_held = torch.tensor([FIRST <= token < FIRST + HELD for token in ids])

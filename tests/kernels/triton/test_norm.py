@@ -7,6 +7,7 @@ import torch
 
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
 from lorax_server.kernels.triton.norm import rms_norm, rotary
+from tests.kernels.triton.cases import cover_pairs
 from tests.kernels.triton.paging import normal
 
 # One step of a value's last place and, in the interpreter, which cuts bfloat16 instead of rounding it, a few.
@@ -20,9 +21,10 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("shape", [(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_residual"),
+    cover_pairs([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True]),
+)
 def test_rms_norm(dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...], device: torch.device) -> None:
     x, weight = normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2, dtype=dtype)
     residual = normal(*shape, seed=3, dtype=dtype) if has_residual else None

@@ -56,8 +56,7 @@ def test_tiles_are_made_again_in_place(device: torch.device) -> None:
         assert before.num_tiles.tolist() == [len(expected)]
 
 
-@pytest.mark.parametrize("runs", MIXES, ids=str)
-@pytest.mark.parametrize("height", [16, 32, 64, 128])
+@pytest.mark.parametrize(("runs", "height"), list(zip(MIXES, [16, 32, 64, 128, 16, 32], strict=True)), ids=str)
 def test_the_tiles_of_a_prompt_hold_every_token(device: torch.device, runs: list[tuple[int, int]], height: int) -> None:
     batch = lora_batch(LAYER, runs, [[1]] * 3, device=device, dtype=torch.bfloat16)
     made = tiles.prompt_tiles(batch, height)
