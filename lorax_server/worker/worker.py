@@ -199,8 +199,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
         host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-        max_rank = find_max_rank(device)
-        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=max_rank)
+        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
     measured = sizes if config.cache_bytes is None else []

@@ -165,6 +165,7 @@ def choose(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None =
 MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
 RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
 RANKS |= {"mixed": MIXED_RANKS, "wide mix": [[512, 3], *MIXED_RANKS[1:]]}
+SOME_RANKS = ["1", "16", "24", "512", "wide mix"]
 PROMPT_GROUPS = (
     [(0, 2), (3, 17), (1, 1), (0, 7), (4, 3), (2, 4), (1, 5), (5, 3), (0, 1)]
     if IS_INTERPRETED

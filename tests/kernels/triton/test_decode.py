@@ -20,6 +20,7 @@ from tests.kernels.triton.cases import (
     MIXED_RANKS,
     RANKS,
     SMALL_LAYERS,
+    SOME_RANKS,
     Layer,
     Runs,
     bits,
@@ -52,7 +53,7 @@ CASES = choose(
         (SMALL_LAYERS[1], BF16, "512", "one"),
     ],
     [
-        *cover_pairs(SMALL_LAYERS, DTYPES, RANKS, RUNS),
+        *cover_pairs(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
         *cover_pairs(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["one", "groups", "full"]),
     ],
     fast=2,
