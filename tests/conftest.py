@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -16,6 +17,8 @@ from tests.ranks import RankPool
 
 pytest_plugins = ["tests.leaks"]
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels run in its interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,8 +46,12 @@ def prepare(
     dtype: torch.dtype,
     group: ProcessGroup,
     pin: bool = False,
+    max_rank: int | None = None,
 ) -> HostAdapter:
-    """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses."""
+    """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses.
+
+    Kernels may serve LoRA up to `max_rank` at linears; embeddings have no such limit.
+    """
     # Python numbers: to write them into a tensor one by one takes longer than all the rest.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
@@ -58,6 +62,7 @@ def prepare(
         weights = adapter.load(target.name)
         try:
             module = _PreparedModule(adapter.name, target, weights, dtype, group)
+            module.check_rank(max_rank)
             scales[index] = weights.scale
             for field, number in module.count_fields().items():
                 table[index][field] = number
@@ -127,6 +132,12 @@ class _PreparedModule:
         self.factor = self._find_factor()
         self.shift = self._find_shift()
         self._complete_new_rows()
+
+    def check_rank(self, max_rank: int | None) -> None:
+        if max_rank is None or self.lora_b is None or self.target.kind is Kind.EMBEDDING:
+            return
+        if len(self.lora_b) > max_rank:
+            raise self._refuse(f"has rank {len(self.lora_b)}, and the kernels of this device serve up to {max_rank}")
 
     def count_fields(self) -> dict[Field, int]:
         rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]

@@ -15,7 +15,7 @@ from lorax_server.kernels.ops import (
     Ops,
     PagedBatch,
 )
-from lorax_server.kernels.select import select_ops
+from lorax_server.kernels.select import find_max_rank, select_ops
 
 __all__ = [
     "MAX_RANK",
@@ -31,5 +31,6 @@ __all__ = [
     "LoraTarget",
     "Ops",
     "PagedBatch",
+    "find_max_rank",
     "select_ops",
 ]

@@ -101,7 +101,7 @@ class Field(IntEnum):
 
 
 NUM_OFFSETS = Field.RANK
-MAX_RANK = 512  # of LoRA factors that the kernels of a GPU serve
+MAX_RANK = 512  # of a linear's LoRA factors that the kernels of a GPU serve
 
 
 @dataclass(frozen=True)

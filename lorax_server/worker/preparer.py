@@ -32,13 +32,20 @@ class Preparer:
     """
 
     def __init__(
-        self, targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, *, pin: bool
+        self,
+        targets: Mapping[str, AdapterTarget],
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        *,
+        pin: bool,
+        max_rank: int | None = None,
     ) -> None:
         self.notify: Callable[[], None] = lambda: None  # called, on the thread, when there is something to take
         self._targets = targets
         self._dtype = dtype
         self._group = group
         self._pin = pin
+        self._max_rank = max_rank
         self._stream = _low_priority_stream(targets)
         self._failure: Exception | None = None  # after which nothing can be prepared
         self._ready: dict[str, HostAdapter] = {}
@@ -84,7 +91,7 @@ class Preparer:
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin, self._max_rank)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:

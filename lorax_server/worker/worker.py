@@ -16,6 +16,7 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import ConfigError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
+from lorax_server.kernels import find_max_rank
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
@@ -199,7 +200,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
         host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda")
+        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
     warm_up(model, memory, graph_sizes(config.max_rows), step_tokens, max_length)

@@ -101,6 +101,24 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
     return result
 
 
+# --- ranks
+
+
+@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD])
+def test_a_rank_that_kernels_do_not_serve_is_refused(kind: Kind) -> None:
+    adapter, targets = GivenAdapter({"x": factors(kind)}, VOCAB), {"x": make_target(kind)}
+    with pytest.raises(AdapterError, match=f"module 'x' has rank {RANK}, and the kernels of this device serve up to 1"):
+        prepare(adapter, targets, torch.float32, ALONE, max_rank=RANK - 1)
+    served = prepare(adapter, targets, torch.float32, ALONE, max_rank=RANK)
+    assert torch.equal(served.table, prepare(adapter, targets, torch.float32, ALONE).table)
+
+
+def test_embeddings_may_have_any_rank() -> None:
+    adapter = GivenAdapter({"x": factors(Kind.EMBEDDING)}, VOCAB)
+    prepared = prepare(adapter, {"x": make_target(Kind.EMBEDDING)}, torch.float32, ALONE, max_rank=1)
+    assert prepared.table[0, Field.RANK] == RANK
+
+
 # --- layout
 
 

@@ -312,6 +312,15 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     half.close()
 
 
+def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, AdapterTarget], folder: Path) -> None:
+    limited = Preparer(targets, torch.float32, FakeGroup(), pin=False, max_rank=7)
+    limited.enqueue(make_spec(folder / "plain", targets))
+    error = take(limited, 1)[0].error
+    assert isinstance(error, AdapterError)
+    assert "has rank 8, and the kernels of this device serve up to 7" in str(error)
+    limited.close()
+
+
 @pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
 def test_a_bug_or_no_memory_takes_nobody_along(
     where: str, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.engine.adapters.space import AdapterSpace
@@ -15,6 +15,39 @@ from lorax_server.types import AdapterCounters
 # would keep out the adapters of all others.
 FRESH_S = 30.0
 SPARE = 0.03  # of the buffer is freed beyond the need, so that moves are rare
+
+
+class Leaving:
+    """The adapters that may leave the device, the longest unused first, for all that need room at one moment.
+
+    Each is looked at once, however many need room: thousands may wait, and hundreds that may not leave are used longer
+    ago than the first that may.
+    """
+
+    def __init__(self, entries: Mapping[str, AdapterEntry], now: float) -> None:
+        self._entries = entries
+        self._now = now
+        self._found: dict[bool, list[AdapterEntry]] = {}  # the last to leave first
+
+    def take(self, even_wanted: bool) -> AdapterEntry | None:
+        """Return the next one that may leave, if there is one; one that requests wait for only if asked for it."""
+        if even_wanted not in self._found:
+            may_leave = [entry for entry in self._entries.values() if self._may_leave(entry, even_wanted)]
+            self._found[even_wanted] = may_leave[::-1]
+        found = self._found[even_wanted]
+        while found:
+            entry = found.pop()
+            if self._may_leave(entry, even_wanted):  # it may have left since, or have arrived for a request
+                return entry
+        return None
+
+    def _may_leave(self, entry: AdapterEntry, even_wanted: bool) -> bool:
+        is_free = entry.is_loaded and not entry.is_pinned and not entry.num_running
+        # No sequence can run with one that drains and that none has begun with, so there is no reason to keep it.
+        is_fresh = self._now < entry.fresh_until and (entry.num_begun or not entry.is_draining)
+        # Without a copy in host memory it stays for the requests that have begun with it.
+        can_return = entry.is_prepared or not entry.num_begun
+        return is_free and not is_fresh and can_return and (even_wanted or not entry.num_requests)
 
 
 class DeviceTier:
@@ -135,42 +168,37 @@ class DeviceTier:
             f"{self._num_units * unit} in all, of which {pinned * unit} are pinned: give them more, or unpin some"
         )
 
-    def make_room(self, units: int, has_waited: bool, now: float) -> list[AdapterEntry]:
+    def find_leaving(self, now: float) -> Leaving:
+        """Return what `make_room` takes adapters from until requests or workers change something."""
+        return Leaving(self._entries, now)
+
+    def make_room(self, units: int, has_waited: bool, leaving: Leaving) -> list[AdapterEntry]:
         """Evict adapters for one of this size, and join free space. Return those evicted; it may not be enough yet."""
         evicted = []
         is_short = self._space.num_free_units < units  # else it is only scattered, or still being read
         if is_short or not self._has_index:
-            evicted = self._evict_some(units + int(self._num_units * SPARE) * is_short, False, now)
+            evicted = self._evict_some(units + int(self._num_units * SPARE) * is_short, leaving, False)
             if has_waited:
-                evicted += self._evict_some(units, True, now)
+                evicted += self._evict_some(units, leaving, True)
                 self._drain(units - self._space.num_free_units)
         self._space.compact(units)
         return evicted
 
-    def _evict_some(self, units: int, even_wanted: bool, now: float) -> list[AdapterEntry]:
+    def _evict_some(self, units: int, leaving: Leaving, even_wanted: bool) -> list[AdapterEntry]:
         """Evict until so many units and an index are free, or no more adapters may leave."""
-        missing = units - self._space.num_free_units
         victims: list[AdapterEntry] = []
-        evictable = self._evictable(even_wanted, now)
-        while (missing > 0 or not (self._has_index or victims)) and (victim := next(evictable, None)) is not None:
-            victims.append(victim)
-            missing -= victim.units
-        for victim in victims:
+        while self._lacks(units) and (victim := leaving.take(even_wanted)) is not None:
             self.evict(victim)
+            victims.append(victim)
         return victims
 
-    def _evictable(self, even_wanted: bool, now: float) -> Iterator[AdapterEntry]:
-        for entry in self._entries.values():
-            is_free = entry.is_loaded and not entry.is_pinned and not entry.num_running
-            # No sequence can run with one that drains and that none has begun with, so there is no reason to keep it.
-            is_fresh = now < entry.fresh_until and (entry.num_begun or not entry.is_draining)
-            # Without a copy in host memory it stays for the requests that have begun with it.
-            can_return = entry.is_prepared or not entry.num_begun
-            if is_free and not is_fresh and can_return and (even_wanted or not entry.num_requests):
-                yield entry
+    def _lacks(self, units: int) -> bool:
+        return self._space.num_free_units < units or not self._has_index
 
     def _drain(self, missing: int) -> None:
         """Let no sequence begin with some running adapters, so that there will be room when they are done."""
+        if missing <= 0 and self._has_index:
+            return
         draining = [entry.units for entry in self._entries.values() if entry.is_draining]
         missing -= sum(draining)
         lacks_index = not self._has_index and not draining

@@ -118,9 +118,10 @@ class AdapterSpace:
     def compact(self, units: int) -> None:
         """Plan the fewest units of moves that bring `units` together, if it takes moves and no load is in the way."""
         assert 0 < units <= self.num_units, f"{units} of {self.num_units} units"
-        largest_vacated = max((stop - start for _, start, stop in self._vacated), default=0)
-        if units > self.num_free_units or units <= max(self.largest_hole, largest_vacated):
+        if units > self.num_free_units or units <= self.largest_hole:
             return  # the usual answers need no search
+        if any(stop - start >= units for _, start, stop in self._vacated):
+            return
         start, extents, stop = self._cheapest_slide(units)
         if not extents:
             return

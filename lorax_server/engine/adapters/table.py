@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapters.device_tier import DeviceTier
+from lorax_server.engine.adapters.device_tier import DeviceTier, Leaving
 from lorax_server.engine.adapters.entry import AdapterEntry, State
 from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterRegistry
@@ -139,7 +139,8 @@ class AdapterTable:
         waits for room: what is freed is for that one."""
         now = self._advanced_at = self._clock()
         self._has_changed = False
-        while self._to_load and self._load(next(iter(self._to_load.values())), now):
+        leaving = self._device.find_leaving(now)
+        while self._to_load and self._load(next(iter(self._to_load.values())), leaving, now):
             pass
         while self._to_prepare and self.num_preparing < MAX_PREPARING:
             entry = next(iter(self._to_prepare.values()))
@@ -292,7 +293,7 @@ class AdapterTable:
         self._prefetch.pop(entry.identity, None)
         return True
 
-    def _load(self, entry: AdapterEntry, now: float) -> bool:
+    def _load(self, entry: AdapterEntry, leaving: Leaving, now: float) -> bool:
         """Begin to load an adapter; False if it has to wait for room."""
         if entry.is_loaded:
             self._arrive(entry)
@@ -303,7 +304,7 @@ class AdapterTable:
             self._fail(entry, problem)
             return True
         if not self._device.load(entry):
-            for evicted in self._device.make_room(entry.units, self._has_waited(entry, now), now):
+            for evicted in self._device.make_room(entry.units, self._has_waited(entry, now), leaving):
                 if evicted.is_wanted and not evicted.is_prepared:  # its copy in host memory has gone meanwhile
                     self._to_prepare[evicted.identity] = self._to_load.pop(evicted.identity)
             if not self._device.load(entry):

@@ -71,7 +71,7 @@ class AddLoraVariant(NamedTuple):
 
 
 class PlanVariant(NamedTuple):
-    """What LoRA needs to know of a batch."""
+    """The plan of a batch, which LoRA follows."""
 
     shared_bytes: int = 0
 

@@ -228,6 +228,7 @@ def test_a_request_that_ended_is_not_aborted(shared: Shared) -> None:
     [
         ("refused", OverloadedError, 429, "too much", 7.5),
         ("failed", AdapterError, 424, "broken adapter", None),
+        ("unprintable", AdapterError, 424, r"broken \udcff", None),
         ("mistake", EngineError, 500, "the engine made a mistake: KeyError: 'what'", None),
         ("odd", EngineError, 500, "the engine made a mistake: ChannelError: a message Outputs cannot be sent: ", None),
     ],

@@ -8,8 +8,9 @@ import torch
 from lorax_server.kernels.ops import LoraBatch
 from tests.kernels.hopper.batches import Adapter, World, error, mix, spread
 
-driver = pytest.importorskip("lorax_server.kernels.hopper.driver", reason="needs cuda-core", exc_type=ImportError)
-from lorax_server.kernels.hopper.linear import FusedLinear  # noqa: E402
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+from lorax_server.kernels.hopper.driver import Kernels
+from lorax_server.kernels.hopper.linear import FusedLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ RANKS = [16, 8, 1, 24, 64, 40, 512, 9, 16]
 
 @pytest.fixture(scope="module")
 def fused() -> Fused:
-    kernels = driver.Kernels(torch.device("cuda", 0))
+    kernels = Kernels(torch.device("cuda", 0))
     return {dtype: FusedLinear(kernels, dtype) for dtype in TOLERANCE}
 
 

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from lorax_server.kernels import reference
 from lorax_server.kernels.ops import Activation
 from tests.kernels.hopper.batches import Adapter, World, error, mix
-from tests.kernels.hopper.test_linear import TOLERANCE, make_adapters
 
-hopper = pytest.importorskip("lorax_server.kernels.hopper.ops", reason="needs cuda-core", exc_type=ImportError)
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytest.importorskip("triton", reason="needs Triton")
+from lorax_server.kernels.hopper.ops import HopperOps
+from tests.kernels.hopper.test_linear import TOLERANCE, make_adapters
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +26,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.fixture(scope="module")
-def ops() -> "hopper.HopperOps":
-    return hopper.HopperOps(torch.device("cuda", 0))
+def ops() -> HopperOps:
+    return HopperOps(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -33,7 +35,7 @@ def ops() -> "hopper.HopperOps":
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 256, 257, 300, 1000, 2500])
 @pytest.mark.parametrize(("inputs", "widths"), [(1024, (1024, 256, 256)), (520, (136,)), (512, (2048, 2048))])
 def test_a_linear_of_any_number_of_tokens(
-    ops: "hopper.HopperOps", inputs: int, widths: Sequence[int], tokens: int, bias: bool, dtype: torch.dtype
+    ops: HopperOps, inputs: int, widths: Sequence[int], tokens: int, bias: bool, dtype: torch.dtype
 ) -> None:
     world = World(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=bias, seed=tokens)
     x = world.normal(tokens, inputs)
@@ -46,7 +48,7 @@ def test_a_linear_of_any_number_of_tokens(
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 64, 200, 300, 2500])
-def test_a_gate(ops: "hopper.HopperOps", tokens: int, name: str) -> None:
+def test_a_gate(ops: HopperOps, tokens: int, name: str) -> None:
     world = World(512, (1032, 1032), make_adapters(9, 2), bias=True, seed=tokens)
     x, activation = world.normal(tokens, 512), Activation(name, ACTIVATIONS[name])
     for indices in (mix(tokens, 9, tokens), [0] * tokens):
@@ -55,7 +57,7 @@ def test_a_gate(ops: "hopper.HopperOps", tokens: int, name: str) -> None:
         assert error(got, ACTIVATIONS[name](gate) * up) < 0.01
 
 
-def test_a_nan_stays_with_its_token(ops: "hopper.HopperOps") -> None:
+def test_a_nan_stays_with_its_token(ops: HopperOps) -> None:
     world = World(512, (1024, 1024), [Adapter([16, 16]), Adapter([40, 0])])
     indices = [1] * 150 + [2] * 150
     x = world.normal(300, 512)
@@ -72,7 +74,7 @@ def test_a_nan_stays_with_its_token(ops: "hopper.HopperOps") -> None:
 @pytest.mark.parametrize("width", [8, 520, 4096, 16384])
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_a_norm_is_the_references_but_for_the_last_bit_of_a_few(
-    ops: "hopper.HopperOps", rows: int, width: int, dtype: torch.dtype
+    ops: HopperOps, rows: int, width: int, dtype: torch.dtype
 ) -> None:
     x, residual, weight = (torch.randn(n, width, device="cuda").to(dtype) for n in (rows, rows, 1))
     eps = torch.tensor(1e-5, device="cuda")
@@ -85,7 +87,7 @@ def test_a_norm_is_the_references_but_for_the_last_bit_of_a_few(
 
 
 @pytest.mark.parametrize("rows", [3, 64])
-def test_a_norm_with_factors_and_shifts(ops: "hopper.HopperOps", rows: int) -> None:
+def test_a_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
     world = World(64, (1024,), [Adapter([0], vectors=True), Adapter([8])])
     x, weight = world.normal(rows, 1024), world.normal(1024)
     indices = mix(rows, 2, 5)

@@ -16,26 +16,32 @@ from lorax_server.kernels.hopper.sources import (
     LinearVariant,
     NormVariant,
     PlanVariant,
+    PromptVariant,
     Variant,
 )
 
-compiler = pytest.importorskip("lorax_server.kernels.hopper.compiler", reason="needs cuda-core", exc_type=ImportError)
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+from lorax_server.kernels.hopper.compiler import Compiler, cache_folder
 
 BF16, FP16 = torch.bfloat16, torch.float16
-VARIANTS: list[Variant] = [
-    LinearVariant(BF16, 8, 11, 2, True),
+VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptVariant(FP16, "expand_prompt")]
+MORE_VARIANTS: list[Variant] = [
     LinearVariant(FP16, 16, 6, 1, True),
     LinearVariant(BF16, 128, 6, 2, False),
     AddLoraVariant(BF16),
-    PlanVariant(),
     NormVariant(FP16, 2),
     *(GateVariant(BF16, name) for name in ACTIVATIONS),
+    PromptVariant(BF16, "sum_parts"),
+    PromptVariant(BF16, "expand_prompt"),
+    *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *(pytest.param(variant, marks=pytest.mark.slow) for variant in MORE_VARIANTS)], ids=str
+)
 def test_a_variant_compiles(variant: Variant, tmp_path: Path) -> None:
-    assert compiler.Compiler("sm_90a", tmp_path).compile(variant.source)[:4] == b"\x7fELF"
+    assert Compiler("sm_90a", tmp_path).compile(variant.source)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("height", HEIGHTS)
@@ -46,18 +52,18 @@ def test_stages_fit_into_shared_memory(height: int) -> None:
 
 
 def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path) -> None:
-    first, second = compiler.Compiler("sm_90a", tmp_path), compiler.Compiler("sm_90a", tmp_path)
+    first, second = Compiler("sm_90a", tmp_path), Compiler("sm_90a", tmp_path)
     cubin = first.compile(PlanVariant().source)
     assert second.compile(PlanVariant().source) == cubin
     assert (first.num_compiled, second.num_compiled) == (1, 0)
-    assert compiler.Compiler("sm_90", tmp_path).compile(PlanVariant().source) != cubin
+    assert Compiler("sm_90", tmp_path).compile(PlanVariant().source) != cubin
 
 
 def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
-    cubin = compiler.Compiler("sm_90a", tmp_path).compile(PlanVariant().source)
+    cubin = Compiler("sm_90a", tmp_path).compile(PlanVariant().source)
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
-    again = compiler.Compiler("sm_90a", tmp_path)
+    again = Compiler("sm_90a", tmp_path)
     assert again.compile(PlanVariant().source) == cubin
     assert again.num_compiled == 1
     (kept,) = tmp_path.iterdir()
@@ -65,13 +71,13 @@ def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    compiler.Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
+    Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
     assert "cannot be kept" in caplog.text
 
 
 def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAX_KERNEL_CACHE", str(tmp_path))
-    assert compiler.cache_folder() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("LORAX_KERNEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tmp_path, "cache"))
-    assert compiler.cache_folder() == tmp_path / "cache/lorax/kernels"
+    assert cache_folder() == tmp_path / "cache/lorax/kernels"

@@ -1,31 +1,20 @@
 """Batches of adapters, and what the reference makes of them in float32.
 
-Every test of this folder runs twice: on a GPU, and on a CPU in Triton's interpreter. The interpreter must be chosen
-before Triton is imported, so `test_interpreter.py` runs the folder in a process of its own.
+Tests of this folder run on a GPU where there is one, else on a CPU in Triton's interpreter, which is slow: a few small
+cases go through every kernel there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
 
 from lorax_server.kernels import Field, LinearWeights, LoraBatch, LoraTarget, reference
-from tests.kernels.triton.interpreter import IS_INTERPRETED, repair_interpreter
-
-pytest.importorskip("triton", reason="Triton is not installed")
-if IS_INTERPRETED:
-    repair_interpreter()
-    # Small shapes, cut into a few parts all the same.
-    from lorax_server.kernels.triton import decode, prompt
-
-    decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
-    prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32
-
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-on_devices = pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
-on_gpu = pytest.mark.parametrize("device", [CUDA])
+from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
@@ -63,7 +52,7 @@ class NanBuffer:
         self.size += len(flat) + padding
         return at
 
-    def join(self, device: str) -> torch.Tensor:
+    def join(self, device: torch.device) -> torch.Tensor:
         return torch.cat(self.parts).to(device)
 
 
@@ -94,7 +83,7 @@ def lora_batch(
     runs: Runs,
     ranks: Sequence[Sequence[int]],
     *,
-    device: str,
+    device: torch.device,
     dtype: torch.dtype,
     factors: Sequence[int] = (),
     shifts: Sequence[int] = (),
@@ -130,7 +119,9 @@ def targets_of(layer: Layer) -> list[LoraTarget]:
     ]
 
 
-def linear_weights(layer: Layer, dtype: torch.dtype, device: str, *, bias: bool, padding: int = 0) -> LinearWeights:
+def linear_weights(
+    layer: Layer, dtype: torch.dtype, device: torch.device, *, bias: bool, padding: int = 0
+) -> LinearWeights:
     inputs, outputs = layer[0], sum(layer[1]) + padding
     added = normal(outputs, seed=8, dtype=dtype).to(device) if bias else None
     return LinearWeights((normal(outputs, inputs, seed=7) / math.sqrt(inputs)).to(device, dtype), added)
@@ -140,11 +131,46 @@ def inputs_of(layer: Layer, batch: LoraBatch, seed: int = 1) -> torch.Tensor:
     return normal(len(batch.adapter_indices), layer[0], seed=seed, dtype=batch.buffer.dtype).to(batch.buffer.device)
 
 
+# --- cases
+
+
+def cover_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Choose from the product of some axes so few cases that any two values of two axes meet in one of them."""
+    left = list(product(*(enumerate(axis) for axis in axes)))
+    missing = {pair for case in left for pair in pairs_of(case)}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: len(missing & pairs_of(case)))
+        missing -= pairs_of(best)
+        chosen.append(tuple(value for _, value in best))
+    return chosen
+
+
+def pairs_of(case: Sequence[tuple[int, Any]]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    places = [(axis, place) for axis, (place, _) in enumerate(case)]
+    return set(combinations(places, 2))
+
+
+def choose(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None = None) -> list[Any]:
+    """Return the cases of a test. Of those for the interpreter, all but the first `fast` are slow."""
+    if not IS_INTERPRETED:
+        return list(on_gpu)
+    first = len(interpreted) if fast is None else fast
+    rest = (case if isinstance(case, tuple) else (case,) for case in interpreted[first:])
+    return [*interpreted[:first], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
 # --- mixes of adapters
 
 MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
 RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
 RANKS |= {"mixed": MIXED_RANKS, "wide mix": [[512, 3], *MIXED_RANKS[1:]]}
+SOME_RANKS = ["1", "16", "24", "512", "wide mix"]
+PROMPT_GROUPS = (
+    [(0, 2), (3, 17), (1, 1), (0, 7), (4, 3), (2, 4), (1, 5), (5, 3), (0, 1)]
+    if IS_INTERPRETED
+    else [(0, 2), (3, 70), (1, 1), (0, 40), (4, 3), (2, 44), (1, 33), (5, 66), (0, 1)]
+)
 GROUPS = [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1)]
 
 
@@ -170,7 +196,7 @@ def widened_weights(weights: LinearWeights) -> LinearWeights:
 
 
 def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bool) -> torch.Tensor:
-    weights = widened_weights(linear_weights(layer, batch.buffer.dtype, "cpu", bias=bias))
+    weights = widened_weights(linear_weights(layer, batch.buffer.dtype, torch.device("cpu"), bias=bias))
     return reference.linear(x.float().cpu(), weights, widened(batch), targets_of(layer))
 
 

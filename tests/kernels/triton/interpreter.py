@@ -1,9 +1,10 @@
-"""Triton's interpreter, which runs kernels on a CPU."""
+"""Triton's interpreter, which runs kernels on a CPU. `tests/conftest.py` turns it on where there is no GPU."""
 
 import os
 from typing import Any
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL_DECODE_ROWS = 40  # more tokens are a prompt there
 
 
 def repair_interpreter() -> None:
@@ -32,3 +33,14 @@ def repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpretedFunction.__call__ = call
+
+
+def cut_small_shapes() -> None:
+    """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
+    from lorax_server.kernels.triton import attention, decode, embedding, ops, prompt
+
+    attention.PROGRAMS = 24
+    for module in (embedding, ops):
+        vars(module)["DECODE_ROWS"] = SMALL_DECODE_ROWS
+    decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
+    prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32

@@ -60,8 +60,15 @@ def without_bad(cache: LayerCache) -> LayerCache:
 
 def move(batch: PagedBatch, device: torch.device) -> PagedBatch:
     stored = None if batch.stored is None else batch.stored.to(device)
-    tensors = (x.to(device) for x in (batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots))
-    return PagedBatch(*tensors, stored, batch.cu_seqlens, batch.host_lengths)
+    return PagedBatch(
+        block_tables=batch.block_tables.to(device),
+        input_lengths=batch.input_lengths.to(device),
+        cache_lengths=batch.cache_lengths.to(device),
+        slots=batch.slots.to(device),
+        stored=stored,
+        cu_seqlens=batch.cu_seqlens,
+        host_lengths=batch.host_lengths,
+    )
 
 
 def move_cache(cache: LayerCache, device: torch.device) -> LayerCache:

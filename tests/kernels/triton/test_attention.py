@@ -6,18 +6,14 @@ import torch
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
 from lorax_server.kernels.triton import attention, cache
 from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, choose, cover_pairs
 from tests.kernels.triton.paging import BAD, FP8, fill, make_batch, move, move_cache, normal, without_bad
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SPEC = AttentionSpec(0.3)
+HEADS = [(3, 3, 20), (20, 1, 16), *(pytest.param(heads, marks=pytest.mark.slow) for heads in [(6, 2, 8), (4, 1, 40)])]
+MODEL_HEADS = [(32, 8, 128), (8, 8, 64), (12, 2, 96), (16, 1, 256), (14, 2, 80), (32, 8, 128)]
 LENGTHS = [5, 1, 70, 33, 64]
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut sequences into few stretches in the interpreter, which runs them one after the other."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(attention, "PROGRAMS", 24)
 
 
 def check_decode(
@@ -50,32 +46,36 @@ def check_decode(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    choose([(BF16, 20), (FP32, None), (FP16, 1)], cover_pairs(DTYPES, [None, 1, 20]), fast=1),
+    ids=str,
+)
 def test_decode(dtype: torch.dtype, window: int | None, device: torch.device) -> None:
     check_decode(device, LENGTHS, dtype=dtype, spec=AttentionSpec(0.3, window))
 
 
-@pytest.mark.parametrize("heads", [(3, 3, 20), (6, 2, 8), (4, 1, 40), (1, 1, 1), (20, 1, 16)])
+@pytest.mark.parametrize("heads", HEADS)
 def test_decode_of_odd_heads(heads: tuple[int, int, int], device: torch.device) -> None:
     check_decode(device, [7, 40], heads=heads)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 24, 256])
+@pytest.mark.parametrize("block_size", choose([24, 1, 16, 256], [24, 1, 16, 256], fast=1))
 def test_decode_with_blocks_of_any_size(block_size: int, device: torch.device) -> None:
     check_decode(device, [7, 40, 24], block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", choose([FP16, BF16], DTYPES, fast=1))
 def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
     check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
 
 
-@pytest.mark.parametrize("lengths", [[0], [0, 9, 0], [0] * 30, [3, 50, *[0] * 28]])
+@pytest.mark.parametrize("lengths", [[0], [0, 9, 0], pytest.param([3, 50, *[0] * 28], marks=pytest.mark.slow)])
 def test_padding_gets_zeros(lengths: list[int], device: torch.device) -> None:
     check_decode(device, lengths, width=100)
 
 
+@pytest.mark.slow
 def test_a_stretch_may_be_one_tile_or_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TILE_BYTES", 1024)  # tiles of 16 tokens
     for programs in (1, 4, 24):
@@ -88,6 +88,7 @@ def test_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [attention.count_splits(stretches) for stretches in (1, 8, 512, 2047, 5000)] == [128, 128, 4, 2, 1]
 
 
+@pytest.mark.slow
 def test_neighbours_change_no_bit(device: torch.device) -> None:
     kept = check_decode(device, [40, 60, 9])[0]
     assert torch.equal(kept, check_decode(device, [40, 1, 0])[0])
@@ -107,12 +108,11 @@ def test_lengths_of_either_width(dtype: torch.dtype, device: torch.device) -> No
 
 # --- prefill
 
+PREFILLS = cover_pairs([None, 4], [FP32, FP8], [False, True])
 MIXED = [(5, 0), (1, 7), (3, 6), (5, 0), (1, 1), (2, 9), (3, 6), (1, 0), (4, 4)]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
-@pytest.mark.parametrize("has_host_lengths", [False, True])
+@pytest.mark.parametrize(("window", "cache_dtype", "has_host_lengths"), PREFILLS, ids=str)
 def test_prefill(window: int | None, cache_dtype: torch.dtype, has_host_lengths: bool, device: torch.device) -> None:
     batch, num_blocks = make_batch(MIXED, 8)
     kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), cache_dtype, bad=BAD, seed=1))
@@ -122,7 +122,7 @@ def test_prefill(window: int | None, cache_dtype: torch.dtype, has_host_lengths:
     expected = reference.prefill_attention(q, k, v, kv, batch, spec)
     lengths = HostLengths(*map(list, zip(*MIXED, strict=True))) if has_host_lengths else None
     given = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots, host_lengths=lengths)
-    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), move(given, device), spec)
+    out = prefill_attention(q.to(device), k.to(device), v.to(device), move_cache(kv, device), move(given, device), spec)
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 
@@ -134,8 +134,8 @@ def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
     expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
     wrong = torch.full((2,), 10**6)
     given = PagedBatch(batch.block_tables, wrong, wrong, wrong, host_lengths=HostLengths([5, 3], [0, 0]))
-    moved = move(given, device)
-    out = prefill_attention(*(x.to(device) for x in (q, k, v)), move_cache(kv, device), moved, AttentionSpec(0.3))
+    q, k, v = q.to(device), k.to(device), v.to(device)
+    out = prefill_attention(q, k, v, move_cache(kv, device), move(given, device), AttentionSpec(0.3))
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 
@@ -143,9 +143,9 @@ def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (12, 2, 96), (16, 1, 256), (14, 2, 80)])
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "block_size"), list(zip(MODEL_HEADS, DTYPES * 2, [16, 32] * 3, strict=True))
+)
 def test_decode_as_models_do(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
     device = torch.device("cuda")
     for num_seqs in (1, 5, 70):

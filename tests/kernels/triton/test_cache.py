@@ -11,12 +11,12 @@ from tests.kernels.triton.paging import FP8, check_bits, make_batch, move, move_
 
 SHAPES = [(5, 0), (1, 7), (3, 6), (0, 0), (1, 16), (9, 3)]
 CASES = [
-    (torch.float32, torch.float32),
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float32, FP8),
-    (torch.float16, FP8),
-    (torch.bfloat16, FP8),
+    (torch.float32, torch.float32, (3, 20)),
+    (torch.float16, torch.float16, (1, 1)),
+    (torch.bfloat16, torch.bfloat16, (2, 16)),
+    (torch.float32, FP8, (2, 16)),
+    (torch.float16, FP8, (3, 20)),
+    (torch.bfloat16, FP8, (1, 1)),
 ]
 
 
@@ -51,8 +51,7 @@ def check_write(
         check_bits(ours, torch.where(written, theirs.float(), 7.0).to(dtype))
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), CASES)
-@pytest.mark.parametrize("heads", [(2, 16), (3, 20), (1, 1)])
+@pytest.mark.parametrize(("dtype", "cache_dtype", "heads"), CASES)
 def test_tokens_are_stored(
     dtype: torch.dtype, cache_dtype: torch.dtype, heads: tuple[int, int], device: torch.device
 ) -> None:
@@ -107,8 +106,10 @@ def test_float8_keeps_a_nan_and_rounds_to_even() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(8, 128), (32, 64), (71, 64), (4, 256)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((8, 128), torch.float16), ((32, 64), torch.bfloat16), ((71, 64), torch.float32), ((4, 256), torch.bfloat16)],
+)
 def test_float8_is_rounded_as_torch_does(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     batch, num_blocks = make_batch([(100, 0), (1, 30)], 8)
     kv = normal(101, 2 + 2 * heads[0], heads[1], seed=1).mul(100).to(dtype)

@@ -3,12 +3,12 @@
 import math
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from lorax_server.kernels import LoraBatch, reference
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
     BF16,
     DTYPES,
@@ -20,24 +20,21 @@ from tests.kernels.triton.cases import (
     MIXED_RANKS,
     RANKS,
     SMALL_LAYERS,
+    SOME_RANKS,
     Layer,
     Runs,
     bits,
     check_close,
+    choose,
+    cover_pairs,
     expected_linear,
     inputs_of,
     linear_weights,
     lora_batch,
     normal,
-    on_devices,
-    on_gpu,
     targets_of,
     widened,
 )
-from tests.kernels.triton.interpreter import IS_INTERPRETED
-
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
-TritonOps = triton_ops.TritonOps
 
 RUNS: dict[str, Runs] = {
     "one": [(1, 1)],
@@ -46,29 +43,34 @@ RUNS: dict[str, Runs] = {
     "one group": [(3, 40)],
     "base": [(0, 4)],
     "full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)],
-    "bucket": [(1, 30), (4, 34)],
 }
-# On a GPU, everything with small layers. The interpreter is slow: there each value comes once.
-CASES = list(product(SMALL_LAYERS, DTYPES, RANKS, RUNS))
-CASES += product(LARGE_LAYERS, [BF16], ["16", "mixed", "wide mix"], ["one", "groups", "full"])
-if IS_INTERPRETED:
-    CASES = [
-        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
+CASES = choose(
+    [
         (SMALL_LAYERS[1], FP16, "24", "one each"),
+        (SMALL_LAYERS[0], FP32, "16", "base"),
+        (SMALL_LAYERS[0], BF16, "mixed", "groups"),
         (SMALL_LAYERS[2], FP32, "1", "one group"),
         (SMALL_LAYERS[1], BF16, "512", "one"),
-        (SMALL_LAYERS[0], FP32, "16", "base"),
-    ]
+    ],
+    [
+        *cover_pairs(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
+        *cover_pairs(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["one", "groups", "full"]),
+    ],
+    fast=2,
+)
+VECTOR_CASES = choose(
+    [(SMALL_LAYERS[1], FP32, "mixed")], list(zip(LAYERS, DTYPES * 3, ["mixed", "8"] * 4, strict=False))
+)
 
 
-def poison(ops: TritonOps) -> None:  # type: ignore[valid-type]
-    for scratch in ops._scratch.values():  # type: ignore[attr-defined]
+def poison(ops: TritonOps) -> None:
+    for scratch in ops._scratch.values():
         scratch.fill_(math.nan)
 
 
 def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
     dtype, device = batch.buffer.dtype, batch.buffer.device
-    ops, weights = TritonOps(), linear_weights(layer, dtype, device.type, bias=bias)
+    ops, weights = TritonOps(), linear_weights(layer, dtype, device, bias=bias)
     for seed in range(2):
         x = inputs_of(layer, batch, seed)
         out = ops.linear(x, weights, batch, targets_of(layer))
@@ -76,28 +78,24 @@ def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
         poison(ops)
 
 
-@on_devices
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
 def test_a_linear_with_each_rows_own_adapter(
-    device: str, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
+    device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype))
 
 
-@on_devices
-@pytest.mark.parametrize("ranks", ["mixed"] if IS_INTERPRETED else ["mixed", "8"])
-@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
-def test_factors_shifts_and_biases(device: str, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
+@pytest.mark.parametrize(("layer", "dtype", "ranks"), VECTOR_CASES, ids=str)
+def test_factors_shifts_and_biases(device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
     batch = lora_batch(
         layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
     )
     check_linear(layer, batch, bias=True)
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: torch.dtype) -> None:
-    layer = SMALL_LAYERS[0]
+@pytest.mark.parametrize("dtype", choose([BF16], DTYPES), ids=str)
+def test_add_lora_changes_only_the_columns_of_its_targets(device: torch.device, dtype: torch.dtype) -> None:
+    layer = SMALL_LAYERS[1]
     batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
     x, width = inputs_of(layer, batch), sum(layer[1])
     out = normal(len(x), width + 8, seed=3, dtype=dtype).to(device)
@@ -110,8 +108,7 @@ def test_add_lora_changes_only_the_columns_of_its_targets(device: str, dtype: to
     assert torch.equal(out[is_base], before[is_base])
 
 
-@on_devices
-def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: str) -> None:
+def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
     batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
@@ -130,10 +127,13 @@ def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: st
     assert torch.equal(bits(out[6:8, rest]), bits(clean[6:8, rest]))
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", [BF16] if IS_INTERPRETED else DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[-1]], ids=str)
-def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(device: str, dtype: torch.dtype, layer: Layer) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "dtype"), choose([(LAYERS[0], BF16)], cover_pairs([LAYERS[0], LAYERS[-1]], DTYPES)), ids=str
+)
+def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(
+    device: torch.device, dtype: torch.dtype, layer: Layer
+) -> None:
     targets, ops = targets_of(layer), TritonOps()
     mixes: list[tuple[Runs, int]] = [
         ([(3, 1), (0, 19)], 0),
@@ -164,8 +164,8 @@ def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
     return replace(batch, bounds=bounds, adapters=indices, derived={})
 
 
-@on_devices
-def test_a_changed_batch_is_planned_in_place(device: str) -> None:
+@pytest.mark.slow
+def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[0], TritonOps()
     made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
@@ -180,9 +180,9 @@ def test_a_changed_batch_is_planned_in_place(device: str) -> None:
     assert all(now is before for now, before in zip(batch.derived["decode tiles"], tiles, strict=True))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_one_graph_serves_every_mix(device: str, layer: Layer) -> None:
+def test_one_graph_serves_every_mix(device: torch.device, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
     made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])

@@ -6,22 +6,33 @@ import pytest
 import torch
 
 from lorax_server.kernels import EmbeddingTarget, Field, LoraBatch
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
+    BF16,
     DTYPES,
+    FP16,
+    FP32,
     NanBuffer,
     Runs,
     check_close,
+    choose,
+    cover_pairs,
     empty_table,
     make_batch,
     normal,
-    on_devices,
 )
 from tests.kernels.triton.interpreter import IS_INTERPRETED
 
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
-
 TARGET, FIRST, HELD, VOCAB = 1, 20, 30, 70  # this rank holds tokens 20 to 49 of 70
-WIDTHS = [40] if IS_INTERPRETED else [40, 1032, 4096]
+RUNS: dict[str, Runs] = {
+    "decode": [(adapter, 5 if IS_INTERPRETED else 1 + 7 * adapter) for adapter in (2, 0, 1, 3, 6, 4, 5)],
+    "prompt": [(3, 20), (0, 5), (4, 20), (2, 5)] if IS_INTERPRETED else [(3, 150), (0, 10), (4, 120), (2, 20)],
+}
+CASES = choose(
+    [(BF16, 40, True, "decode"), (FP16, 40, False, "prompt"), (FP32, 40, True, "prompt")],
+    cover_pairs(DTYPES, [40, 1032, 4096], [True, False], RUNS),
+    fast=2,
+)
 
 
 class Adapter(NamedTuple):
@@ -42,7 +53,7 @@ ADAPTERS = [
 ]
 
 
-def embedding_batch(width: int, runs: Runs, dtype: torch.dtype, device: str) -> LoraBatch:
+def embedding_batch(width: int, runs: Runs, dtype: torch.dtype, device: torch.device) -> LoraBatch:
     buffer, table = NanBuffer(dtype), empty_table(len(ADAPTERS), 3)
     for index, adapter in enumerate(ADAPTERS, start=1):
         fields, seed = table[index, TARGET], 10 * index
@@ -96,17 +107,11 @@ def tokens_of(runs: Runs) -> list[int]:
     return ids
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("adds_new_rows", [True, False])
-@pytest.mark.parametrize(
-    "runs", [[(adapter, 1 + 7 * adapter) for adapter in (2, 0, 1, 3, 6, 4, 5)], [(3, 150), (0, 10), (4, 120), (2, 20)]],
-    ids=["decode", "prompt"],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "width", "adds_new_rows", "name"), CASES, ids=str)
 def test_each_tokens_row_is_changed_by_its_adapter(
-    device: str, dtype: torch.dtype, width: int, adds_new_rows: bool, runs: Runs
+    device: torch.device, dtype: torch.dtype, width: int, adds_new_rows: bool, name: str
 ) -> None:
+    runs = RUNS[name]
     batch, ids = embedding_batch(width, runs, dtype, device), tokens_of(runs)
     table = normal(VOCAB, width, seed=3, dtype=dtype)
     is_held = torch.tensor([FIRST <= token < FIRST + HELD for token in ids])
@@ -114,19 +119,18 @@ def test_each_tokens_row_is_changed_by_its_adapter(
     expected = expected_rows(rows, ids, batch, adds_new_rows)
     before = rows.clone()
     target = EmbeddingTarget(TARGET, range(FIRST, FIRST + HELD), VOCAB, adds_new_rows)
-    triton_ops.TritonOps().adapt_embedding(rows, torch.tensor(ids, device=device), batch, target)
+    TritonOps().adapt_embedding(rows, torch.tensor(ids, device=device), batch, target)
     check_close(rows, expected, dtype)
     is_base = batch.adapter_indices == 0
     assert torch.equal(rows[is_base], before[is_base])
 
 
-@on_devices
-def test_a_rank_without_a_part_of_the_vocabulary_has_only_new_rows(device: str) -> None:
+def test_a_rank_without_a_part_of_the_vocabulary_has_only_new_rows(device: torch.device) -> None:
     batch = embedding_batch(40, [(4, 3)], torch.float32, device)
     batch.table[4, TARGET, Field.NUM_ROWS] = 0
     rows = torch.zeros(3, 40, device=device)
     target = EmbeddingTarget(TARGET, range(VOCAB, VOCAB), VOCAB, True)
-    triton_ops.TritonOps().adapt_embedding(rows, torch.tensor([5, 70, 69], device=device), batch, target)
+    TritonOps().adapt_embedding(rows, torch.tensor([5, 70, 69], device=device), batch, target)
     fields, buffer = batch.host_table[4, TARGET], batch.buffer
     shift, new = (buffer[fields[field] :][:40] for field in (Field.SHIFT, Field.NEW_ROWS))
     assert torch.equal(rows, torch.stack([shift, new, shift]))

@@ -4,24 +4,22 @@ import pytest
 import torch
 
 from lorax_server.kernels import LoraBatch, Ops, select_ops
-from tests.kernels.triton.cases import SMALL_LAYERS, linear_weights, lora_batch, on_devices, on_gpu, targets_of
-
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
+from lorax_server.kernels.triton.ops import TritonOps
+from tests.kernels.triton.cases import SMALL_LAYERS, linear_weights, lora_batch, targets_of
 
 
 def test_all_ops_are_there() -> None:
     names = {name for name in vars(Ops) if not name.startswith("_")}
-    assert {name for name in names if not callable(getattr(triton_ops.TritonOps, name, None))} == set()
+    assert {name for name in names if not callable(getattr(TritonOps, name, None))} == set()
 
 
-@on_gpu
-def test_a_gpu_gets_them(device: str) -> None:
-    assert isinstance(select_ops(torch.device(device)), triton_ops.TritonOps)
+@pytest.mark.gpu
+def test_a_gpu_gets_them(device: torch.device) -> None:
+    assert isinstance(select_ops(device), TritonOps)
 
 
-@on_devices
-def test_no_tokens_and_no_adapters(device: str) -> None:
-    layer, ops = SMALL_LAYERS[2], triton_ops.TritonOps()
+def test_no_tokens_and_no_adapters(device: torch.device) -> None:
+    layer, ops = SMALL_LAYERS[2], TritonOps()
     targets, weights = targets_of(layer), linear_weights(layer, torch.float32, device, bias=True)
     batch: LoraBatch = lora_batch(layer, [], [[4]], device=device, dtype=torch.float32)
     nothing = torch.zeros(0, layer[0], device=device)

@@ -6,9 +6,8 @@ from itertools import groupby
 import pytest
 import torch
 
-from tests.kernels.triton.cases import SMALL_LAYERS, lora_batch, on_devices
-
-tiles = pytest.importorskip("lorax_server.kernels.triton.tiles", reason="Triton is not installed")
+from lorax_server.kernels.triton import tiles
+from tests.kernels.triton.cases import SMALL_LAYERS, lora_batch
 
 LAYER = SMALL_LAYERS[1]
 
@@ -33,9 +32,8 @@ MIXES = [
 ]
 
 
-@on_devices
 @pytest.mark.parametrize("runs", MIXES, ids=str)
-def test_the_tiles_of_a_decode_step_are_made_on_the_device(device: str, runs: list[tuple[int, int]]) -> None:
+def test_the_tiles_of_a_decode_step_are_made_on_the_device(device: torch.device, runs: list[tuple[int, int]]) -> None:
     batch = lora_batch(LAYER, runs, [[1]] * 3, device=device, dtype=torch.bfloat16)
     made, count = tiles.decode_tiles(batch)
     expected = cut(batch.adapter_indices.tolist(), 16, with_base=False)
@@ -44,8 +42,7 @@ def test_the_tiles_of_a_decode_step_are_made_on_the_device(device: str, runs: li
     assert count.tolist() == [len(expected)]
 
 
-@on_devices
-def test_tiles_are_made_again_in_place(device: str) -> None:
+def test_tiles_are_made_again_in_place(device: torch.device) -> None:
     batch = lora_batch(LAYER, [(1, 40)], [[1]] * 3, device=device, dtype=torch.bfloat16)
     before = tiles.decode_tiles(batch)
     draw = random.Random(0)
@@ -59,10 +56,8 @@ def test_tiles_are_made_again_in_place(device: str) -> None:
         assert before.num_tiles.tolist() == [len(expected)]
 
 
-@on_devices
-@pytest.mark.parametrize("runs", MIXES, ids=str)
-@pytest.mark.parametrize("height", [16, 32, 64, 128])
-def test_the_tiles_of_a_prompt_hold_every_token(device: str, runs: list[tuple[int, int]], height: int) -> None:
+@pytest.mark.parametrize(("runs", "height"), list(zip(MIXES, [16, 32, 64, 128, 16, 32], strict=True)), ids=str)
+def test_the_tiles_of_a_prompt_hold_every_token(device: torch.device, runs: list[tuple[int, int]], height: int) -> None:
     batch = lora_batch(LAYER, runs, [[1]] * 3, device=device, dtype=torch.bfloat16)
     made = tiles.prompt_tiles(batch, height)
     assert made.tolist() == cut(batch.adapter_indices.tolist(), height, with_base=True)

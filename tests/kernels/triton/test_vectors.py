@@ -4,35 +4,50 @@ import pytest
 import torch
 
 from lorax_server.kernels import reference
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
+    BF16,
     DTYPES,
+    FP16,
+    FP32,
     GROUPS,
     LAYERS,
+    PROMPT_GROUPS,
+    SMALL_LAYERS,
     Layer,
     Runs,
     check_close,
+    choose,
+    cover_pairs,
     lora_batch,
     normal,
-    on_devices,
     targets_of,
     widened,
 )
 
-triton_ops = pytest.importorskip("lorax_server.kernels.triton.ops", reason="Triton is not installed")
+RUNS: dict[str, Runs] = {"decode": GROUPS, "prompt": PROMPT_GROUPS}
+VECTORS = [([1, 2], [2, 3]), ([1, 3], []), ([], [1, 3])]
+CASES = choose(
+    [
+        (SMALL_LAYERS[1], BF16, VECTORS[0], "decode"),
+        (SMALL_LAYERS[1], FP16, VECTORS[1], "prompt"),
+        (SMALL_LAYERS[2], FP32, VECTORS[2], "prompt"),
+    ],
+    cover_pairs(LAYERS[::2], DTYPES, VECTORS, RUNS),
+    fast=2,
+)
 
 
-@on_devices
-@pytest.mark.parametrize(("layer", "dtype"), list(zip(LAYERS, DTYPES * 3, strict=False)), ids=str)
-@pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
-@pytest.mark.parametrize("runs", [GROUPS, [(1, 130), (4, 20), (3, 140)]], ids=["decode", "prompt"])
+@pytest.mark.parametrize(("layer", "dtype", "vectors", "runs"), CASES, ids=str)
 def test_outputs_are_multiplied_and_then_shifted(
-    device: str, layer: Layer, dtype: torch.dtype, factors: list[int], shifts: list[int], runs: Runs
+    device: torch.device, layer: Layer, dtype: torch.dtype, vectors: tuple[list[int], list[int]], runs: str
 ) -> None:
-    batch = lora_batch(layer, runs, [[0]] * 5, device=device, dtype=dtype, factors=factors, shifts=shifts)
+    factors, shifts = vectors
+    batch = lora_batch(layer, RUNS[runs], [[0]] * 5, device=device, dtype=dtype, factors=factors, shifts=shifts)
     width, targets = sum(layer[1]), targets_of(layer)
     out = normal(len(batch.adapter_indices), width + 8, seed=1, dtype=dtype).to(device)
     before, expected = out.clone(), out[:, :width].float().cpu()
-    triton_ops.TritonOps().scale_and_shift(out, batch, targets)
+    TritonOps().scale_and_shift(out, batch, targets)
     reference.scale_and_shift(expected, widened(batch), targets)
     check_close(out[:, :width], expected, dtype)
     assert torch.equal(out[:, width:], before[:, width:])
