@@ -20,7 +20,7 @@ from report import Record, report
 import lorax_server.kernels.hopper as package
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import FusedLinear
-from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES, TABLE, Setting, guess_setting
+from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES, TABLE, LinearSetting, guess_setting
 from lorax_server.kernels.hopper.sources import HEIGHTS
 from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
 
@@ -94,7 +94,7 @@ class Bench:
         scales = torch.ones(adapters + 1, targets, device="cuda")
         return LoraBatch(self.buffer, table.cuda(), scales, scales, indices, table, [], [])
 
-    def time(self, rows: int, setting: Setting, lora: LoraBatch | None) -> float:
+    def time(self, rows: int, setting: LinearSetting, lora: LoraBatch | None) -> float:
         x = torch.randn(rows, self.shape.inputs, device="cuda", dtype=torch.bfloat16)
 
         def run() -> None:
@@ -112,11 +112,11 @@ def candidates(tiles: int, height: int, num_sms: int) -> Iterator[tuple[int, int
                 yield stages, cluster
 
 
-def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float]:
+def tune(bench: Bench, height: int, num_sms: int) -> tuple[LinearSetting, float]:
     """Return the best setting, and its time with adapters."""
     tiles = -(-bench.shape.outputs // 128)
     plain = {
-        (stages, cluster, early): bench.time(height, Setting(stages, cluster, 0, 0, early), None)
+        (stages, cluster, early): bench.time(height, LinearSetting(stages, cluster, 0, 0, early), None)
         for stages, cluster in candidates(tiles, height, num_sms)
         for early in (2, 3)
     }
@@ -125,7 +125,7 @@ def tune(bench: Bench, height: int, num_sms: int) -> tuple[Setting, float]:
     for stages, cluster in list(dict.fromkeys(key[:2] for key in best))[:2]:
         for blocks in sorted({max(24, num_sms - tiles * cluster), num_sms // 2, num_sms * 3 // 4, num_sms}):
             for early in (1, 3):
-                setting = Setting(stages, cluster, blocks, early, 0)
+                setting = LinearSetting(stages, cluster, blocks, early, 0)
                 with_lora[setting] = bench.time(height, setting, lora)
     chosen = min(with_lora, key=lambda setting: with_lora[setting])
     early = min((2, 3), key=lambda early: plain[chosen.stages, chosen.cluster, early])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, factor_maps, matrix_map
-from lorax_server.kernels.hopper.settings import Setting, find_setting
+from lorax_server.kernels.hopper.settings import LinearSetting, find_setting
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
     PLAN_THREADS,
@@ -56,7 +56,7 @@ class _PlanArgs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """What the kernels need to know of a batch, in fixed places on the device."""
+    """Facts about a batch that the kernels need, in fixed places on the device."""
 
     rows: int
     records: torch.Tensor  # [targets, rows] of each tile
@@ -159,7 +159,7 @@ class FusedLinear:
         weights: LinearWeights,
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
-        setting: Setting | None = None,
+        setting: LinearSetting | None = None,
     ) -> torch.Tensor:
         """Return the product of up to 128 rows, with all that their adapters change of it."""
         rows, (outputs, inputs) = len(x), weights.weight.shape
@@ -228,5 +228,5 @@ class FusedLinear:
             self._factor_maps[key] = factor_maps(buffer, stride, width)
         return self._factor_maps[key]
 
-    def _variant(self, height: int, setting: Setting, with_lora: bool) -> LinearVariant:
+    def _variant(self, height: int, setting: LinearSetting, with_lora: bool) -> LinearVariant:
         return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)

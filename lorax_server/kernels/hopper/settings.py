@@ -1,4 +1,4 @@
-"""How a linear of some shape is cut over the multiprocessors: measured for known shapes, guessed for others."""
+"""The cut of a linear of some shape over the multiprocessors: measured for known shapes, guessed for others."""
 
 import json
 from functools import cache
@@ -8,7 +8,7 @@ from typing import NamedTuple
 TABLE = "settings.json"  # benchmarks/tune_linears.py makes it
 
 
-class Setting(NamedTuple):
+class LinearSetting(NamedTuple):
     """The cut of one linear at one height."""
 
     stages: int  # pieces of weights on their way
@@ -24,23 +24,23 @@ def _table() -> dict[str, dict[str, list[int]]]:
     return tables
 
 
-def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> Setting:
+def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> LinearSetting:
     known = _table().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
-    return Setting(*known) if known else guess_setting(outputs, height, num_sms)
+    return LinearSetting(*known) if known else guess_setting(outputs, height, num_sms)
 
 
-def guess_setting(outputs: int, height: int, num_sms: int) -> Setting:
+def guess_setting(outputs: int, height: int, num_sms: int) -> LinearSetting:
     """Guess as the measured ones are: the product on up to two thirds of the multiprocessors, LoRA on the others.
 
     A product of more blocks runs two of them on each multiprocessor, and LoRA beside them.
     """
     tiles = -(-outputs // 128)
     if tiles > num_sms * 2 // 3:
-        return Setting(
+        return LinearSetting(
             SHORT_STAGES[height], 1, num_sms if height >= 32 else num_sms * 3 // 4, 3 if height < 64 else 1, 3
         )
     cluster = 2 if tiles * 2 <= num_sms // 2 else 1
-    return Setting(LONG_STAGES[height], cluster, num_sms - tiles * cluster, 3, 3)
+    return LinearSetting(LONG_STAGES[height], cluster, num_sms - tiles * cluster, 3, 3)
 
 
 # Stages that fill a multiprocessor's shared memory with one block, and with two. There is no room for two of 128 rows.

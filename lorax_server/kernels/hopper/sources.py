@@ -71,7 +71,7 @@ class AddLoraVariant(NamedTuple):
 
 
 class PlanVariant(NamedTuple):
-    """What LoRA needs to know of a batch."""
+    """The kernel that works out a batch's plan for LoRA."""
 
     shared_bytes: int = 0
 
