@@ -118,9 +118,10 @@ class FusedLinear:
     def variants(self, inputs: int, outputs: int, with_lora: bool) -> set[Variant]:
         """List the kernels that a linear needs at all heights."""
         settings = {height: find_setting(inputs, outputs, height, self.num_sms) for height in HEIGHTS}
-        return {
+        alone: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
+        return alone | {
             self._variant(height, setting, lora) for height, setting in settings.items() for lora in {False, with_lora}
-        } | ({PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set())
+        }
 
     def plan(self, lora: LoraBatch) -> LoraPlan:
         return lora.once("fused plan", lambda: self._make_plan(lora))
