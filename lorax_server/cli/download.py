@@ -146,6 +146,10 @@ class _Bar(tqdm):
 # --- A bucket ---------------------------------------------------------------------------------------------------------
 
 
+class _ModelSource(S3Source):
+    noun = "model"
+
+
 class _AnyRoom(DiskBudget):
     """No budget: a model takes the room that it needs, and stays."""
 
@@ -160,7 +164,9 @@ def _from_s3(model_id: str, cache: Path, endpoint: str | None) -> Path:
     if not path:
         raise ConfigError(f"model {model_id!r}: a model of S3 is named as s3://bucket/path")
     choose = partial(choose_files, model_id)
-    source = S3Source(bucket, cache, endpoint_url=endpoint, budget=_AnyRoom(cache), choose=choose, num_threads=THREADS)
+    source = _ModelSource(
+        bucket, cache, endpoint_url=endpoint, budget=_AnyRoom(cache), choose=choose, num_threads=THREADS
+    )
     files = source.find(path, None)
     logger.info("model %r: fetching what is missing of %d files into %s", model_id, len(files.sizes), cache)
     return source.fetch(files, list(files.sizes), None)
