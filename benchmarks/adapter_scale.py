@@ -9,6 +9,7 @@ case: there is little computing to hide the loading behind.
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lorax_server.adapters.host import UNIT_BYTES
-from lorax_server.build import build_engine, switch_threads_often
+from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
+from lorax_server.launch import TURN_S
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
 
 MANY, FEW, PLACES = 2000, 16, 64
@@ -121,7 +123,7 @@ def write_adapter(
 
 
 def make_engine(folder: Path) -> Engine:
-    switch_threads_often()  # as in a process of its own
+    sys.setswitchinterval(TURN_S)  # as in a process of its own
     units = -(-RANK * HIDDEN * 4 // UNIT_BYTES) * 2 * len(MODULES) * LAYERS
     return build_engine(
         EngineConfig(

@@ -12,6 +12,7 @@ First all requests are there from the start (throughput). Then they arrive at ra
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -28,9 +29,10 @@ from report import Record, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lorax_server.build import build_engine, switch_threads_often
+from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
+from lorax_server.launch import TURN_S
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS = 32
@@ -203,7 +205,7 @@ def make_models(folder: Path) -> Any:
 
 def make_engine(folder: Path, rows: int) -> Engine:
     model = ModelConfig(folder / "model")
-    switch_threads_often()  # as in a process of its own
+    sys.setswitchinterval(TURN_S)  # as in a process of its own
     return build_engine(EngineConfig(model, max_rows=rows, sources=SourceConfig((folder,)), adapter_bytes=2**28))
 
 

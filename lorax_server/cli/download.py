@@ -69,8 +69,12 @@ def find_model(
         mistake = next((reason for kind, reason in MISTAKES.items() if isinstance(error, kind)), None)
         if mistake is not None:
             raise ConfigError(f"model {model_id!r}: {mistake.format(revision=revision)}") from error
-        is_refused = isinstance(error, hub_errors.HfHubHTTPError) and error.response.status_code in (401, 403)
-        raise (ConfigError if is_refused else SourceError)(f"model {model_id!r}: {_explain(error)}") from error
+        if isinstance(error, hub_errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise ConfigError(
+                f"model {model_id!r}: access is refused ({error.response.status_code}); check the name and the "
+                "credentials (HF_TOKEN)"
+            ) from error
+        raise SourceError(f"model {model_id!r}: {_explain(error)}") from error
 
 
 def _explain(error: Exception) -> str:
@@ -78,12 +82,12 @@ def _explain(error: Exception) -> str:
     if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
         return "it is not in the cache, and the hub cannot be reached, or may not (HF_HUB_OFFLINE)"
     if isinstance(error, hub_errors.HfHubHTTPError):
-        return f"the answer has status {error.response.status_code}; try again later, or check HF_TOKEN"
+        return f"the answer has status {error.response.status_code}; try again later"
     if isinstance(error, httpx2.HTTPError):
         return f"the connection broke ({type(error).__name__}); what came is kept, try again"
     cause = error.__cause__ if isinstance(error, SourceError) else error
     if not isinstance(cause, OSError):  # the S3 source says it
-        return str(error).partition("': ")[2]
+        return str(error).partition("': ")[2] or str(error)
     if cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; make room, or choose another by --huggingface-hub-cache"
     reason = os.strerror(cause.errno) if cause.errno else str(cause).partition("\n")[0]
@@ -142,6 +146,10 @@ class _Bar(tqdm):
 # --- A bucket ---------------------------------------------------------------------------------------------------------
 
 
+class _ModelSource(S3Source):
+    noun = "model"
+
+
 class _AnyRoom(DiskBudget):
     """No budget: a model takes the room that it needs, and stays."""
 
@@ -156,7 +164,9 @@ def _from_s3(model_id: str, cache: Path, endpoint: str | None) -> Path:
     if not path:
         raise ConfigError(f"model {model_id!r}: a model of S3 is named as s3://bucket/path")
     choose = partial(choose_files, model_id)
-    source = S3Source(bucket, cache, endpoint_url=endpoint, budget=_AnyRoom(cache), choose=choose, num_threads=THREADS)
+    source = _ModelSource(
+        bucket, cache, endpoint_url=endpoint, budget=_AnyRoom(cache), choose=choose, num_threads=THREADS
+    )
     files = source.find(path, None)
     logger.info("model %r: fetching what is missing of %d files into %s", model_id, len(files.sizes), cache)
     return source.fetch(files, list(files.sizes), None)

@@ -192,7 +192,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     """Build a worker around this rank's part of a model."""
     device = model.device
     step_tokens = _step_tokens(config, device)
-    sizes = graph_sizes(config.max_rows) if _uses_graphs(model, config, group) else []
+    sizes = graph_sizes(config.max_rows) if uses_graphs(model, config, group) else []
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
     num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
@@ -241,19 +241,22 @@ def _step_tokens(config: EngineConfig, device: torch.device) -> int:
     return max(step_tokens, config.max_rows)
 
 
-def _uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
-    if config.cuda_graphs is False or (config.cuda_graphs is None and model.device.type != "cuda"):
+def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
+    """Tell whether decode steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
+    is_gpu = model.device.type == "cuda"
+    if config.cuda_graphs is False or (config.cuda_graphs is None and not is_gpu):
         return False
-    if model.device.type != "cuda":
-        raise ConfigError("cuda_graphs needs a GPU")
-    if group.size() > 1:
-        logger.info("decode steps run without CUDA graphs: they are for one GPU so far")
+    if not is_gpu:
+        problem = "need a GPU"
+    elif group.size() > 1:
+        problem = "are for one GPU so far"
     elif not can_capture(model.ops):
-        if config.cuda_graphs:
-            raise ConfigError("cuda_graphs needs kernels for this GPU, and there are none")
-        logger.info("decode steps run without CUDA graphs: there are no kernels for this GPU")
+        problem = "need kernels for this GPU, and there are none"
     else:
         return True
+    if config.cuda_graphs:
+        raise ConfigError(f"cuda_graphs: they {problem}; leave the setting out, or make it false")
+    logger.info("decode steps run without CUDA graphs: they %s", problem)
     return False
 
 

@@ -186,7 +186,8 @@ def test_an_interrupted_model_is_not_taken_for_whole(
         ("owner/pickled", None, WeightsError, "pickled only.*save_pretrained"),
         ("owner/empty", None, WeightsError, "no weights"),
         ("owner/nothing", None, ConfigError, "no config.json"),
-        ("owner/broken", None, SourceError, "status 500"),
+        ("owner/broken", None, SourceError, "status 500; try again later"),
+        ("owner/refused", None, ConfigError, r"access is refused \(403\); check the name and the credentials"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -196,8 +197,8 @@ def test_what_is_wrong_is_said_in_one_line(
     hub.repos["owner/pickled"] = Repo({"config.json": b"{}", "pytorch_model.bin": b""})
     hub.repos["owner/empty"] = Repo({"README.md": b""})
     hub.repos["owner/nothing"] = Repo({"model.safetensors": b"weights"})
-    if name == "owner/broken":
-        hub.faults["info"] = Fault(reply=Reply(500))
+    if name in ("owner/broken", "owner/refused"):
+        hub.faults["info"] = Fault(reply=Reply(500 if name == "owner/broken" else 403))
     with pytest.raises(kind, match=message) as error:
         find_model(name, revision, "hub", cache, endpoint=hub.url)
     assert "\n" not in str(error.value)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, NotSupportedError
+from lorax_server.kernels import reference
 from lorax_server.layers.rotary import DynamicRotaryEmbedding
 from lorax_server.machine import machine_bytes
 from lorax_server.models.registry import MODELS, build_model
@@ -39,7 +41,7 @@ from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
 from lorax_server.worker.memory import block_bytes, count_blocks
 from lorax_server.worker.warm_up import run_prompts
-from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker
+from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.served import make_model as make_paged
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
@@ -360,8 +362,17 @@ def test_tables_take_a_small_share_of_the_memory_for_adapters() -> None:
 @pytest.mark.parametrize("asked", [None, False])
 def test_a_cpu_has_no_graphs(asked: bool | None) -> None:
     assert capabilities(cuda_graphs=asked).num_blocks > 0
-    with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
+    with pytest.raises(ConfigError, match="cuda_graphs: they need a GPU; leave the setting out"):
         capabilities(cuda_graphs=True)
+
+
+def test_graphs_that_were_asked_for_are_not_left_out_silently() -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"), ops=reference)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    for group, problem in ((two, "are for one GPU so far"), (FakeGroup(), "need kernels for this GPU")):
+        assert not uses_graphs(model, config_of(), group)
+        with pytest.raises(ConfigError, match=f"cuda_graphs: they {problem}"):
+            uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
 def test_memory_for_adapters() -> None:

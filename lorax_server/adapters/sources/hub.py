@@ -129,8 +129,10 @@ class HubSource(RemoteSource):
     def _find_cached(self, name: str) -> AdapterFiles:
         repo, revision = _parse(name)
         ref = self._repo_folder(repo) / "refs" / revision
-        commit = ref.read_text() if ref.is_file() else revision
+        commit = ref.read_text() if os.path.isfile(ref) else revision
         folder = self._repo_folder(repo) / "snapshots" / commit
+        if not os.path.isdir(folder):  # also of a name that is too long for the file system, where Path would raise
+            raise _not_cached(name)
         found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         if not any(map(is_known, found)):
             raise _not_cached(name)

@@ -18,6 +18,8 @@ ATTEMPTS = 3  # at a version that is removed to make room while it is fetched
 class RemoteSource(Source):
     """A source whose files are downloaded, each version into a folder of its own."""
 
+    noun = "adapter"  # for messages
+
     def __init__(self, cache: AdapterCache, budget: DiskBudget, timeout_s: float) -> None:
         self._cache = cache
         self._budget = budget
@@ -31,7 +33,7 @@ class RemoteSource(Source):
             if not missing:
                 return folder
             self._bring(files, folder, missing, token)
-        raise SourceError(f"adapter {files.name!r}: its files leave the disk as soon as they come; try again later")
+        raise SourceError(f"{self.noun} {files.name!r}: its files leave the disk as soon as they come; try again later")
 
     def mark_used(self, folder: Path) -> None:
         self._cache.mark_used_again(folder)
@@ -49,7 +51,7 @@ class RemoteSource(Source):
         """Download files to their paths."""
 
     def _bring(self, files: AdapterFiles, folder: Path, missing: Sequence[str], token: str | None) -> None:
-        what, paths = f"adapter {files.name!r}", {file: self._path_of(files, file) for file in missing}
+        what, paths = f"{self.noun} {files.name!r}", {file: self._path_of(files, file) for file in missing}
         sizes = {path: files.sizes[file] for file, path in paths.items()}
         new = {path: size for path, size in sizes.items() if not is_complete(path, size)}
         with self._budget.room_for(what, sum(new.values()), new):
@@ -66,5 +68,5 @@ class RemoteSource(Source):
         is_right: Callable[[Path], bool],
     ) -> None:
         keep = partial(self._cache.mark_used, self._folder_of(files))
-        what = f"adapter {files.name!r}: {file}"
+        what = f"{self.noun} {files.name!r}: {file}"
         download(Download(what, path, files.sizes[file], is_right, open_at, self._timeout_s, keep))

@@ -25,6 +25,7 @@ CHUNK_BYTES = 2**16
 MD5 = re.compile(r"[0-9a-f]{32}")
 MAX_KEYS = 10_000
 MAX_PAGES = 100  # of a list: a store may announce more pages for ever
+ADVICE = "try again later, or check the bucket's address and the server's credentials"
 
 
 class S3Source(RemoteSource):
@@ -154,7 +155,7 @@ def _asking(name: str) -> Iterator[None]:
         raise SourceError(f"adapter {name!r}: the bucket's answer has no {error}; is it a bucket?") from error
     except BotoCoreError as error:
         reason = type(error).__name__
-        raise SourceError(f"adapter {name!r}: the bucket cannot be read ({reason}); try again later") from error
+        raise SourceError(f"adapter {name!r}: the bucket cannot be read ({reason}); {ADVICE}") from error
 
 
 def _refusal(name: str, status: int) -> Exception:
@@ -166,7 +167,7 @@ def _refusal(name: str, status: int) -> Exception:
         return _not_found(name)
     if status == 412:
         return SourceError(f"adapter {name!r}: its files changed while they were fetched; try again")
-    return SourceError(f"adapter {name!r}: the bucket answers with status {status}; try again later")
+    return SourceError(f"adapter {name!r}: the bucket answers with status {status}; {ADVICE}")
 
 
 def _not_found(name: str) -> AdapterNotFoundError:

@@ -47,6 +47,7 @@ class DaemonThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            del work  # with its text and its result, which else would stay until there is other work
 
 
 def _settle(future: "Future[T]", work: Callable[[], T]) -> None:

@@ -25,7 +25,7 @@ STEADY_S = 300.0  # an engine that ran so long did not die because of its start
 
 
 class RemoteEngine:
-    """A client that starts an engine process, passes requests to it, and starts it again when it dies.
+    """An `EngineClient` that starts an engine process, passes requests to it, and starts it again when it dies.
 
     `target(config, address)` is a function at the top of a module; it builds an engine and calls `process.serve`. All
     methods belong to one event loop. Outputs wait for slow readers of `generate`, at most as many as their request may

@@ -535,7 +535,7 @@ def test_offline_the_cache_is_served(hub: HubServer, source: HubSource, tmp_path
     assert fetch(offline, NAME) == online
     assert fetch(offline, f"{NAME}@{online.version}") == online
     check_contents(fetch(offline, f"{NAME}@refs/pr/1"), {**ADAPTER, WEIGHTS: b"others"})
-    for name in ("owner/other", f"{NAME}@dev", f"{NAME}@{'0' * 40}"):
+    for name in ("owner/other", f"{NAME}@dev", f"{NAME}@{'0' * 40}", f"{NAME}@{'0' * 300}"):
         with pytest.raises(AdapterNotFoundError, match=f"{name}.* the server is offline"):
             fetch(offline, name)
     assert not hub.seen

@@ -370,7 +370,7 @@ def test_a_server_that_is_not_there(make: Make) -> None:
 def test_missing_credentials(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(NoCredentialsError\)"):
+    with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(NoCredentialsError\).*check .*credentials"):
         fetch(make(timeout_s=10), NAME)
 
 

@@ -14,18 +14,22 @@ from lorax_server.server.telemetry.logs import FIELDS, configure, log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 NASTY = 'a\nb\r\x0b\x0c\x1c\x85\u2028\u2029\x1b[2J\x00\ud800\u202e"quoted"\\n = end'
+UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 LINE_ENDS = re.compile("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """Restore the logger that `configure` changes."""
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    root.handlers = []  # or those of pytest would be closed
+    """Begin as a new process does, and restore the loggers: `configure` changes the root, a test's server uvicorn's."""
+    loggers = [logging.getLogger(name) for name in ("", *UVICORN)]
+    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
+    for each in loggers:
+        each.handlers, each.propagate = [], True  # those of pytest would be closed
+        each.setLevel(logging.NOTSET)
     yield
-    root.handlers = handlers
-    root.setLevel(level)
+    for each, handlers, level, propagate in before:
+        each.handlers, each.propagate = handlers, propagate
+        each.setLevel(level)
 
 
 def start(json_logs: bool, level: str = "info") -> io.StringIO:
@@ -137,10 +141,9 @@ def test_uvicorn_writes_the_same_lines_once() -> None:
     start(json_logs=False)
     stream = start(json_logs=True)  # the second time instead of the first
     uvicorn.Config("none:none", log_config=None)
-    names = ["uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"]
-    for name in names:
+    for name in UVICORN:
         logging.getLogger(name).info("hello")
-    assert [json.loads(line)["logger"] for line in lines(stream)] == names
+    assert [json.loads(line)["logger"] for line in lines(stream)] == list(UVICORN)
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
