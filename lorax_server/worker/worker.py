@@ -204,8 +204,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
     warm_up(model, memory, graph_sizes(config.max_rows), step_tokens, max_length)
-    measured = sizes if config.cache_bytes is None else []
-    reserved = measure_graphs(model, memory, measured, max_length, config.block_size)
+    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
