@@ -338,7 +338,9 @@ def test_a_new_config_alone_is_somebody_else(bench: Bench) -> None:
     assert bench.ask("tuned", "local") != first
 
 
-@pytest.mark.parametrize("ways", [[replace], [rewrite], [replace, rewrite]])
+@pytest.mark.parametrize(
+    "ways", [*(pytest.param([way], marks=pytest.mark.slow) for way in (replace, rewrite)), [replace, rewrite]]
+)
 def test_a_thousand_changes_and_questions_never_give_an_old_identity(bench: Bench, ways: list[Any]) -> None:
     """Changes come faster than the file system's clock ticks, so stamps repeat."""
     chance = random.Random(7)

@@ -1190,6 +1190,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
     return world, done
 
 
+@pytest.mark.slow
 def test_ten_thousand_reloads_and_requests_serve_no_stale_token() -> None:
     done: Counter[str] = Counter()
     for seed in range(50):

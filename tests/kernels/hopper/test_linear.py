@@ -8,7 +8,7 @@ import torch
 from lorax_server.kernels.ops import LoraBatch
 from tests.kernels.hopper.batches import Adapter, World, error, mix, spread
 
-pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import FusedLinear
 

@@ -10,7 +10,7 @@ from lorax_server.kernels import reference
 from lorax_server.kernels.ops import Activation
 from tests.kernels.hopper.batches import Adapter, World, error, mix
 
-pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")
 from lorax_server.kernels.hopper.ops import HopperOps
 from tests.kernels.hopper.test_linear import TOLERANCE, make_adapters

@@ -20,7 +20,7 @@ from lorax_server.kernels.hopper.sources import (
     Variant,
 )
 
-pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.compiler import Compiler, cache_folder
 
 BF16, FP16 = torch.bfloat16, torch.float16
