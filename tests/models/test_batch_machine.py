@@ -207,8 +207,8 @@ def test_a_request_gets_what_it_gets_alone(name: str, zoo: Zoo) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=10,
-            stateful_step_count=40,
+            max_examples=8,
+            stateful_step_count=30,
             derandomize=True,
             deadline=None,
             database=None,
