@@ -1,0 +1,10 @@
+// All kernels, once for each instruction set: `ISA` is its name, `VL` the number of floats in one of its vectors.
+
+#define JOIN_AGAIN(a, b) a##_##b
+#define JOIN(a, b) JOIN_AGAIN(a, b)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, ISA)
+
+namespace ISA {
+#include "simd.h"
+#include "linear.h"
+}  // namespace ISA

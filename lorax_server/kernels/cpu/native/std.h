@@ -1,0 +1,10 @@
+// What the kernels need of the standard library. It comes before an instruction set is chosen: what it defines is shared.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
