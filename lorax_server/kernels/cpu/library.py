@@ -14,9 +14,9 @@ ARM: Final = ("neon", 4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-P, N, I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "linear": (P, P, N, N, P, P, N, N, I),
+    "linear": (POINTER, POINTER, LONG, LONG, POINTER, POINTER, LONG, LONG, INT),
 }
 
 
@@ -31,10 +31,10 @@ class Library:
     """
 
     def __init__(self) -> None:
-        path = next(FOLDER.glob("_native*.so"), None)
+        name, self.vector = _find_instruction_set()
+        path = next(FOLDER.glob(f"_{name}*.so"), None)
         if path is None:
             raise NoLibraryError("they were not built, since there was no C++ compiler when lorax_server was installed")
-        name, self.vector = _find_instruction_set()
         self._openmp = _share_openmp()
         try:
             native = ctypes.CDLL(str(path))

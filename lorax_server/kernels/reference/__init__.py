@@ -4,7 +4,7 @@ from lorax_server.kernels.reference.cache import write_kv
 from lorax_server.kernels.reference.decode import decode_attention
 from lorax_server.kernels.reference.elementwise import rms_norm, rotary
 from lorax_server.kernels.reference.embedding import adapt_embedding
-from lorax_server.kernels.reference.linear import gated_linear, linear, prepare
+from lorax_server.kernels.reference.linear import gated_linear, linear, make_linear, prepare
 from lorax_server.kernels.reference.lora import LONG_RUN, add_lora, plan_lora, scale_and_shift
 from lorax_server.kernels.reference.prefill import prefill_attention
 
@@ -15,6 +15,7 @@ __all__ = [
     "decode_attention",
     "gated_linear",
     "linear",
+    "make_linear",
     "plan_lora",
     "prefill_attention",
     "prepare",

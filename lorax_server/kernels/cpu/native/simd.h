@@ -1,12 +1,11 @@
 // Vectors of floats, and the numbers that memory holds. `VL` is the number of floats in a vector of this instruction set.
 //
-// Only the compiler's own vectors are used, so one text serves all instruction sets. Sums and products are float32,
-// whatever the numbers in memory are.
+// The compiler's own vectors are used, so one text serves all instruction sets; only what widens and narrows numbers is
+// written for each. Sums and products are float32, whatever the numbers in memory are.
 
 using F = float __attribute__((vector_size(VL * 4)));
 using I = int32_t __attribute__((vector_size(VL * 4)));
 using U = uint32_t __attribute__((vector_size(VL * 4)));
-using U16 = uint16_t __attribute__((vector_size(VL * 2)));
 
 struct Bf16 {
   uint16_t bits;
@@ -16,26 +15,54 @@ using Half = __fp16;
 #else
 using Half = _Float16;
 #endif
-using H = Half __attribute__((vector_size(VL * 2)));
 
 // The codes of dtypes, as Python has them.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-static inline F load(const float* p) {
-  F v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+// Not by memcpy: some compilers then load a vector piece by piece, where its floats are used one by one.
+using Anywhere = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+static inline F load(const float* p) { return *(const Anywhere*)p; }
+#if VL == 4
+static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 16); }
+static inline F load(const Half* p) { return (F)vcvt_f32_f16(vld1_f16(p)); }
+static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
+static inline void store(Half* p, F v) { vst1_f16(p, vcvt_f16_f32((float32x4_t)v)); }
+#elif VL == 8
 static inline F load(const Bf16* p) {
-  U16 v;
-  memcpy(&v, p, sizeof v);
-  return (F)(__builtin_convertvector(v, U) << 16);
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
-static inline F load(const Half* p) {
-  H v;
-  memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, F);
+static inline F load(const Half* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline void keep_low(Bf16* p, U v) {
+  const __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // by halves: each twice
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
+static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
+#else
+static inline F load(const Bf16* p) {
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
+static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
+#endif
+
+struct Two {
+  F first, second;
+};
+template <class T>
+static inline Two load_two(const T* p) {
+  return {load(p), load(p + VL)};
+}
+#if VL == 4  // one load of 16 bytes is enough for both
+static inline Two load_two(const Bf16* p) {
+  const uint16x8_t v = vld1q_u16(&p->bits);
+  return {(F)vshll_n_u16(vget_low_u16(v), 16), (F)vshll_high_n_u16(v, 16)};
+}
+static inline Two load_two(const Half* p) {
+  const float16x8_t v = vld1q_f16(p);
+  return {(F)vcvt_f32_f16(vget_low_f16(v)), (F)vcvt_high_f32_f16(v)};
+}
+#endif
 
 static inline float read(const float* p) { return *p; }
 static inline float read(const Bf16* p) {
@@ -46,17 +73,11 @@ static inline float read(const Bf16* p) {
 }
 static inline float read(const Half* p) { return (float)*p; }
 
-static inline void store(float* p, F v) { memcpy(p, &v, sizeof v); }
+static inline void store(float* p, F v) { *(Anywhere*)p = v; }
 static inline void store(Bf16* p, F v) {
-  U bits = (U)v;
-  U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
-  U16 narrow = __builtin_convertvector((v != v) ? nan : rounded, U16);
-  memcpy(p, &narrow, sizeof narrow);
-}
-static inline void store(Half* p, F v) {
-  H narrow = __builtin_convertvector(v, H);
-  memcpy(p, &narrow, sizeof narrow);
+  const U bits = (U)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
+  keep_low(p, (v != v) ? nan : rounded);
 }
 
 static inline void write(float* p, float v) { *p = v; }
