@@ -7,4 +7,7 @@
 namespace ISA {
 #include "simd.h"
 #include "linear.h"
+#include "norm.h"
+#include "activation.h"
+#include "sampling.h"
 }  // namespace ISA

@@ -1,7 +1,7 @@
 // Vectors of floats, and the numbers that memory holds. `VL` is the number of floats in a vector of this instruction set.
 //
-// Only the compiler's own vectors are used, so one text serves all instruction sets. Sums and products are float32,
-// whatever the numbers in memory are.
+// Only the compiler's own vectors are used, so one text serves all instruction sets; but for what moves half precision on
+// ARM, which compilers of today do number by number. Sums and products are float32, whatever the numbers in memory are.
 
 using F = float __attribute__((vector_size(VL * 4)));
 using I = int32_t __attribute__((vector_size(VL * 4)));
@@ -29,12 +29,20 @@ static inline F load(const float* p) {
 static inline F load(const Bf16* p) {
   U16 v;
   memcpy(&v, p, sizeof v);
+#if VL == 4 && defined(__aarch64__)
+  return (F)vshll_n_u16((uint16x4_t)v, 16);
+#else
   return (F)(__builtin_convertvector(v, U) << 16);
+#endif
 }
 static inline F load(const Half* p) {
   H v;
   memcpy(&v, p, sizeof v);
+#if VL == 4 && defined(__aarch64__)
+  return (F)vcvt_f32_f16((float16x4_t)v);
+#else
   return __builtin_convertvector(v, F);
+#endif
 }
 
 static inline float read(const float* p) { return *p; }
@@ -55,7 +63,11 @@ static inline void store(Bf16* p, F v) {
   memcpy(p, &narrow, sizeof narrow);
 }
 static inline void store(Half* p, F v) {
+#if VL == 4 && defined(__aarch64__)
+  H narrow = (H)vcvt_f16_f32((float32x4_t)v);
+#else
   H narrow = __builtin_convertvector(v, H);
+#endif
   memcpy(p, &narrow, sizeof narrow);
 }
 
@@ -68,6 +80,20 @@ static inline void write(Bf16* p, float v) {
 static inline void write(Half* p, float v) { *p = (Half)v; }
 
 static inline F spread(float v) { return v - F{}; }
+
+// The last numbers of a row, where they do not fill a vector; `rest` stands in the other places.
+template <class T>
+static inline F load_some(const T* p, int64_t count, float rest = 0.0f) {
+  float copy[VL];
+  for (int i = 0; i < VL; i++) copy[i] = i < count ? read(p + i) : rest;
+  return load(copy);
+}
+template <class T>
+static inline void store_some(T* p, F v, int64_t count) {
+  T copy[VL];
+  store(copy, v);
+  memcpy(p, copy, count * sizeof(T));
+}
 
 // The sum of a vector's floats, always in the same order.
 static inline float sum(F v) {
@@ -84,10 +110,10 @@ static inline float largest(F v) {
 }
 static inline F larger(F a, F b) { return (a > b) ? a : b; }
 
-// e to the power of each, to about 1e-7 of its size; NaN stays NaN.
+// e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
 static inline F exponential(F x) {
-  x = (x < spread(-87.3f)) ? spread(-87.3f) : x;
-  x = (x > spread(88.3f)) ? spread(88.3f) : x;
+  x = (x < spread(-88.0f)) ? spread(-88.0f) : x;  // whose exponent's bits are all 0
+  x = (x > spread(89.0f)) ? spread(89.0f) : x;    // whose exponent's bits are all 1
   F whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
   F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   F p = spread(1.9875691500e-4f);
