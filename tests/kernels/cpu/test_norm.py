@@ -196,3 +196,13 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
         found.append([norm(x, residual, adapters(size, dtype, runs)) for norm in norms])
     for others in found[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1, -0x7F])  # the last two are negative NaNs
+def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) -> None:
+    x = torch.full((1, 20), bits, dtype=torch.int16).view(torch.bfloat16)
+    assert x.isnan().all()
+    normed, total = rms_norm(library, x, torch.ones_like(x), torch.ones(20, dtype=x.dtype), EPS)
+    assert normed.isnan().all()
+    assert total.isnan().all()
+    assert layer_norm(library, x, None, None, 1e-5).isnan().all()

@@ -14,12 +14,14 @@ static void gate_part(const T* left, const T* right, T* out, int64_t size) {
 template <Gate KIND, class T>
 static void run_gate(const T* x, int64_t stride, T* out, int64_t rows, int64_t width) {
   const int64_t parts = (width + GATED_AT_ONCE - 1) / GATED_AT_ONCE;
-#pragma omp parallel for schedule(static) if (rows * width > GATED_ALONE)
-  for (int64_t task = 0; task < rows * parts; task++) {
-    const int64_t row = task / parts, at = task % parts * GATED_AT_ONCE;
-    const T* left = x + row * stride + at;
-    gate_part<KIND>(left, left + width, out + row * width + at, std::min(GATED_AT_ONCE, width - at));
-  }
+  in_threads(rows * width > GATED_ALONE, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(rows * parts, thread, threads);
+    for (int64_t task = mine.begin; task < mine.end; task++) {
+      const int64_t row = task / parts, at = task % parts * GATED_AT_ONCE;
+      const T* left = x + row * stride + at;
+      gate_part<KIND>(left, left + width, out + row * width + at, std::min(GATED_AT_ONCE, width - at));
+    }
+  });
 }
 
 // Write `activation(left) * right` of the two halves of each row, rounded once; each half is `width` wide.

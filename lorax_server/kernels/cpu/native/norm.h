@@ -36,10 +36,11 @@ struct Adapters {
   }
 };
 
-// As if a number had been stored and loaded again.
+// As if a number had been stored and loaded again. A NaN among bfloat16 has no bits that could carry over.
 template <class T>
 static inline F rounded(F v) {
   if constexpr (std::is_same<T, float>::value) return v;
+  if constexpr (std::is_same<T, Bf16>::value) return (F)(((U)v + 0x7fff + (((U)v >> 16) & 1)) & 0xffff0000u);
   T copy[VL];
   store(copy, v);
   return load(copy);
@@ -77,11 +78,11 @@ static inline __attribute__((always_inline)) float sum_row(int64_t size, Value v
   return sum((total[0] + total[1]) + (total[2] + total[3]));
 }
 
-// Multiply and add as torch does on numbers in memory: each result is rounded.
+// Multiply and add as torch does on numbers in memory: each result is rounded, the last when it is stored.
 template <class T, class Count>
 static inline F adapt(F value, const Vectors<T>& vectors, int64_t column, Count count) {
-  if (vectors.factor != nullptr) value = rounded<T>(value * take(vectors.factor + column, count));
-  if (vectors.shift != nullptr) value = rounded<T>(value + take(vectors.shift + column, count));
+  if (vectors.factor != nullptr) value = rounded<T>(value) * take(vectors.factor + column, count);
+  if (vectors.shift != nullptr) value = rounded<T>(value) + take(vectors.shift + column, count);
   return value;
 }
 
@@ -94,7 +95,7 @@ static void rms_norm_row(const T* x, const T* weight, float eps, T* out, int64_t
   const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
   for_vectors(size, [&](int64_t i, auto count) {
     const F normed = rounded<T>(take(x + i, count) * scale);
-    put(out + i, adapt(rounded<T>(normed * take(weight + i, count)), vectors, i, count), count);
+    put(out + i, adapt(normed * take(weight + i, count), vectors, i, count), count);
   });
 }
 
@@ -116,19 +117,18 @@ static void layer_norm_row(const T* x, const T* weight, const T* bias, float eps
     F value = (take(x + i, count) - mean) * scale;
     if (weight != nullptr) value *= take(weight + i, count);
     if (bias != nullptr) value += take(bias + i, count);
-    put(out + i, adapt(rounded<T>(value), vectors, i, count), count);
+    put(out + i, adapt(value, vectors, i, count), count);
   });
 }
 
 // Call `step(row, vectors)` for all rows, with threads where there are many.
 template <class T, class Step>
 static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step step) {
-#pragma omp parallel if (rows.count() > 1 && rows.count() * rows.size > NORMED_ALONE)
-  {
+  in_threads(rows.count() > 1 && rows.count() * rows.size > NORMED_ALONE, [&](int64_t thread, int64_t threads) {
     Adapters<T> adapters(lora, target);
-    const Range mine = part_of(rows.count(), omp_get_thread_num(), omp_get_num_threads());
+    const Range mine = part_of(rows.count(), thread, threads);
     for (int64_t row = mine.begin; row < mine.end; row++) step(row, adapters.of(row));
-  }
+  });
 }
 
 template <class T>

@@ -43,11 +43,13 @@ struct Scores {
   const Peak* find_peaks() const {
     static thread_local Scratch scratch;
     Peak* peaks = scratch.make<Peak>(rows * parts);
-#pragma omp parallel for schedule(static) if (rows * vocabulary > SCORED_ALONE)
-    for (int64_t task = 0; task < rows * parts; task++) {
-      const int64_t at = task % parts * SCORES_AT_ONCE;
-      peaks[task] = find_peak(row(task / parts) + at, std::min(SCORES_AT_ONCE, vocabulary - at));
-    }
+    in_threads(rows * vocabulary > SCORED_ALONE, [&](int64_t thread, int64_t threads) {
+      const Range mine = part_of(rows * parts, thread, threads);
+      for (int64_t task = mine.begin; task < mine.end; task++) {
+        const int64_t at = task % parts * SCORES_AT_ONCE;
+        peaks[task] = find_peak(row(task / parts) + at, std::min(SCORES_AT_ONCE, vocabulary - at));
+      }
+    });
     return peaks;
   }
 
