@@ -229,6 +229,18 @@ class Ops(Protocol):
         """
         ...
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        """Return each row less its mean, divided by its deviation, then scaled and shifted by its token's adapter."""
+        ...
+
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate, in place, the first n dimensions of each head of `[num_tokens, heads, head_dim]`.
 

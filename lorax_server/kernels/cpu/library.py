@@ -14,9 +14,16 @@ ARM: Final = ("neon", 4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+# Addresses and numbers of 64 bits: ctypes passes a number as an address in a third of the time.
+P = N = ctypes.c_void_p
+R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "linear": (POINTER, POINTER, LONG, LONG, POINTER, POINTER, LONG, LONG, INT),
+    "linear": (P, P, N, N, P, P, N, N, N),
+    "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
+    "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
+    "gate": (N, N, P, N, P, N, N),
+    "choose_greedy": (N, P, N, N, N, P, P),
+    "find_logprobs": (N, P, N, N, N, P, N, P),
 }
 
 
@@ -38,7 +45,8 @@ class Library:
         self._openmp = _share_openmp()
         try:
             native = ctypes.CDLL(str(path))
-            self._functions = {op: _declare(native, f"{op}_{name}", types) for op, types in SIGNATURES.items()}
+            for op, types in SIGNATURES.items():  # as attributes, which are found faster than by `__getattr__`
+                setattr(self, op, _declare(native, f"{op}_{name}", types))
             native.digest.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
@@ -46,10 +54,7 @@ class Library:
         self.panel = 2 * self.vector  # outputs of a matrix that lie side by side
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        try:
-            return self._functions[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        raise AttributeError(f"there is no kernel {name}")
 
 
 def _find_instruction_set() -> tuple[str, int]:

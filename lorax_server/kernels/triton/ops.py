@@ -50,6 +50,20 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rms_norm(x, residual, weight, eps, lora, targets)
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if lora is not None:
+            self.scale_and_shift(normed, lora, targets)
+        return normed
+
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:

@@ -27,7 +27,7 @@ static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 
 static inline F load(const Half* p) { return (F)vcvt_f32_f16(vld1_f16(p)); }
 static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
 static inline void store(Half* p, F v) { vst1_f16(p, vcvt_f16_f32((float32x4_t)v)); }
-#elif VL == 8
+#elif VL == 8 && defined(__x86_64__)
 static inline F load(const Bf16* p) {
   return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
@@ -37,13 +37,34 @@ static inline void keep_low(Bf16* p, U v) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
-#else
+#elif defined(__x86_64__)
 static inline F load(const Bf16* p) {
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
+#else  // any vector on any CPU, slowly: for tests
+using U16 = uint16_t __attribute__((vector_size(VL * 2)));
+using H = Half __attribute__((vector_size(VL * 2)));
+static inline F load(const Bf16* p) {
+  U16 v;
+  memcpy(&v, p, sizeof v);
+  return (F)(__builtin_convertvector(v, U) << 16);
+}
+static inline F load(const Half* p) {
+  H v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, F);
+}
+static inline void keep_low(Bf16* p, U v) {
+  const U16 narrow = __builtin_convertvector(v, U16);
+  memcpy(p, &narrow, sizeof narrow);
+}
+static inline void store(Half* p, F v) {
+  const H narrow = __builtin_convertvector(v, H);
+  memcpy(p, &narrow, sizeof narrow);
+}
 #endif
 
 struct Two {
@@ -90,6 +111,20 @@ static inline void write(Half* p, float v) { *p = (Half)v; }
 
 static inline F spread(float v) { return v - F{}; }
 
+// The last numbers of a row, where they do not fill a vector; `rest` stands in the other places.
+template <class T>
+static inline F load_some(const T* p, int64_t count, float rest = 0.0f) {
+  float copy[VL];
+  for (int i = 0; i < VL; i++) copy[i] = i < count ? read(p + i) : rest;
+  return load(copy);
+}
+template <class T>
+static inline void store_some(T* p, F v, int64_t count) {
+  T copy[VL];
+  store(copy, v);
+  memcpy(p, copy, count * sizeof(T));
+}
+
 // The sum of a vector's floats, always in the same order.
 static inline float sum(F v) {
   float parts[VL];
@@ -105,10 +140,10 @@ static inline float largest(F v) {
 }
 static inline F larger(F a, F b) { return (a > b) ? a : b; }
 
-// e to the power of each, to about 1e-7 of its size; NaN stays NaN.
+// e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
 static inline F exponential(F x) {
-  x = (x < spread(-87.3f)) ? spread(-87.3f) : x;
-  x = (x > spread(88.3f)) ? spread(88.3f) : x;
+  x = (x < spread(-88.0f)) ? spread(-88.0f) : x;  // whose exponent's bits are all 0
+  x = (x > spread(89.0f)) ? spread(89.0f) : x;    // whose exponent's bits are all 1
   F whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
   F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   F p = spread(1.9875691500e-4f);
@@ -142,4 +177,12 @@ struct Range {
 };
 static inline Range part_of(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+// Call `work(thread, threads)` in several threads, or in this one alone: OpenMP takes microseconds even for one thread.
+template <class Work>
+static inline void in_threads(bool several, Work work) {
+  if (!several || omp_get_max_threads() == 1) return work((int64_t)0, (int64_t)1);
+#pragma omp parallel
+  work((int64_t)omp_get_thread_num(), (int64_t)omp_get_num_threads());
 }
