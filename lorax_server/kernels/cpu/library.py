@@ -14,9 +14,13 @@ ARM: Final = ("neon", 4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-P, N, I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+P, N, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, I),
+    "rotary": (P, N, N, N, N, P, P, N, I),
+    "write_kv": (P, P, N, N, P, N, N, P, P),
+    "decode_attention": (P, P, N, N, P, P, P, N, F, N),
+    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, F, N),
 }
 
 

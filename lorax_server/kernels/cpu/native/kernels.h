@@ -7,4 +7,6 @@
 namespace ISA {
 #include "simd.h"
 #include "linear.h"
+#include "cache.h"
+#include "attention.h"
 }  // namespace ISA
