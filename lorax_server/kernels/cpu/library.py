@@ -24,6 +24,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
     "find_logprobs": (N, P, N, N, N, P, N, P),
+    "rotary": (P, N, N, N, N, P, P, N, N),
+    "write_kv": (P, P, N, N, P, N, N, P, P),
+    "decode_attention": (P, P, N, N, P, P, P, N, R, N),
+    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
 }
 
 

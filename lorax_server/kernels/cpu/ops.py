@@ -5,9 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from lorax_server.kernels import reference
-from lorax_server.kernels.cpu import linear
+from lorax_server.kernels.cpu import attention, linear, norm
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
 
 
 class CpuOps:
@@ -17,16 +25,58 @@ class CpuOps:
         """Load the library; an error says why there is none."""
         self._library = Library()
 
+    # Only adapters with rows of tokens of their own come here.
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
-    decode_attention = staticmethod(reference.decode_attention)
-    plan_lora = staticmethod(reference.plan_lora)
-    prefill_attention = staticmethod(reference.prefill_attention)
-    prepare = staticmethod(reference.prepare)
-    rms_norm = staticmethod(reference.rms_norm)
-    rotary = staticmethod(reference.rotary)
     scale_and_shift = staticmethod(reference.scale_and_shift)
-    write_kv = staticmethod(reference.write_kv)
+    plan_lora = staticmethod(reference.plan_lora)
+    prepare = staticmethod(reference.prepare)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> None:
+        attention.write_kv(self._library, k, v, cache, batch, spec)
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return attention.prefill_attention(self._library, q, k, v, cache, batch, spec)
+
+    def decode_attention(
+        self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        return attention.decode_attention(self._library, q, cache, batch, spec)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        attention.rotary(self._library, x, cos, sin)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.rms_norm(self._library, x, residual, weight, eps, lora, targets)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
         return linear.make_linear(self._library, weight, bias)

@@ -13,4 +13,6 @@ namespace ISA {
 #include "norm.h"
 #include "activation.h"
 #include "sampling.h"
+#include "cache.h"
+#include "attention.h"
 }  // namespace ISA
