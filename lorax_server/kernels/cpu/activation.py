@@ -14,7 +14,7 @@ class Gate(IntEnum):
     GELU_TANH = 2
 
 
-def gate(library: Library, x: torch.Tensor, kind: Gate) -> torch.Tensor:
+def open_gate(library: Library, x: torch.Tensor, kind: Gate) -> torch.Tensor:
     """Return `activation(left) * right` of the two halves of each row of `[rows, 2 * width]`."""
     rows, both = x.shape
     if both % 2:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import torch
 
 from lorax_server.kernels import reference
+from lorax_server.kernels.cpu.activation import Gate, open_gate
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import Described, Matrix, describe_lora
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.panels import PanelMatrix, cut_panels
 
-GATES = {"silu": 1, "swish": 1, "gelu_tanh": 2}
+GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
 
 def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
@@ -53,10 +54,13 @@ def gated_linear(
     lora: LoraBatch | None,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    gate = GATES.get(activation.name, 0)
+    gate = GATES.get(activation.name)
     if gate and isinstance(weights.weight, PanelMatrix) and len(weights.weight) % (2 * library.panel) == 0:
         return linear(library, x, weights, lora, targets, gate)
-    left, right = linear(library, x, weights, lora, targets).chunk(2, dim=-1)
+    both = linear(library, x, weights, lora, targets)
+    if gate and both.dtype in DTYPES:
+        return open_gate(library, both, gate)
+    left, right = both.chunk(2, dim=-1)
     return activation(left) * right
 
 

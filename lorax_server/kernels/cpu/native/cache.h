@@ -19,18 +19,6 @@ struct Strides {
 
 constexpr int64_t FEW_NUMBERS = 32 * 1024;  // that one thread moves sooner than several
 
-// The first `count` numbers of a vector, and zeros.
-template <class T>
-static F load_some(const T* p, int64_t count) {
-  float copy[VL] = {};
-  for (int64_t i = 0; i < count; i++) copy[i] = read(p + i);
-  return load(copy);
-}
-template <class T>
-static void store_some(T* p, F v, int64_t count) {
-  for (int64_t i = 0; i < count; i++) write(p + i, v[i]);
-}
-
 // --- rotation ---
 
 // As memory would hold it.
