@@ -34,6 +34,12 @@ class PanelMatrix:
             raise IndexError("rows of panels are taken one after the other")
         return PanelMatrix(self.panels, self.dtype, self.start + first, self.start + max(first, stop))
 
+    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return some of these rows, by their numbers."""
+        rows, width = rows + self.start, self.panels.shape[2]
+        found: torch.Tensor = self.panels[rows // width, :, rows % width].to(self.dtype)
+        return found
+
     def read(self) -> torch.Tensor:
         """Return these rows as a plain matrix."""
         width = self.panels.shape[2]

@@ -124,7 +124,8 @@ class MultiAdapterHead(nn.Module):
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
         self.linear = load_weights(weights, F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None)
         inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
-        weight = matrix if is_tied else self.linear.weight[columns]
+        # A tied pair is known by the one matrix that both have. The head's may lie in panels, which serve as both.
+        weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
         self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, weight, None),)
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
