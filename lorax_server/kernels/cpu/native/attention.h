@@ -68,21 +68,49 @@ static inline void transpose(F* v) {
   }
 }
 
-// Make weights of scores `from` to `to`, of `count`, a multiple of `VL`: e to the power of what each is above `best`.
-static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
-  F total = {};
-  for (int64_t i = 0; i < count; i += VL) store(scores + i, exponential(load(scores + i) - best));
-  for (int64_t i = 0; i < from; i++) scores[i] = 0;
-  for (int64_t i = to; i < count; i++) scores[i] = 0;
-  for (int64_t i = 0; i < count; i += VL) total += load(scores + i);
-  return total;
+// 2 to the power of each, none above 0, to about 1e-7 of its size; NaN stays NaN.
+static inline F power_of_two(F x) {
+  x = (x < spread(-126.0f)) ? spread(-126.0f) : x;
+  const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // to the nearest integer
+  F p = spread(1.535336188e-4f);
+  p = p * rest + 1.339887440e-3f;
+  p = p * rest + 9.618437358e-3f;
+  p = p * rest + 5.550332471e-2f;
+  p = p * rest + 2.402264791e-1f;
+  p = p * rest + 6.931472029e-1f;
+  p = p * rest + 1.0f;
+  return p * (F)(((I)shifted << 23) + (127 << 23));
 }
+
+// Return the highest of scores `from` to `to`, of `count`, a multiple of `PANEL`; the others become the lowest.
 static inline float find_best(float* scores, int64_t from, int64_t to, int64_t count) {
   for (int64_t i = 0; i < from; i++) scores[i] = LOWEST;
   for (int64_t i = to; i < count; i++) scores[i] = LOWEST;
-  F best = spread(LOWEST);
-  for (int64_t i = 0; i < count; i += VL) best = larger(load(scores + i), best);
-  return largest(best);
+  F best[2] = {spread(LOWEST), spread(LOWEST)};
+  for (int64_t i = 0; i < count; i += PANEL) {
+    best[0] = larger(load(scores + i), best[0]);
+    best[1] = larger(load(scores + i + VL), best[1]);
+  }
+  return largest(larger(best[0], best[1]));
+}
+
+// Make weights of these scores, relative to `best`, and zeros of the others; return the sums of the weights.
+static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
+  F total = {};
+  const bool all = from == 0 && to == count;
+  for (int64_t i = 0; i < count; i += PANEL) {
+    const F a = power_of_two(load(scores + i) - best), b = power_of_two(load(scores + i + VL) - best);
+    store(scores + i, a);
+    store(scores + i + VL, b);
+    total += a;
+    total += b;
+  }
+  if (all) return total;
+  for (int64_t i = 0; i < from; i++) scores[i] = 0;
+  for (int64_t i = to; i < count; i++) scores[i] = 0;
+  total = F{};
+  for (int64_t i = 0; i < count; i += VL) total += load(scores + i);
+  return total;
 }
 
 // Products of some queries with `VL` keys, each a sum along the vectors of a head.
@@ -163,7 +191,10 @@ static __attribute__((noinline)) void product(
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
+    for (int i = 0; i < ROWS; i++) {
+      in[i] = load(x + i * ldx + k);
+      __asm__("" : "+w"(in[i]));  // or GCC loads the floats one by one
+    }
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       const F a = load(panel + (k + l) * PANEL), b = load(panel + (k + l) * PANEL + VL);
@@ -321,6 +352,7 @@ struct Attention {
 
   // Copy one head's query, scaled and filled up with zeros.
   void copy_query(int64_t token, int64_t head, float* to) const {
+    const float scale = this->scale * 1.44269504f;  // since powers of 2 are cheaper than those of e
     const T* from = q + token * q_strides.token + head * q_strides.head;
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) store(to + d, load(from + d) * scale);
@@ -340,7 +372,7 @@ struct Attention {
     static thread_local Scratch scratch;
     float *queries = scratch.make<float>(group * (padded + SPLIT)), *scores = queries + group * padded;
     float *sums = parts + piece.place * part_size, *best = sums + group * padded, *mass = best + group;
-    const int64_t count = piece.to - piece.from, columns = round_up(count, VL);
+    const int64_t count = piece.to - piece.from, columns = round_up(count, PANEL);
     const T *key[SPLIT], *value[SPLIT];
     locate(piece.sequence, piece.head, piece.from, piece.to, key, value);
     std::fill(key + count, key + columns, key[count - 1]);
@@ -379,7 +411,7 @@ struct Attention {
       float *sums = first + g * padded, *best = first + group * padded + g, mass = 0, top = LOWEST;
       for (int64_t i = 0; i < pieces.count; i++) top = std::max(best[i * part_size], top);
       for (int64_t i = 0; i < pieces.count; i++) {
-        const float weight = exponential(spread(best[i * part_size] - top))[0];
+        const float weight = power_of_two(spread(best[i * part_size] - top))[0];
         mass += weight * best[i * part_size + group];
         const float* from = sums + i * part_size;
         for (int64_t d = 0; d < dim; d += VL)
@@ -455,7 +487,7 @@ struct Attention {
       const int64_t from = std::clamp<int64_t>(position - window + 1 - tile, 0, to);
       float *own = scores + i * TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
       const float top = std::max(best, find_best(own, from, to, columns));
-      factors[i] = exponential(spread(best - top))[0];
+      factors[i] = best == top ? 1.0f : power_of_two(spread(best - top))[0];
       store(mass, load(mass) * factors[i] + weigh(own, from, to, columns, top));
       best = top;
     }
