@@ -80,7 +80,7 @@ def decode_attention(
     keys, values = cache
     if keys.dtype != q.dtype:
         return reference_decode.decode_attention(q, cache, batch, spec)
-    out = q.new_empty(q.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.decode_attention(
         _describe(batch, keys).address,
         q.data_ptr(),
@@ -112,7 +112,7 @@ def prefill_attention(
     keys, values = cache
     if keys.dtype != q.dtype:
         return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
-    out = q.new_empty(q.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.prefill_attention(
         _describe(batch, keys).address,
         q.data_ptr(),

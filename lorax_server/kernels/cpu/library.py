@@ -14,7 +14,7 @@ ARM: Final = ("neon", 4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-P, N, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+P, N, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float  # noqa: E741
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, I),
     "rotary": (P, N, N, N, N, P, P, N, I),
@@ -51,9 +51,11 @@ class Library:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         try:
-            return self._functions[name]
+            function = self._functions[name]
         except KeyError:
             raise AttributeError(name) from None
+        setattr(self, name, function)  # so that the next call finds it sooner
+        return function
 
 
 def _find_instruction_set() -> tuple[str, int]:

@@ -8,6 +8,7 @@ namespace attention {
 
 constexpr int64_t SPLIT = 128, TILE = 64;
 constexpr int64_t BLOCK_ROWS = 96;  // queries, each of one head, that a task takes through the keys together
+constexpr int64_t AHEAD = 16;       // keys that are asked of the memory before they are used
 constexpr float LOWEST = -3.4e38f;
 #if VL == 8
 constexpr int MOST_HEADS = 2;  // with 16 registers
@@ -379,8 +380,10 @@ struct Attention {
     for (int64_t g = 0; g < group; g++)
       copy_query(starts[piece.sequence], piece.head * group + g, queries + g * padded);
     for_heads([&](auto number, int64_t g) {
-      for (int64_t j = 0; j < columns; j += VL)
+      for (int64_t j = 0; j < columns; j += VL) {
+        if (g == 0) fetch(key, value, j, count);
         score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT + j, SPLIT);
+      }
     });
     for (int64_t g = 0; g < group; g++) {
       best[g] = find_best(scores + g * SPLIT, 0, count, columns);
@@ -390,6 +393,17 @@ struct Attention {
       mix_all<number()>(scores + g * SPLIT, SPLIT, value, count, dim, sums + g * padded, padded);
     });
     if (piece.whole) join({piece.sequence, piece.head, piece.place, 1}, parts);
+  }
+
+  // Ask the memory for the values of some keys, and for keys that come soon.
+  void fetch(const T* const* key, const T* const* value, int64_t at, int64_t count) const {
+    for (int64_t j = at; j < std::min(at + VL, count); j++) {
+      const char *soon = (const char*)key[std::min(j + AHEAD, count - 1)], *later = (const char*)value[j];
+      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
+        __builtin_prefetch(soon + byte);
+        __builtin_prefetch(later + byte);
+      }
+    }
   }
 
   // Call `act` with a number of heads and the first of them, for as many at once as there are registers for.
