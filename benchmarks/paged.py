@@ -10,7 +10,6 @@ from transformers import DynamicCache, LlamaConfig
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
-from lorax_server.kernels.packed import can_pack
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
@@ -36,7 +35,7 @@ def build_ours(config: Any, tensors: dict[str, torch.Tensor]) -> PagedCausalLM:
         dtype=torch.float32,
         process_group=FakeGroup(),
         ops=select_ops(device),
-        pack=can_pack(device, torch.float32),
+        pack=False,
     )
     return build_model(config, weights)
 

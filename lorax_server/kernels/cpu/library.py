@@ -14,13 +14,20 @@ ARM: Final = ("neon", 4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-P, N, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float  # noqa: E741
+# Addresses and numbers of 64 bits: ctypes passes a number as an address in a third of the time.
+P = N = ctypes.c_void_p
+R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "linear": (P, P, N, N, P, P, N, N, I),
-    "rotary": (P, N, N, N, N, P, P, N, I),
+    "linear": (P, P, N, N, P, P, N, N, N),
+    "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
+    "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
+    "gate": (N, N, P, N, P, N, N),
+    "choose_greedy": (N, P, N, N, N, P, P),
+    "find_logprobs": (N, P, N, N, N, P, N, P),
+    "rotary": (P, N, N, N, N, P, P, N, N),
     "write_kv": (P, P, N, N, P, N, N, P, P),
-    "decode_attention": (P, P, N, N, P, P, P, N, F, N),
-    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, F, N),
+    "decode_attention": (P, P, N, N, P, P, P, N, R, N),
+    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
 }
 
 
@@ -35,14 +42,15 @@ class Library:
     """
 
     def __init__(self) -> None:
-        path = next(FOLDER.glob("_native*.so"), None)
+        name, self.vector = _find_instruction_set()
+        path = next(FOLDER.glob(f"_{name}*.so"), None)
         if path is None:
             raise NoLibraryError("they were not built, since there was no C++ compiler when lorax_server was installed")
-        name, self.vector = _find_instruction_set()
         self._openmp = _share_openmp()
         try:
             native = ctypes.CDLL(str(path))
-            self._functions = {op: _declare(native, f"{op}_{name}", types) for op, types in SIGNATURES.items()}
+            for op, types in SIGNATURES.items():  # as attributes, which are found faster than by `__getattr__`
+                setattr(self, op, _declare(native, f"{op}_{name}", types))
             native.digest.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
@@ -50,12 +58,7 @@ class Library:
         self.panel = 2 * self.vector  # outputs of a matrix that lie side by side
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        try:
-            function = self._functions[name]
-        except KeyError:
-            raise AttributeError(name) from None
-        setattr(self, name, function)  # so that the next call finds it sooner
-        return function
+        raise AttributeError(f"there is no kernel {name}")
 
 
 def _find_instruction_set() -> tuple[str, int]:

@@ -19,18 +19,6 @@ struct Strides {
 
 constexpr int64_t FEW_NUMBERS = 32 * 1024;  // that one thread moves sooner than several
 
-// The first `count` numbers of a vector, and zeros.
-template <class T>
-static F load_some(const T* p, int64_t count) {
-  float copy[VL] = {};
-  for (int64_t i = 0; i < count; i++) copy[i] = read(p + i);
-  return load(copy);
-}
-template <class T>
-static void store_some(T* p, F v, int64_t count) {
-  for (int64_t i = 0; i < count; i++) write(p + i, v[i]);
-}
-
 // --- rotation ---
 
 // As memory would hold it.
@@ -78,7 +66,7 @@ static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, con
 
 // Turn dimension i of each head with dimension i + half, by angles `[tokens, half]`.
 EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
-               const float* sine, int64_t half, int32_t dtype) {
+               const float* sine, int64_t half, int64_t dtype) {
   switch (dtype) {
     case FLOAT32: return run_rotary((float*)x, {token, head}, tokens, heads, cosine, sine, half);
     case BFLOAT16: return run_rotary((Bf16*)x, {token, head}, tokens, heads, cosine, sine, half);

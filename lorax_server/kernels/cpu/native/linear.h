@@ -52,21 +52,37 @@ constexpr int MOST_ROWS = 6;
 constexpr int MOST_ROWS = 12;
 #endif
 
+// A product of one row reads as fast as memory gives; memory is asked for what comes next.
+constexpr int64_t AHEAD = 1024;  // bytes
+
+template <int PANELS, class S>
+static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
+#pragma GCC unroll 4
+  for (int j = 0; j < PANELS; j++) {
+    const Two two = load_two(panels[j] + k * PANEL);
+    weight[2 * j] = two.first;
+    weight[2 * j + 1] = two.second;
+  }
+}
+
 template <int ROWS, int PANELS, class S>
-static __attribute__((noinline)) void multiply(
-    const float* x, int64_t ldx, const S* const* panels, int64_t inputs, float* tile, int64_t ldt) {
-  F total[ROWS][PANELS * 2] = {};
+static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, const S* const* from, int64_t inputs,
+                                               float* tile, int64_t ldt) {
+  F total[ROWS][PANELS * 2] = {}, weight[PANELS * 2];
+  const S* panels[PANELS];
+  for (int j = 0; j < PANELS; j++) panels[j] = from[j];
   int64_t k = 0;
 #if VL == 4  // ARM multiplies by one float of a vector
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
+    if (ROWS <= 2)
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; j++) __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD);
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
-      F weight[PANELS * 2];
-#pragma GCC unroll 16
-      for (int j = 0; j < PANELS * 2; j++) weight[j] = load(panels[j / 2] + (k + l) * PANEL + (j % 2) * VL);
+      load_weights<PANELS>(panels, k + l, weight);
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 16
@@ -75,9 +91,7 @@ static __attribute__((noinline)) void multiply(
   }
 #endif
   for (; k < inputs; k++) {
-    F weight[PANELS * 2];
-#pragma GCC unroll 16
-    for (int j = 0; j < PANELS * 2; j++) weight[j] = load(panels[j / 2] + k * PANEL + (j % 2) * VL);
+    load_weights<PANELS>(panels, k, weight);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
       const F in = spread(x[i * ldx + k]);
@@ -409,7 +423,7 @@ static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int
 // Multiply `rows` rows of `x` by a matrix. With a gate, the matrix has as many outputs for it as for what it opens, a
 // multiple of `PANEL`. `lora` may be null; its targets `first` and the `count - 1` after it are those of the matrix.
 EXPORT(linear)(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
-               int64_t first, int64_t count, int32_t gate) {
+               int64_t first, int64_t count, int64_t gate) {
   const Gate kind = (Gate)gate;
   switch (matrix->dtype) {
     case FLOAT32: return choose_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);

@@ -1,0 +1,44 @@
+"""Sampling of the native kernels: the likeliest tokens, and log probabilities.
+
+Both functions sum in the same order, so a token has the same log probability by either, bit for bit.
+"""
+
+import torch
+
+from lorax_server.kernels.cpu.library import DTYPES, Library
+
+
+def choose_greedy(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [rows] the likeliest token of each row of `[rows, vocabulary]`, and [rows] its log probability, float32.
+
+    Of equals it is the first. A row with a NaN chooses the first of those, as torch does; its log probability is NaN.
+    """
+    logits = _lay_out(logits)
+    rows, vocabulary = logits.shape
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows, dtype=torch.float32)
+    library.choose_greedy(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary),
+        *(token_ids.data_ptr(), logprobs.data_ptr()),
+    )
+    return token_ids, logprobs
+
+
+def find_logprobs(library: Library, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return [rows, count] float32 the log probabilities of `[rows, count]` tokens, each in its row."""
+    logits, token_ids = _lay_out(logits), token_ids.contiguous()
+    rows, count = token_ids.shape
+    if token_ids.dtype != torch.int64 or rows != len(logits):
+        raise ValueError(f"the tokens of {len(logits)} rows must be int64, not {token_ids.dtype} of {rows} rows")
+    logprobs = torch.empty(rows, count, dtype=torch.float32)
+    library.find_logprobs(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape),
+        *(token_ids.data_ptr(), count, logprobs.data_ptr()),
+    )
+    return logprobs
+
+
+def _lay_out(logits: torch.Tensor) -> torch.Tensor:
+    if logits.shape[-1] == 0:
+        raise ValueError("there is no token to choose")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
