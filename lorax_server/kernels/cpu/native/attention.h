@@ -315,18 +315,23 @@ struct Attention {
     static thread_local Scratch scratch;
     float* parts = scratch.make<float>(places * part_size);
     const int64_t tasks = blocks.size() + pieces.size(), ends = joins.size();
-#pragma omp parallel if (cost > FEW)
-    {
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < tasks; i++)
+    int64_t task = 0, end = 0;
+    in_threads(cost > FEW && tasks > 1, [&](int64_t, int64_t threads) {
+      for (int64_t i; (i = next(task)) < tasks;)
         if (i < (int64_t)blocks.size())
           attend_block(blocks[i]);
         else
           attend_piece(pieces[i - blocks.size()], parts);
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < ends; i++) join(joins[i], parts);
-    }
+      if (ends == 0) return;
+      if (threads > 1) {
+#pragma omp barrier
+      }
+      for (int64_t i; (i = next(end)) < ends;) join(joins[i], parts);
+    });
   }
+
+  // Take the next task: a thread that others keep from its core takes fewer.
+  static int64_t next(int64_t& task) { return __atomic_fetch_add(&task, 1, __ATOMIC_RELAXED); }
 
   // --- both ---
 
