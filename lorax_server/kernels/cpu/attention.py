@@ -1,7 +1,7 @@
 """Rotation, the cache of keys and values, and attention over it: one native call each.
 
-A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write only
-the model's own dtype.
+A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write
+only the model's own dtype.
 """
 
 import ctypes
@@ -76,11 +76,11 @@ def write_kv(
 def decode_attention(
     library: Library, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Attend as the op table says. A row has the same bits in every batch; one of a sequence without tokens is zeros."""
+    """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
     keys, values = cache
     if keys.dtype != q.dtype:
         return reference_decode.decode_attention(q, cache, batch, spec)
-    out = q.new_empty(q.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.decode_attention(
         _describe(batch, keys).address,
         q.data_ptr(),
@@ -112,7 +112,7 @@ def prefill_attention(
     keys, values = cache
     if keys.dtype != q.dtype:
         return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
-    out = q.new_empty(q.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.prefill_attention(
         _describe(batch, keys).address,
         q.data_ptr(),
@@ -168,4 +168,4 @@ def _describe_paged(batch: PagedBatch, keys: torch.Tensor) -> Described:
 
 
 def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).contiguous()
+    return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()

@@ -8,6 +8,7 @@ namespace attention {
 
 constexpr int64_t SPLIT = 128, TILE = 64;
 constexpr int64_t BLOCK_ROWS = 96;  // queries, each of one head, that a task takes through the keys together
+constexpr int64_t AHEAD = 16;       // keys that are asked of the memory before they are used
 constexpr float LOWEST = -3.4e38f;
 #if VL == 8
 constexpr int MOST_HEADS = 2;  // with 16 registers
@@ -68,21 +69,49 @@ static inline void transpose(F* v) {
   }
 }
 
-// Make weights of scores `from` to `to`, of `count`, a multiple of `VL`: e to the power of what each is above `best`.
-static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
-  F total = {};
-  for (int64_t i = 0; i < count; i += VL) store(scores + i, exponential(load(scores + i) - best));
-  for (int64_t i = 0; i < from; i++) scores[i] = 0;
-  for (int64_t i = to; i < count; i++) scores[i] = 0;
-  for (int64_t i = 0; i < count; i += VL) total += load(scores + i);
-  return total;
+// 2 to the power of each, none above 0, to about 1e-7 of its size; NaN stays NaN.
+static inline F power_of_two(F x) {
+  x = (x < spread(-126.0f)) ? spread(-126.0f) : x;
+  const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // to the nearest integer
+  F p = spread(1.535336188e-4f);
+  p = p * rest + 1.339887440e-3f;
+  p = p * rest + 9.618437358e-3f;
+  p = p * rest + 5.550332471e-2f;
+  p = p * rest + 2.402264791e-1f;
+  p = p * rest + 6.931472029e-1f;
+  p = p * rest + 1.0f;
+  return p * (F)(((I)shifted << 23) + (127 << 23));
 }
+
+// Return the highest of scores `from` to `to`, of `count`, a multiple of `PANEL`; the others become the lowest.
 static inline float find_best(float* scores, int64_t from, int64_t to, int64_t count) {
   for (int64_t i = 0; i < from; i++) scores[i] = LOWEST;
   for (int64_t i = to; i < count; i++) scores[i] = LOWEST;
-  F best = spread(LOWEST);
-  for (int64_t i = 0; i < count; i += VL) best = larger(load(scores + i), best);
-  return largest(best);
+  F best[2] = {spread(LOWEST), spread(LOWEST)};
+  for (int64_t i = 0; i < count; i += PANEL) {
+    best[0] = larger(load(scores + i), best[0]);
+    best[1] = larger(load(scores + i + VL), best[1]);
+  }
+  return largest(larger(best[0], best[1]));
+}
+
+// Make weights of these scores, relative to `best`, and zeros of the others; return the sums of the weights.
+static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
+  F total = {};
+  const bool all = from == 0 && to == count;
+  for (int64_t i = 0; i < count; i += PANEL) {
+    const F a = power_of_two(load(scores + i) - best), b = power_of_two(load(scores + i + VL) - best);
+    store(scores + i, a);
+    store(scores + i + VL, b);
+    total += a;
+    total += b;
+  }
+  if (all) return total;
+  for (int64_t i = 0; i < from; i++) scores[i] = 0;
+  for (int64_t i = to; i < count; i++) scores[i] = 0;
+  total = F{};
+  for (int64_t i = 0; i < count; i += VL) total += load(scores + i);
+  return total;
 }
 
 // Products of some queries with `VL` keys, each a sum along the vectors of a head.
@@ -163,7 +192,10 @@ static __attribute__((noinline)) void product(
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
+    for (int i = 0; i < ROWS; i++) {
+      in[i] = load(x + i * ldx + k);
+      __asm__("" : "+w"(in[i]));  // or GCC loads the floats one by one
+    }
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       const F a = load(panel + (k + l) * PANEL), b = load(panel + (k + l) * PANEL + VL);
@@ -283,18 +315,23 @@ struct Attention {
     static thread_local Scratch scratch;
     float* parts = scratch.make<float>(places * part_size);
     const int64_t tasks = blocks.size() + pieces.size(), ends = joins.size();
-#pragma omp parallel if (cost > FEW)
-    {
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < tasks; i++)
+    int64_t task = 0, end = 0;
+    in_threads(cost > FEW && tasks > 1, [&](int64_t, int64_t threads) {
+      for (int64_t i; (i = next(task)) < tasks;)
         if (i < (int64_t)blocks.size())
           attend_block(blocks[i]);
         else
           attend_piece(pieces[i - blocks.size()], parts);
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < ends; i++) join(joins[i], parts);
-    }
+      if (ends == 0) return;
+      if (threads > 1) {
+#pragma omp barrier
+      }
+      for (int64_t i; (i = next(end)) < ends;) join(joins[i], parts);
+    });
   }
+
+  // Take the next task: a thread that others keep from its core takes fewer.
+  static int64_t next(int64_t& task) { return __atomic_fetch_add(&task, 1, __ATOMIC_RELAXED); }
 
   // --- both ---
 
@@ -321,6 +358,7 @@ struct Attention {
 
   // Copy one head's query, scaled and filled up with zeros.
   void copy_query(int64_t token, int64_t head, float* to) const {
+    const float scale = this->scale * 1.44269504f;  // since powers of 2 are cheaper than those of e
     const T* from = q + token * q_strides.token + head * q_strides.head;
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) store(to + d, load(from + d) * scale);
@@ -340,15 +378,17 @@ struct Attention {
     static thread_local Scratch scratch;
     float *queries = scratch.make<float>(group * (padded + SPLIT)), *scores = queries + group * padded;
     float *sums = parts + piece.place * part_size, *best = sums + group * padded, *mass = best + group;
-    const int64_t count = piece.to - piece.from, columns = round_up(count, VL);
+    const int64_t count = piece.to - piece.from, columns = round_up(count, PANEL);
     const T *key[SPLIT], *value[SPLIT];
     locate(piece.sequence, piece.head, piece.from, piece.to, key, value);
     std::fill(key + count, key + columns, key[count - 1]);
     for (int64_t g = 0; g < group; g++)
       copy_query(starts[piece.sequence], piece.head * group + g, queries + g * padded);
     for_heads([&](auto number, int64_t g) {
-      for (int64_t j = 0; j < columns; j += VL)
+      for (int64_t j = 0; j < columns; j += VL) {
+        if (g == 0) fetch(key, value, j, count);
         score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT + j, SPLIT);
+      }
     });
     for (int64_t g = 0; g < group; g++) {
       best[g] = find_best(scores + g * SPLIT, 0, count, columns);
@@ -358,6 +398,17 @@ struct Attention {
       mix_all<number()>(scores + g * SPLIT, SPLIT, value, count, dim, sums + g * padded, padded);
     });
     if (piece.whole) join({piece.sequence, piece.head, piece.place, 1}, parts);
+  }
+
+  // Ask the memory for the values of some keys, and for keys that come soon.
+  void fetch(const T* const* key, const T* const* value, int64_t at, int64_t count) const {
+    for (int64_t j = at; j < std::min(at + VL, count); j++) {
+      const char *soon = (const char*)key[std::min(j + AHEAD, count - 1)], *later = (const char*)value[j];
+      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
+        __builtin_prefetch(soon + byte);
+        __builtin_prefetch(later + byte);
+      }
+    }
   }
 
   // Call `act` with a number of heads and the first of them, for as many at once as there are registers for.
@@ -379,7 +430,7 @@ struct Attention {
       float *sums = first + g * padded, *best = first + group * padded + g, mass = 0, top = LOWEST;
       for (int64_t i = 0; i < pieces.count; i++) top = std::max(best[i * part_size], top);
       for (int64_t i = 0; i < pieces.count; i++) {
-        const float weight = exponential(spread(best[i * part_size] - top))[0];
+        const float weight = power_of_two(spread(best[i * part_size] - top))[0];
         mass += weight * best[i * part_size + group];
         const float* from = sums + i * part_size;
         for (int64_t d = 0; d < dim; d += VL)
@@ -455,7 +506,7 @@ struct Attention {
       const int64_t from = std::clamp<int64_t>(position - window + 1 - tile, 0, to);
       float *own = scores + i * TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
       const float top = std::max(best, find_best(own, from, to, columns));
-      factors[i] = exponential(spread(best - top))[0];
+      factors[i] = best == top ? 1.0f : power_of_two(spread(best - top))[0];
       store(mass, load(mass) * factors[i] + weigh(own, from, to, columns, top));
       best = top;
     }

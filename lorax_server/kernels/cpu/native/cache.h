@@ -58,10 +58,12 @@ static void rotate_head(T* x, const float* cosine, const float* sine, int64_t ha
 template <class T>
 static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, const float* cosine, const float* sine,
                        int64_t half) {
-#pragma omp parallel for if (tokens * heads * half > FEW_NUMBERS)
-  for (int64_t i = 0; i < tokens; i++)
-    for (int64_t h = 0; h < heads; h++)
-      rotate_head(x + i * strides.token + h * strides.head, cosine + i * half, sine + i * half, half);
+  in_threads(tokens * heads * half > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(tokens, thread, threads);
+    for (int64_t i = mine.begin; i < mine.end; i++)
+      for (int64_t h = 0; h < heads; h++)
+        rotate_head(x + i * strides.token + h * strides.head, cosine + i * half, sine + i * half, half);
+  });
 }
 
 // Turn dimension i of each head with dimension i + half, by angles `[tokens, half]`.
@@ -76,20 +78,23 @@ EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t hea
 
 // --- the cache ---
 
+// Store new keys and values in their slots.
 EXPORT(write_kv)(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
                  int64_t v_head, char* keys, char* values) {
   const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;
-#pragma omp parallel for if (batch->count * batch->kv_heads * row > 4 * FEW_NUMBERS)
-  for (int64_t i = 0; i < batch->count; i++) {
-    if (batch->slots[i] < 0) continue;
-    const int64_t token = batch->stored == nullptr ? i : batch->stored[i];
-    const int64_t block = batch->slots[i] / batch->block_size, offset = batch->slots[i] % batch->block_size;
-    for (int64_t h = 0; h < batch->kv_heads; h++) {
-      const int64_t to = ((block * batch->kv_heads + h) * batch->block_size + offset) * row;
-      memcpy(keys + to, k + (token * k_token + h * k_head) * size, row);
-      memcpy(values + to, v + (token * v_token + h * v_head) * size, row);
+  in_threads(batch->count * batch->kv_heads * batch->head_dim > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(batch->count, thread, threads);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+      if (batch->slots[i] < 0) continue;
+      const int64_t token = batch->stored == nullptr ? i : batch->stored[i];
+      const int64_t block = batch->slots[i] / batch->block_size, offset = batch->slots[i] % batch->block_size;
+      for (int64_t h = 0; h < batch->kv_heads; h++) {
+        const int64_t to = ((block * batch->kv_heads + h) * batch->block_size + offset) * row;
+        memcpy(keys + to, k + (token * k_token + h * k_head) * size, row);
+        memcpy(values + to, v + (token * v_token + h * v_head) * size, row);
+      }
     }
-  }
+  });
 }
 
 }  // namespace attention
