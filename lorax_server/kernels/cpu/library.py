@@ -24,6 +24,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
     "find_logprobs": (N, P, N, N, N, P, N, P),
+    "find_best": (N, P, N, N, N, N, P, P),
 }
 
 

@@ -1,6 +1,7 @@
 """Sampling of the native kernels: the likeliest tokens, and log probabilities.
 
-Both functions sum in the same order, so a token has the same log probability by either, bit for bit.
+Logits are `[rows, vocabulary]` of any dtype. `choose_greedy` and `find_logprobs` sum in the same order, so a token has
+the same log probability by either, bit for bit.
 """
 
 import torch
@@ -9,7 +10,7 @@ from lorax_server.kernels.cpu.library import DTYPES, Library
 
 
 def choose_greedy(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [rows] the likeliest token of each row of `[rows, vocabulary]`, and [rows] its log probability, float32.
+    """Return [rows] the likeliest token of each row, and [rows] its log probability, float32.
 
     Of equals it is the first. A row with a NaN chooses the first of those, as torch does; its log probability is NaN.
     """
@@ -36,6 +37,24 @@ def find_logprobs(library: Library, logits: torch.Tensor, token_ids: torch.Tenso
         *(token_ids.data_ptr(), count, logprobs.data_ptr()),
     )
     return logprobs
+
+
+def find_best(library: Library, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [rows, count] the best scores of each row, float32, the best first, and their tokens, as `topk` does.
+
+    Of equals those of lower id are better; a NaN is better than all numbers.
+    """
+    logits = _lay_out(logits)
+    rows, vocabulary = logits.shape
+    if not 0 < count <= vocabulary:
+        raise ValueError(f"there are no {count} best of {vocabulary} tokens")
+    best = torch.empty(rows, count, dtype=torch.float32)
+    token_ids = torch.empty(rows, count, dtype=torch.int64)
+    library.find_best(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, count),
+        *(best.data_ptr(), token_ids.data_ptr()),
+    )
+    return best, token_ids
 
 
 def _lay_out(logits: torch.Tensor) -> torch.Tensor:

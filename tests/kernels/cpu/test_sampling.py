@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.sampling import choose_greedy, find_logprobs
+from lorax_server.kernels.cpu.sampling import choose_greedy, find_best, find_logprobs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEVER = -math.inf
@@ -111,3 +111,52 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
         found.append(choose_greedy(library, logits)[1])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+# --- the best scores
+
+
+def check_best(library: Library, logits: torch.Tensor, count: int) -> None:
+    """Compare with a stable sort, in which a NaN comes first, and lower ids before higher ones."""
+    expected, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    best, token_ids = find_best(library, logits, count)
+    assert torch.equal(token_ids, order[:, :count])
+    torch.testing.assert_close(best, expected[:, :count], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_best(dtype: torch.dtype, library: Library) -> None:
+    for vocabulary in (1, 7, 64, 300, 5003, 49152):
+        for count in {1, min(vocabulary, 7), min(vocabulary, 256), min(vocabulary, 1024)}:
+            check_best(library, normal(2, vocabulary, seed=vocabulary, dtype=dtype), count)
+
+
+def test_the_best_wherever_they_lie(library: Library) -> None:
+    logits = normal(7, 20001, seed=1)
+    logits[0] = logits[0].sort().values
+    logits[1] = logits[1].sort(descending=True).values
+    logits[2] = logits[2].round()
+    logits[3] = 1.0
+    logits[4, 300:] = NEVER
+    logits[5, ::500] = math.inf
+    logits[6] = NEVER
+    check_best(library, logits, 256)
+    check_best(library, logits[:, ::2], 256)
+    check_best(library, logits[:, :20000], 20000)
+
+
+def test_the_best_beside_a_nan(library: Library) -> None:
+    logits = normal(3, 20001, seed=1)
+    expected = [find_best(library, logits[row : row + 1], 256) for row in range(3)]
+    logits[1, [5, 700, 20000]] = math.nan
+    check_best(library, logits, 256)
+    scores, token_ids = find_best(library, logits, 256)
+    for row in (0, 2):
+        assert torch.equal(scores[row : row + 1], expected[row][0])
+        assert torch.equal(token_ids[row : row + 1], expected[row][1])
+
+
+def test_there_must_be_so_many(library: Library) -> None:
+    for count in (0, 6):
+        with pytest.raises(ValueError, match=f"no {count} best of 5"):
+            find_best(library, torch.zeros(2, 5), count)

@@ -10,4 +10,5 @@ namespace ISA {
 #include "norm.h"
 #include "activation.h"
 #include "sampling.h"
+#include "best.h"
 }  // namespace ISA
