@@ -25,16 +25,26 @@ def choose_greedy(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor,
     return token_ids, logprobs
 
 
-def find_logprobs(library: Library, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return [rows, count] float32 the log probabilities of `[rows, count]` tokens, each in its row."""
+def find_logprobs(
+    library: Library, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return [rows, count] float32 the log probabilities of `[rows, count]` tokens, each in its row.
+
+    They are those of the logits divided by `temperatures`, [rows] float32, where there are some. A token beyond the
+    vocabulary has NaN.
+    """
     logits, token_ids = _lay_out(logits), token_ids.contiguous()
     rows, count = token_ids.shape
     if token_ids.dtype != torch.int64 or rows != len(logits):
         raise ValueError(f"the tokens of {len(logits)} rows must be int64, not {token_ids.dtype} of {rows} rows")
+    if temperatures is not None:
+        if temperatures.shape != (rows,) or temperatures.dtype != torch.float32:
+            raise ValueError(f"each of {rows} rows needs a temperature, float32")
+        temperatures = temperatures.contiguous()
     logprobs = torch.empty(rows, count, dtype=torch.float32)
     library.find_logprobs(
         *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape),
-        *(token_ids.data_ptr(), count, logprobs.data_ptr()),
+        *(None if temperatures is None else temperatures.data_ptr(), token_ids.data_ptr(), count, logprobs.data_ptr()),
     )
     return logprobs
 

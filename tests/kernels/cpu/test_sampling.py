@@ -81,10 +81,30 @@ def test_log_probabilities_of_given_tokens(library: Library) -> None:
     expected = logits.double().log_softmax(-1).gather(-1, token_ids)
     torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6, equal_nan=True)
     assert torch.equal(find_logprobs(library, logits, token_ids.T.contiguous().T)[0], found[0])
+    token_ids[0, 0], token_ids[3, 2] = -1, 9001
+    beyond = find_logprobs(library, logits, token_ids)
+    assert beyond[0, 0].isnan()
+    assert beyond[3, 2].isnan()
+    assert torch.equal(beyond[0, 1:], found[0, 1:])
     with pytest.raises(ValueError, match="int64"):
         find_logprobs(library, logits, token_ids.int())
     with pytest.raises(ValueError, match="4 rows"):
         find_logprobs(library, logits, token_ids[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probabilities_at_a_temperature(dtype: torch.dtype, library: Library) -> None:
+    logits = normal(5, 9001, seed=1, dtype=dtype)
+    logits[1, :8192] = NEVER
+    token_ids = torch.arange(5).view(5, 1) + torch.tensor([0, 8990])
+    temperatures = torch.tensor([1e-6, 0.5, 0.7, 1.0, 3.0])
+    found = find_logprobs(library, logits, token_ids, temperatures)
+    expected = (logits.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[3:4], find_logprobs(library, logits[3:4], token_ids[3:4]))
+    for wrong in (temperatures[:4], temperatures.double()):
+        with pytest.raises(ValueError, match="needs a temperature"):
+            find_logprobs(library, logits, token_ids, wrong)
 
 
 def test_there_must_be_a_vocabulary(library: Library) -> None:
