@@ -25,6 +25,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "choose_greedy": (N, P, N, N, N, P, P),
     "find_logprobs": (N, P, N, N, N, P, P, N, P),
     "find_best": (N, P, N, N, N, N, P, P),
+    "draw_few": (N, P, N, N, N, N, P, P, P, P, P, P, P, P),
 }
 
 

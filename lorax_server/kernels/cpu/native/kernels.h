@@ -11,4 +11,5 @@ namespace ISA {
 #include "activation.h"
 #include "sampling.h"
 #include "best.h"
+#include "draw.h"
 }  // namespace ISA

@@ -42,16 +42,18 @@ struct Scores {
   const T* row(int64_t index) const { return from + index * stride; }
   float sharpness(int64_t index) const { return temperatures == nullptr ? 1.0f : 1.0f / temperatures[index]; }
 
+  Peak peak_of(int64_t index, int64_t part) const {
+    const int64_t at = part * SCORES_AT_ONCE;
+    return find_peak(row(index) + at, std::min(SCORES_AT_ONCE, vocabulary - at), sharpness(index));
+  }
+
   // [rows, parts]
   const Peak* find_peaks() const {
     static thread_local Scratch scratch;
     Peak* peaks = scratch.make<Peak>(rows * parts);
     in_threads(rows * vocabulary > SCORED_ALONE, [&](int64_t thread, int64_t threads) {
       const Range mine = part_of(rows * parts, thread, threads);
-      for (int64_t task = mine.begin; task < mine.end; task++) {
-        const int64_t index = task / parts, at = task % parts * SCORES_AT_ONCE;
-        peaks[task] = find_peak(row(index) + at, std::min(SCORES_AT_ONCE, vocabulary - at), sharpness(index));
-      }
+      for (int64_t task = mine.begin; task < mine.end; task++) peaks[task] = peak_of(task / parts, task % parts);
     });
     return peaks;
   }
