@@ -23,11 +23,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
-    "find_logprobs": (N, P, N, N, N, P, N, P),
     "rotary": (P, N, N, N, N, P, P, N, N),
     "write_kv": (P, P, N, N, P, N, N, P, P),
     "decode_attention": (P, P, N, N, P, P, P, N, R, N),
     "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
+    "find_logprobs": (N, P, N, N, N, P, P, N, P),
+    "find_best": (N, P, N, N, N, N, P, P),
+    "draw_few": (N, P, N, N, N, N, P, P, P, P, P, P, P, P),
 }
 
 

@@ -15,4 +15,6 @@ namespace ISA {
 #include "sampling.h"
 #include "cache.h"
 #include "attention.h"
+#include "best.h"
+#include "draw.h"
 }  // namespace ISA

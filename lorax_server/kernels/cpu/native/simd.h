@@ -144,17 +144,14 @@ static inline F larger(F a, F b) { return (a > b) ? a : b; }
 static inline F exponential(F x) {
   x = (x < spread(-88.0f)) ? spread(-88.0f) : x;  // whose exponent's bits are all 0
   x = (x > spread(89.0f)) ? spread(89.0f) : x;    // whose exponent's bits are all 1
-  F whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
-  F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  F p = spread(1.9875691500e-4f);
-  p = p * rest + 1.3981999507e-3f;
-  p = p * rest + 8.3334519073e-3f;
-  p = p * rest + 4.1665795894e-2f;
-  p = p * rest + 1.6666665459e-1f;
-  p = p * rest + 5.0000001201e-1f;
-  p = p * rest * rest + rest + 1.0f;
-  I power = (__builtin_convertvector(whole, I) + 127) << 23;
-  return p * (F)power;
+  const F shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer stands in its last bits
+  const F whole = shifted - 12582912.0f;
+  const F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, square = rest * rest;
+  // In pairs, which do not wait for each other.
+  F p = (rest * 1.9875691500e-4f + 1.3981999507e-3f) * square + (rest * 8.3334519073e-3f + 4.1665795894e-2f);
+  p = p * square + (rest * 1.6666665459e-1f + 5.0000001201e-1f);
+  p = p * square + (rest + 1.0f);
+  return p * (F)(((U)shifted + 127) << 23);
 }
 
 static inline F silu(F x) { return x / (1.0f + exponential(-x)); }
