@@ -10,6 +10,7 @@ from lorax_server.sampling.processors import (
     NEVER,
     count_tokens,
     draw,
+    find_likeliest,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -130,7 +131,7 @@ class Sampler:
         """Choose from [rows, vocabulary] logits, which stay as they are."""
         raw = logits.float()
         scores = self._penalized(raw, history)
-        token_ids = scores.argmax(-1)
+        token_ids = find_likeliest(scores)
         if self._sampled is not None:
             rows = self._sampled.rows
             warped = scores[rows]
