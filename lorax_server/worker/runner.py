@@ -15,6 +15,7 @@ from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
+from lorax_server.sampling.processors import REFERENCE, ScoreOps
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -75,11 +76,16 @@ class PagedRunner:
         memory: AdapterMemory | None = None,
         graph_sizes: Sequence[int] = (),
         capture: bool = True,
+        score_ops: ScoreOps = REFERENCE,
     ) -> None:
-        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`."""
+        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`.
+
+        `score_ops` choose tokens on a CPU.
+        """
         self._model = model
         self._device = model.device
         self._memory = memory
+        self._score_ops = score_ops
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
         self._graphs: DecodeGraphs | None = None
@@ -206,7 +212,7 @@ class PagedRunner:
 
     def _find_sampler(self, row_sampling: list[RowSampling], vocab_size: int) -> Sampler:
         if self._sampler is None or self._sampler[:2] != (vocab_size, row_sampling):
-            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device)
+            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._score_ops)
         return self._sampler[2]
 
     def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
