@@ -47,10 +47,11 @@ class NoModel:
     device = torch.device("cpu")
 
     def __init__(self, vocab_size: int) -> None:
-        """A larger vocabulary has scores like those of a model, whose best few have nearly all of the mass."""
-        self.logits = torch.zeros(max(SEQUENCES) if vocab_size == VOCAB else SEQUENCES[0], vocab_size)
+        """A larger vocabulary has scores like those of a model: a few tokens have nearly all of the mass."""
+        self.logits = -torch.arange(vocab_size).float().repeat(max(SEQUENCES) if vocab_size == VOCAB else 8, 1)
         if vocab_size > VOCAB:
-            self.logits.normal_(std=3.0, generator=torch.Generator().manual_seed(0))
+            self.logits.normal_(std=2.0, generator=torch.Generator().manual_seed(0))
+            self.logits[:, :20] += 9.0
         self.logits[:, 3] = 1.0 + self.logits.amax()
         self.hidden = torch.zeros(max(SEQUENCES) * PROMPT, 1)
 

@@ -13,7 +13,7 @@ import torch
 
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.processors import ScoreOps
+from lorax_server.sampling.score_ops import ScoreOps
 from lorax_server.sampling.uniform import HostUniforms
 
 NUM_FEW = 256  # torch takes half as long again to find twice as many
@@ -43,7 +43,7 @@ class FewSampler:
         self._vocab_size = vocab_size
         self._ops = ops
         self._num_few = min(NUM_FEW, vocab_size)
-        self._temperatures = torch.tensor([max(p.temperature, COLDEST) for p in params])[:, None]
+        self._temperatures = torch.tensor([max(p.temperature, COLDEST) for p in params])
         self._top_k = np.array([min(p.top_k or vocab_size, vocab_size) for p in params])
         self._uses_k = self._top_k < vocab_size
         self._uses_p = np.array([p.top_p < 1 for p in params])
@@ -69,8 +69,8 @@ class FewSampler:
         return Sampled(torch.from_numpy(token_ids), torch.from_numpy(logprobs), None)
 
     def _find_few(self, logits: torch.Tensor) -> _Few:
-        best, token_ids = logits.float().topk(self._num_few, dim=-1)
-        scores = best.div_(self._temperatures).double().numpy()
+        best, token_ids = self._ops.find_best(logits, self._num_few)
+        scores = best.div_(self._temperatures[:, None]).double().numpy()
         with np.errstate(invalid="ignore"):
             return _Few(token_ids.numpy(), scores, np.exp(scores - scores[:, :1]))
 
@@ -78,9 +78,12 @@ class FewSampler:
         """Return [rows] the weights of all tokens that top-p counts, added up, where they are not among the few."""
         totals = np.ones(len(logits))
         if len(self._summed):
-            rows, best = torch.from_numpy(self._summed), torch.from_numpy(few.token_ids[self._summed, :1])
-            scaled = logits[rows].float().div_(self._temperatures[rows])
-            totals[self._summed] = np.exp(-self._ops.find_logprobs(scaled, best).double().numpy()[:, 0])
+            temperatures, best = self._temperatures, torch.from_numpy(few.token_ids[self._summed, :1])
+            if len(self._summed) < len(logits):
+                rows = torch.from_numpy(self._summed)
+                logits, temperatures = logits[rows], temperatures[rows]
+            logprobs = self._ops.find_logprobs(logits, best, temperatures).numpy()
+            totals[self._summed] = np.exp(-logprobs[:, 0].astype(np.float64))
         return totals
 
     def _cut(self, few: _Few, totals: Floats) -> Bools:

@@ -3,9 +3,6 @@
 Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes its scores in place.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 
 NEVER = float("-inf")
@@ -100,29 +97,6 @@ def find_likeliest(scores: torch.Tensor) -> torch.Tensor:
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.detach().numpy().argmax(-1))
     return scores.argmax(-1)
-
-
-def choose_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [rows] the likeliest token, and [rows] float32 its log probability."""
-    scores = logits.float()
-    token_ids = find_likeliest(scores)
-    return token_ids, find_logprobs(scores, token_ids[:, None]).squeeze(-1)
-
-
-def find_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return [rows, count] float32 the log probabilities of [rows, count] tokens."""
-    # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
-    return logits.float().log_softmax(-1).gather(-1, token_ids)
-
-
-class ScoreOps(NamedTuple):
-    """The two operations of sampling that a CPU may have kernels for. They take logits of any dtype."""
-
-    choose_likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    find_logprobs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-REFERENCE = ScoreOps(choose_likeliest, find_logprobs)
 
 
 def order_scores(scores: torch.Tensor) -> torch.Tensor:

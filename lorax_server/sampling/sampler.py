@@ -13,7 +13,7 @@ import torch
 from lorax_server.sampling.batch import History, RowSampling, Sampled, TopTokens
 from lorax_server.sampling.few import FewSampler
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.processors import REFERENCE, ScoreOps
+from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
 
 __all__ = ["History", "RowSampling", "Sampled", "Sampler", "TopTokens"]
 
@@ -43,6 +43,7 @@ class Sampler:
         is_cpu = torch.device(device).type == "cpu"
         ways = [_way_of(sampling) if is_cpu else _Way.GENERAL for sampling in row_sampling]
         self._parts: list[tuple[list[int], torch.Tensor, _Chooser]] = []
+        self.needs_history = any(way is not _Way.LIKELIEST for way in ways)
         self.needs_tokens = False  # true if any parameter depends on the tokens of the sequences
         for way in dict.fromkeys(ways) or [_Way.GENERAL]:
             rows = [row for row, its_way in enumerate(ways) if its_way is way]
@@ -56,8 +57,11 @@ class Sampler:
             self._parts.append((rows, torch.tensor(rows, dtype=torch.int64), chooser))
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, history: History) -> Sampled:
+    def __call__(self, logits: torch.Tensor, history: History | None) -> Sampled:
         """Choose from [rows, vocabulary] logits, which stay as they are."""
+        if history is None:
+            assert not self.needs_history, "these rows need to know how long they are"
+            return self._choose_likeliest(logits)
         if len(self._parts) == 1:
             return self._parts[0][-1](logits, history)
         token_ids = torch.empty(len(logits), dtype=torch.int64)
@@ -69,8 +73,8 @@ class Sampler:
                 alternatives = sampled.alternatives.rename(rows)
         return Sampled(token_ids, logprobs, alternatives)
 
-    def _choose_likeliest(self, logits: torch.Tensor, _: History) -> Sampled:
-        return Sampled(*self._ops.choose_likeliest(logits), None)
+    def _choose_likeliest(self, logits: torch.Tensor, _: History | None = None) -> Sampled:
+        return Sampled(*self._ops.choose_greedy(logits), None)
 
 
 def _way_of(sampling: RowSampling) -> _Way:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorax_server.plan import Ints, StepPlan
@@ -149,7 +150,7 @@ def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
     )
 
 
-def to_device(column: Ints, device: torch.device) -> torch.Tensor:
+def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
     """Copy to a device. To a GPU this takes pinned memory, or the host would wait; a CPU has the memory already."""
     host = torch.from_numpy(column)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -15,12 +15,12 @@ from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
-from lorax_server.sampling.processors import REFERENCE, ScoreOps
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
+from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import DecodeGraphs
-from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, columns_to_device, locate_tokens, to_device
+from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -107,17 +107,18 @@ class PagedRunner:
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
         sampled = self._choose(plan, tokens, hidden) if len(tokens.layout.last) else None
-        prompts = self._score_prompts(plan, tokens, hidden) if plan.asks.any() else None
+        prompts = self._score_prompts(plan, tokens, hidden) if True in plan.asks.tolist() else None
         return self._fetch(Ticket(plan.step, sampled, prompts))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step."""
         if ticket.done is not None:
             ticket.done.synchronize()
-        result = StepResult(ticket.step, [], [])
         if (sampled := ticket.sampled) is not None:
             alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
             result = StepResult(ticket.step, sampled.token_ids.tolist(), sampled.logprobs.tolist(), alternatives)
+        else:
+            result = StepResult(ticket.step, [], [])
         if (prompts := ticket.prompts) is not None:
             result = replace(result, prompt_logprobs=prompts.by_prompt(), prompt_alternatives=prompts.alternatives())
         return result
@@ -134,8 +135,8 @@ class PagedRunner:
         tables, layout = self._tables, tokens.layout
         selected = tables.select(plan.rows)
         starts = to_device(plan.starts, self._device)
-        host_slots = tables.find_slots(tokens.rows, tokens.positions)
-        positions, slots = columns_to_device([tokens.positions, host_slots], self._device)
+        positions = to_device(tokens.positions.astype(np.int32), self._device)
+        slots = to_device(tables.find_slots(tokens.rows, tokens.positions), self._device)
         max_s = max(tokens.lengths.tolist())
         seqlen = Seqlen(
             layout.input_lengths,
@@ -148,7 +149,7 @@ class PagedRunner:
         )
         hidden, _ = self._model(
             tables.read_tokens(selected.first_places[layout.sequences] + tokens.positions),
-            positions.int(),
+            positions,
             layout.cu_seqlens,
             self._kv_cache,
             tables.take_blocks(selected, max_s),
@@ -204,9 +205,11 @@ class PagedRunner:
             rows, host_lengths = rows[plan.samples], host_lengths[plan.samples]
         selected = tables.select(rows)
         sampler = self._find_sampler(selected.row_sampling, logits.shape[-1])
-        token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
-        lengths = to_device(host_lengths, self._device)
-        sampled = sampler(logits, History(lengths, selected.prompt_lengths, token_ids))
+        history = None
+        if sampler.needs_history:
+            token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
+            history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
+        sampled = sampler(logits, history)
         tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
         return sampled
 

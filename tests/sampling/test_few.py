@@ -9,8 +9,8 @@ import torch
 from lorax_server.sampling import few
 from lorax_server.sampling.few import NUM_FEW, FewSampler
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.processors import REFERENCE
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
+from lorax_server.sampling.score_ops import REFERENCE
 from lorax_server.types import SamplingParams
 
 ROWS = 64
