@@ -30,8 +30,11 @@ class _Ledger:
 
     def charge(self, name: str, amount: float, rise: float, waiting: Collection[str]) -> None:
         """Charge an amount to a name, and raise the level of newcomers."""
-        self.served[name] = self.served.get(name, 0.0) + amount
         self._start += rise
+        if name in self.served:
+            self.served[name] += amount
+            return
+        self.served[name] = amount
         if len(self.served) > MAX_NAMES + len(waiting):
             self.served = {other: self.served[other] for other in {*waiting, name}}
 

@@ -43,10 +43,13 @@ class KvCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Let other sequences find the full blocks whose tokens are known."""
-        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._pool.block_size
-        if num_full > sequence.num_published:
-            hashes = sequence.hashes(self._pool.block_size)
-            for index in range(sequence.num_published, num_full):
+        block_size, num_published = self._pool.block_size, sequence.num_published
+        if sequence.num_computed < (num_published + 1) * block_size:
+            return  # as in most steps
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
+        if num_full > num_published:
+            hashes = sequence.hashes(block_size)
+            for index in range(num_published, num_full):
                 self._pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
 

@@ -22,8 +22,9 @@ def sort_running(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
 
 def may_spare(running: Rows[Sequence], queue: FairQueue) -> bool:
     """Tell quickly whether any sequence could have a row to give back."""
-    is_further = any(sequence.request.first_id is not None for sequence in running)
-    return len(queue) > 0 and (is_further or queue.has_excess)
+    if not len(queue):
+        return False
+    return queue.has_excess or any(sequence.request.first_id is not None for sequence in running)
 
 
 def find_spare(running: Rows[Sequence], queue: FairQueue, head: Sequence, num_free: int) -> list[Sequence]:

@@ -63,16 +63,21 @@ class StepBuilder:
         return SubmittedStep(number, num_tokens, now, sampled, asking)
 
     def build_plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
-        scheduled = self.scheduled
+        sequences, starts, counts, samples, asks = zip(*self.scheduled, strict=True) if self.scheduled else [()] * 5
+        rows = [sequence.row for sequence in sequences]
+        adapter_indices = [sequence.adapter_index for sequence in sequences]
+        # Few arrays, since a small one takes as long to make as dozens of its numbers.
+        numbers = np.array([rows, starts, counts, adapter_indices], dtype=np.int64)
+        flags = np.array([samples, asks], dtype=np.bool_)
         return StepPlan(
             step=step,
-            rows=np.array([entry.sequence.row for entry in scheduled], dtype=np.int64),
-            starts=np.array([entry.start for entry in scheduled], dtype=np.int64),
-            counts=np.array([entry.num_tokens for entry in scheduled], dtype=np.int64),
-            samples=np.array([entry.samples for entry in scheduled], dtype=np.bool_),
-            asks=np.array([entry.asks for entry in scheduled], dtype=np.bool_),
-            adapter_indices=np.array([entry.sequence.adapter_index for entry in scheduled], dtype=np.int64),
+            rows=numbers[0],
+            starts=numbers[1],
+            counts=numbers[2],
+            samples=flags[0],
+            asks=flags[1],
+            adapter_indices=numbers[3],
             new_rows=tuple(self.new_rows),
-            new_blocks=np.array(self.new_blocks, dtype=np.int64).reshape(-1, 3),
+            new_blocks=np.array(self.new_blocks or np.empty((0, 3)), dtype=np.int64),
             adapter_ops=adapter_ops,
         )

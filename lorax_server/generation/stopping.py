@@ -7,10 +7,11 @@ __all__ = ["FinishReason", "StoppingCriteria", "ended_by"]
 
 def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
     """Return the reason if a token, the last of `num_generated`, ends its request by itself."""
-    if num_generated <= params.min_new_tokens or token_id not in params.ending_token_ids:
+    if num_generated <= params.min_new_tokens:
         return None
-    is_eos = token_id in params.eos_token_ids and not params.ignore_eos
-    return FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
+    if token_id in params.eos_token_ids and not params.ignore_eos:
+        return FinishReason.EOS_TOKEN
+    return FinishReason.STOP_SEQUENCE if token_id in params.stop_token_ids else None
 
 
 class StoppingCriteria:

@@ -91,6 +91,14 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
+def find_likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """Return [rows] the token of the highest score, the first of equals. numpy looks at several scores at once on a
+    CPU, which torch does not."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.detach().numpy().argmax(-1))
+    return scores.argmax(-1)
+
+
 def order_scores(scores: torch.Tensor) -> torch.Tensor:
     """Return [rows, vocabulary] int64 in the order of the scores, the first of equals above the others.
 

@@ -1,8 +1,10 @@
 """The inputs of a step: what its plan says, and tables on the device, so that plans need not repeat what is known."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorax_server.plan import Ints, StepPlan
@@ -10,20 +12,33 @@ from lorax_server.sampling.sampler import RowSampling
 from lorax_server.types import SamplingParams
 
 
+class SelectedRows(NamedTuple):
+    """Some rows of the tables, as steps need them. They serve until one of them is written again."""
+
+    key: bytes
+    rows: torch.Tensor
+    first_places: Ints  # of their tokens in `RowTables.token_ids`, counted from its first row on
+    prompt_lengths: torch.Tensor
+    row_sampling: list[RowSampling]
+
+
 class RowTables:
     """By row, each a running sequence: its tokens, its blocks, the length of its prompt, its sampling parameters.
 
-    The host keeps a copy of whatever it knows, since reading the device's would wait for the device.
+    The host keeps a copy of whatever it knows, since reading the device's would wait for the device. What follows from
+    it is computed on the host: there an operation on a few numbers takes a fraction of torch's time.
     """
 
     def __init__(self, num_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.token_ids = torch.zeros(num_rows, max_length + 1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
-        self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.host_blocks = np.zeros(self.blocks.shape, np.int64)
         self.host_prompt_lengths = np.zeros(num_rows, np.int64)
-        self.row_sampling = [RowSampling(SamplingParams())] * num_rows
+        self._host_tokens = self.token_ids.view(-1).numpy() if device.type == "cpu" else None
+        self._shifts = np.zeros(self.blocks.shape, np.int64)  # slots of a block, less the positions of their tokens
+        self._row_sampling = [RowSampling(SamplingParams())] * num_rows
+        self._selected: SelectedRows | None = None  # those of the last step
+        self._block_tables: tuple[bytes, int, torch.Tensor] | None = None  # likewise, with their width
 
     def write_new(self, plan: StepPlan) -> None:
         """Write the rows and blocks that are new in a step."""
@@ -31,41 +46,121 @@ class RowTables:
         for new in plan.new_rows:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
             self.token_ids[new.row, : len(tokens)] = tokens
-            self.prompt_lengths[new.row].fill_(new.prompt_length)  # an assignment would wait for the device
             self.host_prompt_lengths[new.row] = new.prompt_length
-            self.row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
+            self._row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
+            self._selected = None
         if len(plan.new_blocks):
-            new_blocks = plan.new_blocks.T
-            self.host_blocks[new_blocks[0], new_blocks[1]] = new_blocks[2]
-            rows, columns, blocks = to_device(new_blocks, device)
-            self.blocks[rows, columns] = blocks.int()
+            rows, columns, blocks = plan.new_blocks.T
+            self._shifts[rows, columns] = (blocks - columns) * self.block_size
+            on_device = columns_to_device([rows, columns, blocks], device)
+            self.blocks[on_device[0], on_device[1]] = on_device[2].int()
+            self._block_tables = None
+
+    def select(self, rows: Ints) -> SelectedRows:
+        """Return what is known of some rows: the last answer, where they are the same and none of them is new."""
+        key = rows.tobytes()
+        if self._selected is None or self._selected.key != key:
+            on_device, prompt_lengths = columns_to_device([rows, self.host_prompt_lengths[rows]], self.blocks.device)
+            first_places, row_sampling = rows * self.token_ids.shape[1], [self._row_sampling[row] for row in rows]
+            self._selected = SelectedRows(key, on_device, first_places, prompt_lengths, row_sampling)
+        return self._selected
+
+    def take_blocks(self, selected: SelectedRows, max_length: int) -> torch.Tensor:
+        """Return the blocks of rows, as many columns as the longest of them needs."""
+        width = -(-max_length // self.block_size)
+        known = self._block_tables
+        if known is None or known[0] != selected.key or known[1] != width:
+            known = selected.key, width, self.blocks.index_select(0, selected.rows)[:, :width]
+            self._block_tables = known
+        return known[2]
+
+    def find_slots(self, rows: Ints, positions: Ints) -> Ints:
+        """Return the places of tokens in the cache."""
+        slots: Ints = self._shifts[rows, positions // self.block_size] + positions
+        return slots
+
+    def read_tokens(self, places: Ints) -> torch.Tensor:
+        if self._host_tokens is not None:
+            return torch.from_numpy(self._host_tokens[places])
+        return self.token_ids.take(to_device(places, self.token_ids.device))
+
+    def write_tokens(self, places: Ints, token_ids: torch.Tensor) -> None:
+        if self._host_tokens is not None:
+            self._host_tokens[places] = token_ids.numpy()
+        else:
+            self.token_ids.put_(to_device(places, token_ids.device), token_ids)
+
+
+class StepLayout(NamedTuple):
+    """The tokens of a step by their numbers alone, which decode steps repeat. Without a comment, on the host."""
+
+    key: bytes
+    counts: list[int]  # of each sequence
+    max_count: int
+    sequences: Ints  # [tokens] index of the token's sequence in the plan
+    offsets: Ints  # [tokens] of the token among those of its sequence
+    bounds: Ints  # [sequences + 1]
+    last: Ints  # [sampling sequences] the token that the next one is chosen after
+    samples_all: bool
+    input_lengths: torch.Tensor  # [sequences] on the device
+    cu_seqlens: torch.Tensor | None  # [sequences + 1] on the device; None if each sequence has one token
 
 
 class StepTokens(NamedTuple):
     """The tokens of a step, on the host."""
 
-    sequences: Ints  # [tokens] index of the token's sequence in the plan
+    layout: StepLayout
+    rows: Ints  # [tokens]
     positions: Ints  # [tokens]
-    bounds: Ints  # [sequences + 1]
-    last: Ints  # [sampling sequences] the token that the next one is chosen after
+    lengths: Ints  # [sequences] up to the last token of the step
 
     @property
     def is_single(self) -> bool:
         """Return whether each sequence has one token."""
-        return len(self.sequences) == len(self.bounds) - 1
+        return self.layout.cu_seqlens is None
 
 
-def locate_tokens(plan: StepPlan) -> StepTokens:
-    sequences = np.repeat(np.arange(len(plan.rows)), plan.counts)
+def locate_tokens(plan: StepPlan, device: torch.device, known: StepLayout | None = None) -> StepTokens:
+    """Find the tokens of a step. A layout that is known serves again, if it is the step's."""
+    layout = known
+    if layout is None or layout.key != plan.counts.tobytes() + plan.samples.tobytes():
+        layout = _lay_out(plan, device)
+    lengths = plan.starts + plan.counts
+    if layout.cu_seqlens is None:
+        return StepTokens(layout, plan.rows, plan.starts, lengths)
+    rows, positions = plan.rows[layout.sequences], plan.starts[layout.sequences] + layout.offsets
+    return StepTokens(layout, rows, positions, lengths)
+
+
+def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
+    key, counts = plan.counts.tobytes() + plan.samples.tobytes(), plan.counts.tolist()
+    sequences = np.repeat(np.arange(len(counts)), plan.counts)
     bounds = np.concatenate([[0], plan.counts.cumsum()])
-    positions = np.arange(len(sequences)) - bounds[sequences] + plan.starts[sequences]
-    return StepTokens(sequences, positions, bounds, (bounds[1:] - 1)[plan.samples])
+    return StepLayout(
+        key,
+        counts,
+        max(counts),
+        sequences,
+        np.arange(len(sequences)) - bounds[sequences],
+        bounds,
+        (bounds[1:] - 1)[plan.samples],
+        bool(plan.samples.all()),
+        to_device(plan.counts, device),
+        None if max(counts) == 1 else to_device(bounds, device).int(),
+    )
 
 
-def to_device(columns: Ints | list[Ints], device: torch.device) -> torch.Tensor:
-    """Copy several columns of one length at once. To a GPU this takes pinned memory, or the host would wait."""
-    host = torch.from_numpy(np.ascontiguousarray(columns))
+def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Copy to a device. To a GPU this takes pinned memory, or the host would wait; a CPU has the memory already."""
+    host = torch.from_numpy(column)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence[torch.Tensor]:
+    """Copy several columns of one length at once."""
+    if device.type == "cpu":
+        return [torch.from_numpy(column) for column in columns]
+    return to_device(np.stack(columns), device).unbind()
 
 
 class DecodeInputs:
@@ -94,8 +189,7 @@ class DecodeInputs:
         columns[1, :count] = plan.starts
         columns[2, :count] = 1
         columns[3] = -1
-        blocks = tables.host_blocks[plan.rows, plan.starts // tables.block_size]
-        columns[3, :count] = blocks * tables.block_size + plan.starts % tables.block_size
+        columns[3, :count] = tables.find_slots(plan.rows, plan.starts)
         columns[4, :count] = tables.host_prompt_lengths[plan.rows]
         small = columns[5].view(np.int32).reshape(2, -1)
         small[0, :count] = plan.starts

@@ -16,10 +16,11 @@ from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
+from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import DecodeGraphs
-from lorax_server.worker.inputs import RowTables, StepTokens, locate_tokens, to_device
+from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -75,18 +76,24 @@ class PagedRunner:
         memory: AdapterMemory | None = None,
         graph_sizes: Sequence[int] = (),
         capture: bool = True,
+        score_ops: ScoreOps = REFERENCE,
     ) -> None:
-        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`."""
+        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`.
+
+        `score_ops` choose tokens on a CPU.
+        """
         self._model = model
         self._device = model.device
         self._memory = memory
+        self._score_ops = score_ops
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
         self._graphs: DecodeGraphs | None = None
         if graph_sizes:
             self._graphs = DecodeGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
+        self._layout: StepLayout | None = None  # of the last step
         self._sampler: tuple[int, list[RowSampling], Sampler] | None = None
-        self._adapter_data: dict[bytes, AdapterBatchData] = {}  # of the last step, by the adapters of its tokens
+        self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step, by the adapters of its tokens
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
@@ -96,20 +103,22 @@ class PagedRunner:
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
         self._tables.write_new(plan)
-        tokens = locate_tokens(plan)
+        tokens = locate_tokens(plan, self._device, self._layout)
+        self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
-        sampled = self._choose(plan, tokens, hidden) if len(tokens.last) else None
-        prompts = self._score_prompts(plan, tokens, hidden) if plan.asks.any() else None
+        sampled = self._choose(plan, tokens, hidden) if len(tokens.layout.last) else None
+        prompts = self._score_prompts(plan, tokens, hidden) if True in plan.asks.tolist() else None
         return self._fetch(Ticket(plan.step, sampled, prompts))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step."""
         if ticket.done is not None:
             ticket.done.synchronize()
-        result = StepResult(ticket.step, [], [])
         if (sampled := ticket.sampled) is not None:
             alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
             result = StepResult(ticket.step, sampled.token_ids.tolist(), sampled.logprobs.tolist(), alternatives)
+        else:
+            result = StepResult(ticket.step, [], [])
         if (prompts := ticket.prompts) is not None:
             result = replace(result, prompt_logprobs=prompts.by_prompt(), prompt_alternatives=prompts.alternatives())
         return result
@@ -123,23 +132,29 @@ class PagedRunner:
             return self._run_eagerly(plan, tokens, adapter_data)
 
     def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
-        tables, block_size = self._tables, self._tables.block_size
-        rows, starts, counts = to_device([plan.rows, plan.starts, plan.counts], self._device)
-        sequences, positions = to_device([tokens.sequences, tokens.positions], self._device)
-        bounds = None if tokens.is_single else to_device(tokens.bounds, self._device).int()
-        blocks = tables.blocks[rows]
-        slots = blocks[sequences, positions // block_size] * block_size + positions % block_size
-        max_s = int((plan.starts + plan.counts).max())
-        host_lengths = HostLengths(plan.counts.tolist(), plan.starts.tolist())
-        prompt_lengths = tables.prompt_lengths[rows]
+        tables, layout = self._tables, tokens.layout
+        selected = tables.select(plan.rows)
+        starts = to_device(plan.starts, self._device)
+        positions = to_device(tokens.positions.astype(np.int32), self._device)
+        slots = to_device(tables.find_slots(tokens.rows, tokens.positions), self._device)
+        max_s = max(tokens.lengths.tolist())
+        seqlen = Seqlen(
+            layout.input_lengths,
+            starts,
+            layout.cu_seqlens,
+            layout.max_count,
+            max_s,
+            selected.prompt_lengths,
+            HostLengths(layout.counts, plan.starts.tolist()),
+        )
         hidden, _ = self._model(
-            tables.token_ids[rows[sequences], positions],
-            positions.int(),
-            bounds,
+            tables.read_tokens(selected.first_places[layout.sequences] + tokens.positions),
+            positions,
+            layout.cu_seqlens,
             self._kv_cache,
-            blocks[:, : -(-max_s // block_size)],
-            slots.long(),
-            Seqlen(counts, starts, bounds, int(plan.counts.max()), max_s, prompt_lengths, host_lengths),
+            tables.take_blocks(selected, max_s),
+            slots,
+            seqlen,
             max_s,
             adapter_data,
             skip_lm_head=True,
@@ -148,16 +163,18 @@ class PagedRunner:
 
     def _adapt_tokens(self, adapter_indices: Ints, counts: Ints) -> AdapterBatchData | None:
         """Describe the adapters of a batch: so many tokens of each, one after the other."""
-        if self._memory is None or not adapter_indices.any():
+        if self._memory is None:
             return None
         key = adapter_indices.tobytes() + b"|" + counts.tobytes()
         if key not in self._adapter_data:
             if len(self._adapter_data) >= 2:  # those of the tokens and those of the head
                 self._adapter_data = {}
-            indices = np.repeat(adapter_indices, counts)
-            segments = find_segments(torch.from_numpy(indices))  # on the host, which need not wait for the device
-            meta = AdapterBatchMetadata(to_device(indices, self._device), *segments)
-            self._adapter_data[key] = AdapterBatchData(meta, self._memory.arena)
+            self._adapter_data[key] = None
+            if adapter_indices.any():
+                indices = np.repeat(adapter_indices, counts)
+                segments = find_segments(torch.from_numpy(indices))  # on the host, which need not wait for the device
+                meta = AdapterBatchMetadata(to_device(indices, self._device), *segments)
+                self._adapter_data[key] = AdapterBatchData(meta, self._memory.arena)
         return self._adapter_data[key]
 
     def _forget_adapters(self, ops: Sequence[AdapterOp]) -> None:
@@ -167,33 +184,38 @@ class PagedRunner:
         if self._graphs is not None and touched:
             self._graphs.forget_adapters()
         for key, data in tuple(self._adapter_data.items()):
-            if not touched.isdisjoint(data.meta.segment_indices):
+            if data is not None and not touched.isdisjoint(data.meta.segment_indices):
                 del self._adapter_data[key]
 
     def _score(self, hidden: torch.Tensor, chosen: Ints, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Compute the scores after the chosen tokens."""
-        adapter_indices = plan.adapter_indices[tokens.sequences[chosen]]
-        data = self._adapt_tokens(adapter_indices, np.ones_like(adapter_indices))
+        adapter_indices, counts = plan.adapter_indices, plan.counts
         if len(chosen) < len(hidden):
             hidden = hidden[to_device(chosen, self._device)]
-        logits: torch.Tensor = self._model.lm_head(hidden, data)[0]
+            adapter_indices = adapter_indices[tokens.layout.sequences[chosen]]
+            counts = np.ones_like(adapter_indices)
+        logits: torch.Tensor = self._model.lm_head(hidden, self._adapt_tokens(adapter_indices, counts))[0]
         return logits
 
     def _choose(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> Sampled:
         tables = self._tables
-        logits = self._score(hidden, tokens.last, plan, tokens)
-        sampled_rows = plan.rows[plan.samples]
-        host_lengths = (plan.starts + plan.counts)[plan.samples]
-        rows, lengths = to_device([sampled_rows, host_lengths], self._device)
-        sampler = self._find_sampler([tables.row_sampling[row] for row in sampled_rows.tolist()], logits.shape[-1])
-        token_ids = tables.token_ids[rows, : int(host_lengths.max())] if sampler.needs_tokens else None
-        sampled = sampler(logits, History(lengths, tables.prompt_lengths[rows], token_ids))
-        tables.token_ids[rows, lengths] = sampled.token_ids
+        logits = self._score(hidden, tokens.layout.last, plan, tokens)
+        rows, host_lengths = plan.rows, tokens.lengths
+        if not tokens.layout.samples_all:
+            rows, host_lengths = rows[plan.samples], host_lengths[plan.samples]
+        selected = tables.select(rows)
+        sampler = self._find_sampler(selected.row_sampling, logits.shape[-1])
+        history = None
+        if sampler.needs_history:
+            token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
+            history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
+        sampled = sampler(logits, history)
+        tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
         return sampled
 
     def _find_sampler(self, row_sampling: list[RowSampling], vocab_size: int) -> Sampler:
         if self._sampler is None or self._sampler[:2] != (vocab_size, row_sampling):
-            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device)
+            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._score_ops)
         return self._sampler[2]
 
     def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
@@ -203,15 +225,17 @@ class PagedRunner:
         return cast(list[int], (ends - starts).tolist())
 
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:
-        counts, first = self._count_prompt_tokens(plan), tokens.bounds[:-1][plan.asks]
-        most = [self._tables.row_sampling[row].params.num_alternatives for row in plan.rows[plan.asks].tolist()]
+        sequences = tokens.layout.sequences
+        counts, first = self._count_prompt_tokens(plan), tokens.layout.bounds[:-1][plan.asks]
+        most = [sampling.params.num_alternatives for sampling in self._tables.select(plan.rows[plan.asks]).row_sampling]
         scored = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
         for start in range(0, len(scored), SCORED_TOKENS):
             piece = scored[start : start + SCORED_TOKENS]
-            rows, following = to_device([plan.rows[tokens.sequences[piece]], tokens.positions[piece] + 1], self._device)
+            places = self._tables.select(plan.rows).first_places[sequences[piece]] + tokens.positions[piece] + 1
+            following = self._tables.read_tokens(places)
             all_logprobs = self._score(hidden, piece, plan, tokens).float().log_softmax(-1)
-            logprobs = all_logprobs.gather(-1, self._tables.token_ids[rows, following][:, None]).squeeze(-1)
+            logprobs = all_logprobs.gather(-1, following[:, None]).squeeze(-1)
             top_logprobs, top_ids = all_logprobs.topk(min(max(most), all_logprobs.shape[-1]), dim=-1)
             pieces.append((logprobs, top_ids, top_logprobs))
         return ScoredPrompts(counts, most, *map(torch.cat, zip(*pieces, strict=True)))

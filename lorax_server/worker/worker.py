@@ -85,7 +85,7 @@ class Worker:
             raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
             self._do(op)
-        if self._memory is not None and plan.adapter_indices.any():
+        if self._memory is not None:
             for index in set(plan.adapter_indices.tolist()) - {0}:
                 self._memory.wait_for(index)
         self._tickets.append(self._runner.submit(plan))
@@ -98,6 +98,8 @@ class Worker:
 
     def take_loaded(self) -> list[int]:
         """Return the adapter indices whose load has ended since this, or the result of a step, last told."""
+        if not self._loading:
+            return []
         loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
         self._loading = [index for index in self._loading if index not in loaded]
         return loaded

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.sampling.uniform import as_signed, uniforms
+from lorax_server.sampling.uniform import HostUniforms, as_signed, uniforms
 from lorax_server.types import MAX_SEED
 
 WORD = 2**64
@@ -38,6 +38,7 @@ def test_they_are_those_of_splitmix64(device: torch.device) -> None:
     pairs += [(some.randrange(WORD), some.randrange(2**20)) for _ in range(2000)]
     seeds, positions = zip(*pairs, strict=True)
     found = draw(seeds, positions, device)
+    assert np.array_equal(HostUniforms(seeds).at(np.array(positions)), found)
     assert found.dtype == np.float64
     assert found.tolist() == [reference(*pair) for pair in pairs]
 

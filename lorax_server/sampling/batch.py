@@ -1,0 +1,59 @@
+"""The sequences of a batch that sampling needs to know of, and the tokens that it chooses for them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lorax_server.types import Alternatives, SamplingParams, StopParams
+
+COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
+
+
+class RowSampling(NamedTuple):
+    """The parameters of one sequence. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
+
+    params: SamplingParams
+    min_new_tokens: int = 0
+    ending_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, params: SamplingParams, stop: StopParams) -> "RowSampling":
+        return cls(params, stop.min_new_tokens, stop.ending_token_ids)
+
+
+class History(NamedTuple):
+    """The tokens of the sequences so far. Tokens from a row's length on are not read."""
+
+    lengths: torch.Tensor  # [rows] prompt and generated
+    prompt_lengths: torch.Tensor  # [rows]
+    token_ids: torch.Tensor | None = None  # [rows, tokens]; needed where `Sampler.needs_tokens`
+
+    def take(self, rows: torch.Tensor) -> "History":
+        """Return the history of some rows."""
+        token_ids = None if self.token_ids is None else self.token_ids[rows]
+        return History(self.lengths[rows], self.prompt_lengths[rows], token_ids)
+
+
+class Sampled(NamedTuple):
+    """The chosen tokens. A log probability is NaN where the scores were."""
+
+    token_ids: torch.Tensor  # [rows]
+    logprobs: torch.Tensor  # [rows] float32
+    alternatives: "TopTokens | None"
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of the rows that ask for them."""
+
+    counts: dict[int, int]  # by row, in the order of the tensors
+    token_ids: torch.Tensor  # [asking rows, most asked for]
+    logprobs: torch.Tensor
+
+    def rename(self, rows: Sequence[int]) -> "TopTokens":
+        """Give rows the numbers that they have in a larger batch."""
+        return self._replace(counts={rows[row]: count for row, count in self.counts.items()})
+
+    def by_row(self) -> dict[int, Alternatives]:
+        rows = zip(self.counts.items(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        return {row: Alternatives(ids[:count], logprobs[:count]) for (row, count), ids, logprobs in rows}

@@ -1,0 +1,63 @@
+"""The operations of sampling that look at whole vocabularies, which a CPU may have kernels for.
+
+The functions here are their specification. They take [rows, vocabulary] logits of any dtype on a CPU.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from lorax_server.sampling.processors import find_likeliest
+
+
+class ChooseGreedy(Protocol):
+    """Returns [rows] the likeliest token, the first of equals, and [rows] float32 its log probability."""
+
+    def __call__(self, logits: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class FindLogprobs(Protocol):
+    """Returns [rows, count] float32 the log probabilities of [rows, count] tokens, by scores that are divided by [rows]
+    temperatures, if there are any."""
+
+    def __call__(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None, /
+    ) -> torch.Tensor: ...
+
+
+class FindBest(Protocol):
+    """Returns [rows, count] float32 the best scores, the best first and a NaN above all, and their tokens."""
+
+    def __call__(self, logits: torch.Tensor, count: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class ScoreOps(NamedTuple):
+    """One set of these operations."""
+
+    choose_greedy: ChooseGreedy
+    find_logprobs: FindLogprobs
+    find_best: FindBest
+
+
+def choose_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.float()
+    token_ids = find_likeliest(scores)
+    # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
+    all_logprobs = scores.log_softmax(-1).numpy()
+    return token_ids, torch.from_numpy(all_logprobs[np.arange(len(all_logprobs)), token_ids.numpy()])
+
+
+def find_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> torch.Tensor:
+    scores = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+    return scores.log_softmax(-1).gather(-1, token_ids)
+
+
+def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    best, token_ids = logits.float().topk(count, dim=-1)
+    return best, token_ids
+
+
+REFERENCE = ScoreOps(choose_greedy, find_logprobs, find_best)

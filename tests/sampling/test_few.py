@@ -1,0 +1,101 @@
+"""Tokens that are drawn from a few of the likeliest: those that a look at the whole vocabulary gives."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.sampling import few
+from lorax_server.sampling.few import NUM_FEW, FewSampler
+from lorax_server.sampling.general import GeneralSampler
+from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
+from lorax_server.sampling.score_ops import REFERENCE
+from lorax_server.types import SamplingParams
+
+ROWS = 64
+SETTINGS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 0.7},
+    {"top_p": 1e-9},
+    {"top_k": 1},
+    {"top_k": 50, "temperature": 1.3},
+    {"top_k": 50, "top_p": 0.8, "temperature": 0.8},
+    {"top_k": 40, "min_p": 0.1},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_p": 0.95, "min_p": 0.02, "raw_logprobs": True},
+    {"top_k": NUM_FEW + 1},
+    {"top_k": 10**9, "top_p": 0.9},
+]
+
+
+def make_rows(setting: dict[str, Any]) -> list[RowSampling]:
+    return [RowSampling(SamplingParams(do_sample=True, seed=seed, **setting)) for seed in range(ROWS)]
+
+
+def make_history(rows: int) -> History:
+    prompts = torch.full((rows,), 3)
+    return History(prompts + torch.arange(rows) % 5, prompts)
+
+
+def make_logits(vocab: int, shape: str) -> torch.Tensor:
+    """Return scores of which a few have nearly all of the mass, as a model's do, or which are otherwise."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(ROWS, vocab, generator=generator) * 2
+    logits[:, : min(vocab, 20)] += 9
+    logits = logits[:, torch.randperm(vocab, generator=generator)]
+    if shape == "ties":
+        return logits.round()
+    if shape == "flat":  # no few have the mass
+        return logits / 100
+    return logits
+
+
+def check_same(found: Sampled, expected: Sampled) -> None:
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.logprobs.dtype == torch.float32
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", ["usual", "ties", "flat"])
+@pytest.mark.parametrize("vocab", [7, 300, 5003])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_they_are_those_of_the_whole_vocabulary(setting: dict[str, Any], vocab: int, shape: str) -> None:
+    rows, history, logits = make_rows(setting), make_history(ROWS), make_logits(vocab, shape)
+    check_same(FewSampler(rows, vocab, REFERENCE)(logits, history), GeneralSampler(rows, vocab)(logits, history))
+
+
+def test_what_few_tokens_decide_is_not_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "GeneralSampler", None)
+    for setting in SETTINGS[:-2]:
+        FewSampler(make_rows(setting), 5003, REFERENCE)(make_logits(5003, "usual"), make_history(ROWS))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_without_numbers_are_as_ever_and_harm_no_neighbour(value: float) -> None:
+    rows, history, logits = make_rows({"top_p": 0.9, "top_k": 50}), make_history(ROWS), make_logits(300, "usual")
+    alone = FewSampler(rows, 300, REFERENCE)(logits, history)
+    logits[::2] = value
+    found = FewSampler(rows, 300, REFERENCE)(logits, history)
+    check_same(found, GeneralSampler(rows, 300)(logits, history))
+    assert torch.equal(found.token_ids[1::2], alone.token_ids[1::2])
+    assert torch.equal(found.logprobs[1::2], alone.logprobs[1::2])
+
+
+def test_each_row_of_a_mixed_batch_goes_its_own_way() -> None:
+    params = [
+        SamplingParams(),
+        SamplingParams(do_sample=True, top_p=0.9, seed=1),
+        SamplingParams(num_alternatives=2),
+        SamplingParams(do_sample=True, seed=2, num_alternatives=3),
+        SamplingParams(raw_logprobs=True),
+        SamplingParams(repetition_penalty=1.5),
+    ]
+    rows, logits = [RowSampling(each) for each in params], make_logits(300, "usual")[: len(params)]
+    history = make_history(len(rows))._replace(token_ids=torch.arange(8 * len(rows)).view(len(rows), 8))
+    found, expected = Sampler(rows, 300)(logits, history), GeneralSampler(rows, 300)(logits, history)
+    check_same(found, expected)
+    assert found.alternatives is not None
+    assert expected.alternatives is not None
+    assert found.alternatives.by_row() == expected.alternatives.by_row()

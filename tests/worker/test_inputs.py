@@ -1,0 +1,126 @@
+"""The inputs of steps: what tables and plans say, against a look at each token."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.plan import NewRow, StepPlan
+from lorax_server.types import SamplingParams, StopParams
+from lorax_server.worker.inputs import RowTables, locate_tokens
+
+CPU = torch.device("cpu")
+ROWS, LENGTH, BLOCK = 6, 40, 4
+
+
+def make_plan(rows: list[int], starts: list[int], counts: list[int], **more: Any) -> StepPlan:
+    given: dict[str, Any] = {
+        "rows": np.array(rows, np.int64),
+        "starts": np.array(starts, np.int64),
+        "counts": np.array(counts, np.int64),
+        "samples": np.ones(len(rows), bool),
+        "asks": np.zeros(len(rows), bool),
+        "adapter_indices": np.zeros(len(rows), np.int64),
+        "new_rows": (),
+        "new_blocks": np.zeros((0, 3), np.int64),
+    }
+    return StepPlan(1, **given | more)
+
+
+def new_row(row: int, token_ids: list[int], prompt_length: int, seed: int = 0) -> NewRow:
+    return NewRow(row, token_ids, prompt_length, SamplingParams(seed=seed), StopParams())
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 1, 2], [5]])
+def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int]) -> None:
+    rows, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
+    samples = np.arange(len(counts)) % 2 == 0
+    found = locate_tokens(make_plan(rows, starts, counts, samples=samples), CPU)
+    tokens = [(i, rows[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
+    layout = found.layout
+    assert list(zip(layout.sequences, found.rows, found.positions, strict=True)) == tokens
+    assert found.is_single == (max(counts) == 1)
+    assert layout.counts == layout.input_lengths.tolist() == counts
+    assert layout.max_count == max(counts)
+    assert layout.bounds.tolist() == [0, *np.cumsum(counts)]
+    bounds = None if layout.cu_seqlens is None else layout.cu_seqlens.tolist()
+    assert bounds == (None if max(counts) == 1 else layout.bounds.tolist())
+    assert layout.last.tolist() == [sum(counts[: i + 1]) - 1 for i in range(len(counts)) if samples[i]]
+    assert layout.samples_all == samples.all()
+    assert found.lengths.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
+    first = locate_tokens(make_plan([0, 1], [3, 4], [1, 1]), CPU)
+    again = locate_tokens(make_plan([1, 2], [9, 5], [1, 1]), CPU, first.layout)
+    assert again.layout is first.layout
+    assert (again.rows.tolist(), again.positions.tolist()) == ([1, 2], [9, 5])
+    others: list[dict[str, Any]] = [{"counts": [1, 2]}, {"counts": [1, 1], "samples": np.array([True, False])}]
+    for other in others:
+        plan = make_plan([0, 1], [3, 4], **other)
+        fresh = locate_tokens(plan, CPU)
+        found = locate_tokens(plan, CPU, first.layout)
+        assert found.layout.key != first.layout.key
+        assert found.layout.last.tolist() == fresh.layout.last.tolist()
+        assert found.layout.counts == fresh.layout.counts
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_say_what_was_written_last(seed: int) -> None:
+    """Rows change hands and grow in any order; tokens are read and written beside them."""
+    some, tables = random.Random(seed), RowTables(ROWS, LENGTH, BLOCK, CPU)
+    tokens: dict[int, list[int]] = {}
+    blocks: dict[int, dict[int, int]] = {}
+    prompts: dict[int, int] = {}
+    for step in range(60):
+        rows = some.sample(range(ROWS), some.randint(1, ROWS))
+        new = [row for row in rows if row not in tokens or some.random() < 0.1]
+        new_blocks = []
+        for row in new:
+            tokens[row] = [some.randrange(1000) for _ in range(some.randint(1, 20))]
+            prompts[row] = some.randint(1, len(tokens[row]))
+            blocks[row] = {}
+        for row in rows:
+            for index in range(-(-(len(tokens[row]) + 1) // BLOCK)):
+                if index not in blocks[row]:
+                    blocks[row][index] = some.randrange(500)
+                    new_blocks.append((row, index, blocks[row][index]))
+        plan = make_plan(
+            rows,
+            [len(tokens[row]) - 1 for row in rows],
+            [1] * len(rows),
+            new_rows=tuple(new_row(row, tokens[row], prompts[row], step) for row in new),
+            new_blocks=np.array(new_blocks, np.int64).reshape(-1, 3),
+        )
+        tables.write_new(plan)
+        for _ in range(2):  # also from what is remembered
+            selected = tables.select(plan.rows)
+            assert selected.rows.tolist() == rows
+            assert selected.prompt_lengths.tolist() == [prompts[row] for row in rows]
+            places = selected.first_places + plan.starts
+            assert tables.read_tokens(places).tolist() == [tokens[row][-1] for row in rows]
+            width = max(len(tokens[row]) for row in rows)
+            table = tables.take_blocks(selected, width)
+            assert table.shape == (len(rows), -(-width // BLOCK))
+            for row, found in zip(rows, table.tolist(), strict=True):
+                count = -(-len(tokens[row]) // BLOCK)
+                assert found[:count] == [blocks[row][index] for index in range(count)]
+            slots = [
+                blocks[row][(len(tokens[row]) - 1) // BLOCK] * BLOCK + (len(tokens[row]) - 1) % BLOCK for row in rows
+            ]
+            assert tables.find_slots(plan.rows, plan.starts).tolist() == slots
+        chosen = [some.randrange(1000) for _ in rows]
+        tables.write_tokens(selected.first_places + plan.starts + 1, torch.tensor(chosen))
+        for row, token in zip(rows, chosen, strict=True):
+            tokens[row].append(token)
+            if len(tokens[row]) >= LENGTH - 1:
+                del tokens[row]
+
+
+def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None:
+    tables = RowTables(ROWS, LENGTH, BLOCK, CPU)
+    for seed in (1, 2):
+        tables.write_new(make_plan([3], [0], [1], new_rows=(new_row(3, [5, 6], 2, seed),)))
+        assert [sampling.params.seed for sampling in tables.select(np.array([3])).row_sampling] == [seed]
