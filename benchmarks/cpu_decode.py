@@ -1,13 +1,13 @@
 """Decode of a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
 
-The model is random and has the shape of a Llama of 135M parameters; prompts have 90 tokens, adapters rank 16 on all
-linear layers. A figure is tokens per second over 32 greedy steps after the prompts, the best of several rounds in which
-all sides take turns. bfloat16 is measured where torch says that the CPU computes it at full speed, or if asked for.
+The model is random and has the shape of a Llama of 135M parameters, with adapters of rank 16 on all linear layers. A
+figure is tokens per second over some greedy steps after prompts of 90 tokens, the best of several rounds in which all
+sides take turns. bfloat16 is measured where torch says that the CPU computes it at full speed, or if asked for.
 
 transformers is given its faster attention, PEFT the name of an adapter for each sequence. `--llama-cpp FOLDER` names a
-built checkout of llama.cpp, with its converters and `llama-batched-bench` anywhere below. That program draws its tokens
-instead of choosing them, which is a little less work, and as released it reads no adapter; one that says it has loaded
-the adapter is measured with it, too.
+checkout of llama.cpp, with its converters and `build/bin/llama-batched-bench`. That program draws its tokens instead of
+choosing them, which is a little less work, and as released it reads no adapter; one that says it has loaded the adapter
+is measured with it, too.
 
 At last the demo model is run in `LLM`, the whole engine: the time between two tokens of a request that is alone, and of
 one of six that each have an adapter of their own.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cpu_multi_lora import load_ours, write_adapters
-from paged import Paged, best_of, build_ours
+from paged import Paged, best_of, build_ours, fill
 from report import Record, report
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.utils import logging as transformers_logging
@@ -50,7 +50,7 @@ LLAMA_135M = LlamaConfig(
     max_position_embeddings=2048,
     tie_word_embeddings=True,
 )
-PROMPT, TOKENS, RANK = 90, 32, 16
+PROMPT, TOKENS, LLAMA_CPP_TOKENS, RANK = 90, 16, 32, 16
 ATTENTIONS = ("sdpa", "eager")
 # The time of an adapter would be that of the base model, if llama.cpp were asked for one and did not say so.
 LORA_IS_LOADED = "loaded lora"
@@ -103,15 +103,17 @@ OF_OWN_BASE = {
 # --- Ours, transformers and PEFT --------------------------------------------------------------------------------------
 
 
-def ours(model: Any, arena: AdapterArena, case: Case, prompts: torch.Tensor) -> Decode:
-    paged = Paged(model, case.batch, PROMPT + TOKENS)
+def fill_caches(model: Any, case: Case) -> tuple[Paged, DynamicCache]:
+    """Fill both sides' caches with the same noise: what prompts leave there does not change the time."""
+    paged, cache = Paged(model, case.batch, PROMPT + TOKENS), DynamicCache(config=model.config)
+    fill(paged, cache, PROMPT)
+    return paged, cache
 
-    def adapt(tokens: int) -> AdapterBatchData | None:
-        indices = torch.tensor(case.indices).repeat_interleave(tokens)
-        return AdapterBatchData(AdapterBatchMetadata.from_indices(indices), arena) if case.adapters else None
 
-    first = paged.forward(prompts, 0, adapt(PROMPT)).argmax(-1)
-    data = adapt(1)  # the engine, too, keeps it while the batch stays the same
+def ours(paged: Paged, arena: AdapterArena, case: Case, first: torch.Tensor) -> Decode:
+    # The engine, too, keeps this while the batch stays the same.
+    meta = AdapterBatchMetadata.from_indices(torch.tensor(case.indices))
+    data = AdapterBatchData(meta, arena) if case.adapters else None
 
     def decode() -> list[list[int]]:
         chosen, tokens = first, []
@@ -123,17 +125,15 @@ def ours(model: Any, arena: AdapterArena, case: Case, prompts: torch.Tensor) -> 
     return decode
 
 
-def theirs(model: Any, names: Sequence[str], case: Case, prompts: torch.Tensor) -> Decode:
-    cache = DynamicCache(config=model.config)
+def theirs(model: Any, cache: DynamicCache, names: Sequence[str], case: Case, first: torch.Tensor) -> Decode:
     more = {"adapter_names": [names[index - 1] for index in case.indices]} if case.adapters else {}
-    first = model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits[:, -1].argmax(-1)
 
     def decode() -> list[list[int]]:
-        cache.crop(PROMPT)
         chosen, tokens = first, []
         for _ in range(TOKENS):
             chosen = model(chosen[:, None], past_key_values=cache, use_cache=True, **more).logits[:, -1].argmax(-1)
             tokens.append(chosen.tolist())
+        cache.crop(-TOKENS)
         return tokens
 
     return decode
@@ -156,9 +156,13 @@ class Sides(NamedTuple):
 
 def warm_up(case: Case, mine: Decode, others: dict[str, Decode]) -> Sides:
     """Run all once, which compares their tokens, and choose the faster of the others."""
-    times = dict(zip(others, best_of(1, *others.values()), strict=True))
+    tokens, times = {}, {}
+    for attention, decode in others.items():
+        start = time.perf_counter()
+        tokens[attention] = decode()
+        times[attention] = time.perf_counter() - start
     fastest = min(times, key=lambda attention: times[attention])
-    pairs = list(zip(chain(*mine()), chain(*others[fastest]()), strict=True))
+    pairs = list(zip(chain(*mine()), chain(*tokens[fastest]), strict=True))
     same = sum(one == two for one, two in pairs) / len(pairs)
     peer = f"transformers{' + PEFT' if case.adapters else ''} ({fastest})"
     print(f"{case}: {same:.1%} of the tokens are those of {peer}", flush=True)
@@ -175,10 +179,11 @@ def prepare(base: Any, folder: Path, dtype: torch.dtype) -> dict[Case, Sides]:
     arena, names = load_ours(model, folders, dtype), [place.name for place in folders]
     sides = {}
     for case in CASES:
-        prompts = torch.randint(0, LLAMA_135M.vocab_size, (case.batch, PROMPT))
+        paged, cache = fill_caches(model, case)
+        first = torch.randint(0, LLAMA_135M.vocab_size, (case.batch,))
         models = adapted if case.adapters else plain
-        others = {attention: theirs(models[attention], names, case, prompts) for attention in ATTENTIONS}
-        sides[case] = warm_up(case, ours(model, arena, case, prompts), others)
+        others = {attention: theirs(models[attention], deepcopy(cache), names, case, first) for attention in ATTENTIONS}
+        sides[case] = warm_up(case, ours(paged, arena, case, first), others)
     return sides
 
 
@@ -190,10 +195,9 @@ class LlamaCpp:
 
     def __init__(self, checkout: Path, folder: Path, kind: str) -> None:
         """`folder` has the model, and the adapter in `adapters/`; `kind` is how the matrices are stored."""
-        programs = [path for path in checkout.rglob("llama-batched-bench") if path.is_file()]
-        if not programs:
-            raise SystemExit(f"{checkout}: no llama-batched-bench; build it")
-        self._program = programs[0]
+        self._program = checkout / "build/bin/llama-batched-bench"
+        if not self._program.is_file():
+            raise SystemExit(f"{self._program} is missing: build it")
         self._model, self._adapter = folder / f"{kind}.gguf", folder / "adapter.gguf"
         out = ["--outtype", kind, "--outfile", self._model]
         run([sys.executable, "-c", NO_VOCABULARY, checkout, *out, folder])
@@ -210,9 +214,24 @@ class LlamaCpp:
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
         """Return the tokens per second by batch; none if an adapter was asked for and not loaded."""
         most = max(case.batch for case in cases)
-        threads, context = torch.get_num_threads(), most * (PROMPT + TOKENS)
+        threads, context = torch.get_num_threads(), most * (PROMPT + LLAMA_CPP_TOKENS)
         batches = ",".join(str(case.batch) for case in cases)
-        sizes = ["-npp", PROMPT, "-ntg", TOKENS, "-npl", batches, "-c", context, "-b", 2048, "-ub", 512]
+        # One prompt for all sequences, of which each gets its copy: only the steps are measured.
+        sizes = [
+            "-pps",
+            "-npp",
+            PROMPT,
+            "-ntg",
+            LLAMA_CPP_TOKENS,
+            "-npl",
+            batches,
+            "-c",
+            context,
+            "-b",
+            2048,
+            "-ub",
+            512,
+        ]
         flags = ["-m", self._model, *sizes, "-t", threads, "-tb", threads, "--output-format", "jsonl", *more]
         printed = run([self._program, *flags])
         if more and LORA_IS_LOADED not in printed:

@@ -82,7 +82,7 @@ def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):
-        past = torch.randn(2, paged.batch, num_heads, context, dim) * 0.1
+        past = (torch.randn(2, paged.batch, num_heads, context, dim) * 0.1).to(stored[0].dtype)
         cache.update(past[0], past[1], layer)
         for side, noise in zip(stored, past, strict=True):
             filled = torch.nn.functional.pad(noise, (0, 0, 0, missing))
