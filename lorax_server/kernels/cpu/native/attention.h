@@ -119,7 +119,6 @@ template <int HEADS, class T>
 static __attribute__((noinline)) void score(
     const float* q, int64_t ldq, const T* const* rows, int64_t dim, float* scores, int64_t lds) {
   F all[HEADS][VL];
-#pragma GCC unroll 4
   for (int j = 0; j < VL; j += 4) {
     F total[HEADS][4] = {};
     const auto add = [&](int64_t d, auto take) __attribute__((always_inline)) {
@@ -192,10 +191,7 @@ static __attribute__((noinline)) void product(
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++) {
-      in[i] = load(x + i * ldx + k);
-      __asm__("" : "+w"(in[i]));  // or GCC loads the floats one by one
-    }
+    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       const F a = load(panel + (k + l) * PANEL), b = load(panel + (k + l) * PANEL + VL);
@@ -267,6 +263,8 @@ struct Attention {
   // --- before the threads begin ---
 
   void plan_decode() {
+    starts.reserve(batch.sequences);
+    pieces.reserve(batch.sequences * batch.kv_heads);
     for (int64_t s = 0; s < batch.sequences; s++) {
       starts.push_back(s);
       if (batch.cached[s] + batch.inputs[s])
