@@ -66,7 +66,7 @@ static inline Range equals_of(const Few& few, int64_t kept, int64_t of) {
   return {first, last};
 }
 
-// Draw from the tokens at `places`: the one at which weights, summed in the order of the vocabulary, pass a share of all.
+// Draw from the tokens at `places` the one at which weights, summed in the order of the vocabulary, pass a part of all.
 static inline Drawn draw_place(const Few& few, int32_t* places, int64_t kept, double uniform) {
   std::sort(places, places + kept, [&](int32_t a, int32_t b) { return few.ids[a] < few.ids[b]; });
   double total = 0, summed = 0;
@@ -114,8 +114,8 @@ static Drawn draw_from(const Scores<T>& scores, int64_t row, const Cuts& cuts, i
     for (int64_t part = 0; part < scores.parts; part++) peaks[part] = scores.peak_of(row, part);
     log_total = scores.join(peaks, scores.sharpness(row)).total;
   }
-  const Few few{best, ids, count, scores.vocabulary, score_scratch.make<double>(count), weight_scratch.make<double>(count)};
-  return draw_row(few, cuts, row, log_total);
+  double *scaled = score_scratch.make<double>(count), *weights = weight_scratch.make<double>(count);
+  return draw_row({best, ids, count, scores.vocabulary, scaled, weights}, cuts, row, log_total);
 }
 
 // Draw a token of each row from its `count` best, and write its log probability among those that are left. `decided` is

@@ -101,7 +101,9 @@ static void rms_norm_row(const T* x, const T* weight, float eps, T* out, int64_t
 
 template <class T>
 static void add_row(const T* x, const T* residual, T* total, int64_t size) {
-  for_vectors(size, [&](int64_t i, auto count) { put(total + i, take(x + i, count) + take(residual + i, count), count); });
+  for_vectors(size, [&](int64_t i, auto count) {
+    put(total + i, take(x + i, count) + take(residual + i, count), count);
+  });
 }
 
 template <class T>

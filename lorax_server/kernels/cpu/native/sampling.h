@@ -1,7 +1,7 @@
 // The likeliest token of each row of scores, and log probabilities.
 //
-// A row is cut into parts that stay in a core's cache, always the same ones: the threads share parts, and what they find
-// is put together in order. So a row's result depends neither on threads nor on other rows.
+// A row is cut into parts that stay in a core's cache, always the same ones. The threads share parts, and what they
+// find is put together in order. So a row's result depends neither on threads nor on other rows.
 
 constexpr int64_t SCORES_AT_ONCE = 4096;
 constexpr int64_t SCORED_ALONE = 16 * 1024;  // scores that one thread looks at sooner than several
