@@ -61,7 +61,9 @@ class ModelConfig(Settings):
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
     quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
     pack_weights: bool | None = setting(
-        None, "keep a packed copy of each matrix on a CPU, for faster batches", none="if both fit in half of the memory"
+        None,
+        "multiply by oneDNN on a CPU, with a packed copy of each matrix for batches",
+        none="only without native kernels, if both copies fit in half of the memory",
     )
 
     def __post_init__(self) -> None:
