@@ -1,6 +1,6 @@
 """Products by a matrix on a CPU, by the number of rows: our native kernel against torch in three storages.
 
-Torch multiplies by `[out, in]`, by `[in, out]`, or by what oneDNN has packed. We have one copy of the matrix, in panels.
+Torch multiplies by `[out, in]`, by `[in, out]`, or by what oneDNN has packed. We have one copy, in panels of outputs.
 A record is our speed relative to the best of the three; the goal is to be within a tenth of it everywhere. "narrow" is
 the same product by a matrix whose numbers half precision holds exactly, and which we store so.
 """
