@@ -14,6 +14,7 @@ namespace ISA {
 #include "activation.h"
 #include "sampling.h"
 #include "cache.h"
+#include "scores.h"
 #include "attention.h"
 #include "best.h"
 }  // namespace ISA
