@@ -17,9 +17,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
-venv: $(STAMP) ## Create .venv and install everything (again only when pyproject.toml or constraints.txt change)
+venv: $(STAMP) ## Create .venv and install everything (again only when what it is made of changes)
 
-$(RUNTIME): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt setup.py $(wildcard lorax_server/kernels/cpu/native/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 needed, found %d.%d; choose one with: make PYTHON=python3.12 venv" % v)'
 	@echo "venv: creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)

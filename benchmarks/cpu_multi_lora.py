@@ -51,15 +51,13 @@ def write_adapters(base: Any, folder: Path, rank: int, number: int) -> tuple[Pef
     return model.eval(), [folder / name for name in names]
 
 
-def load_ours(model: Any, folders: list[Path]) -> AdapterArena:
+def load_ours(model: Any, folders: list[Path], dtype: torch.dtype = torch.float32) -> AdapterArena:
     targets = adapter_targets(model)
     hosts = []
     for folder in folders:
         config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
-        hosts.append(prepare(StoredAdapter(folder, config, targets), targets, torch.float32, FakeGroup()))
-    memory = AdapterMemory(
-        targets, torch.float32, torch.device("cpu"), sum(host.units for host in hosts), 1 + len(hosts)
-    )
+        hosts.append(prepare(StoredAdapter(folder, config, targets), targets, dtype, FakeGroup()))
+    memory = AdapterMemory(targets, dtype, torch.device("cpu"), sum(host.units for host in hosts), 1 + len(hosts))
     place = 0
     for index, host in enumerate(hosts, start=1):
         memory.load(index, host, place)

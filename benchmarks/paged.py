@@ -9,8 +9,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import FakeGroup
-from lorax_server.kernels import select_ops
-from lorax_server.kernels.packed import can_pack
+from lorax_server.kernels import HostLengths, select_ops
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
@@ -28,15 +27,14 @@ LLAMA_160M = LlamaConfig(
 )
 
 
-def build_ours(config: Any, tensors: dict[str, torch.Tensor]) -> PagedCausalLM:
+def build_ours(config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> PagedCausalLM:
     device = torch.device("cpu")
     weights = Weights(
         tensors,
         device=device,
-        dtype=torch.float32,
+        dtype=dtype,
         process_group=FakeGroup(),
         ops=select_ops(device),
-        pack=can_pack(device, torch.float32),
     )
     return build_model(config, weights)
 
@@ -59,7 +57,9 @@ class Paged:
         slots = self.tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         lengths = torch.full((self.batch,), new)
         cu_seqlen = None if new == 1 else torch.arange(self.batch + 1).int() * new
-        seqlen = Seqlen(lengths, torch.full((self.batch,), cached), cu_seqlen, new, cached + new)
+        host_lengths = HostLengths([new] * self.batch, [cached] * self.batch)
+        cached_lengths = torch.full((self.batch,), cached)
+        seqlen = Seqlen(lengths, cached_lengths, cu_seqlen, new, cached + new, host_lengths=host_lengths)
         last = None if new == 1 else torch.arange(1, self.batch + 1) * new - 1
         logits: torch.Tensor = self.model(
             ids.flatten(),
@@ -80,7 +80,7 @@ def fill(paged: Paged, cache: DynamicCache, context: int) -> None:
     num_heads, dim = paged.model.kv_shape
     missing = paged.tables.shape[1] * BLOCK_SIZE - context
     for layer, stored in enumerate(paged.kv_cache):
-        past = torch.randn(2, paged.batch, num_heads, context, dim) * 0.1
+        past = (torch.randn(2, paged.batch, num_heads, context, dim) * 0.1).to(stored[0].dtype)
         cache.update(past[0], past[1], layer)
         for side, noise in zip(stored, past, strict=True):
             filled = torch.nn.functional.pad(noise, (0, 0, 0, missing))

@@ -17,6 +17,7 @@ from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
+from lorax_server.kernels.panels import PanelMatrix
 
 UNIT_BYTES = 256
 NORM_ROWS = 1024  # rows of a matrix that are cast to float32 at a time when norms are computed
@@ -162,7 +163,7 @@ class _PreparedModule:
         return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")
 
     @property
-    def _base(self) -> torch.Tensor:
+    def _base(self) -> torch.Tensor | PanelMatrix:
         assert self.target.weight is not None
         return self.target.weight
 
@@ -176,7 +177,7 @@ class _PreparedModule:
         weight, token_rows = self.weights.weight, self.weights.token_rows
         if weight is not None:
             local = weight[start:stop]
-            base = self._base[: len(local)].cpu()
+            base = self.target.read(slice(len(local))).cpu()
             self.row_ids = (local.to(self.dtype) != base).any(1).nonzero().flatten()
             self.rows, self.new_rows = local[self.row_ids], weight[vocab_size:]
         if token_rows is not None:
@@ -204,7 +205,7 @@ class _PreparedModule:
     def _find_factor(self) -> torch.Tensor | None:
         target, magnitude = self.target, self.weights.magnitude
         if target.kind is Kind.NORM and self.weights.weight is not None:
-            return self._ratio(self.weights.weight, self._base.float().cpu(), "weight of the base model's norm")
+            return self._ratio(self.weights.weight, self.target.read().float().cpu(), "weight of the base model's norm")
         if magnitude is None:
             return None
         if target.kind is Kind.HEAD:
@@ -246,7 +247,7 @@ class _PreparedModule:
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
         """Return rows of the base model's matrix in float32, with the adapter's in their place."""
-        matrix = self._base[rows].to(torch.float32, copy=True)
+        matrix = self.target.read(rows).to(torch.float32, copy=True)
         mine = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
         if bool(mine.any()):
             matrix[self.row_ids[mine].to(matrix.device) - rows.start] = self.rows[mine].to(matrix.device)

@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 
 from lorax_server.distributed import Shard
+from lorax_server.kernels.panels import PanelMatrix
 
 
 class Kind(Enum):
@@ -27,10 +28,18 @@ class AdapterTarget:
     inputs: Shard
     outputs: Shard
     columns: slice  # of its outputs in the output of the layer that holds it
-    weight: torch.Tensor | None  # this rank's part of the base model's: [outputs, inputs], a norm's [outputs]
+    weight: (
+        torch.Tensor | PanelMatrix | None
+    )  # this rank's part of the base model's: [outputs, inputs], a norm's [outputs]
     bias: torch.Tensor | None  # this rank's part of the base model's
     # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
     adds_once: bool = True
+
+    def read(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Return some rows of the base model's weight."""
+        assert self.weight is not None
+        part = self.weight[rows]
+        return part.read() if isinstance(part, PanelMatrix) else part
 
     def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's part of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of the arena."""

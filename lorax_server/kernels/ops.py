@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from lorax_server.kernels.panels import PanelMatrix
+
 T = TypeVar("T")
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
@@ -37,17 +39,8 @@ class Activation(NamedTuple):
         return self.function(x)
 
 
-@dataclass(frozen=True, eq=False)
-class LinearWeights:
-    """`x @ weight.T + bias`. On a CPU a packed copy serves batches, and the plain matrix single rows."""
-
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None = None
-    packed: torch.Tensor | None = None
-
-
 class Remembers:
-    """Keeps values that the first layer derives from a batch, for the layers after it."""
+    """Keeps values that are derived once: those that the first layer derives from a batch, for the layers after it."""
 
     derived: dict[Hashable, Any]
 
@@ -56,6 +49,21 @@ class Remembers:
             self.derived[key] = make()
         value: T = self.derived[key]
         return value
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeights(Remembers):
+    """`x @ weight.T + bias`, as the `make_linear` of a set of kernels lays it out."""
+
+    weight: torch.Tensor | PanelMatrix  # [out, in]
+    bias: torch.Tensor | None = None
+    packed: torch.Tensor | None = None  # a copy for batches in plain torch on a CPU; the plain one serves single rows
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """Return the matrix as a tensor: a copy, if it lies in panels."""
+        return self.weight.read() if isinstance(self.weight, PanelMatrix) else self.weight
 
 
 class HostLengths(NamedTuple):
@@ -221,6 +229,18 @@ class Ops(Protocol):
         """
         ...
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        """Return each row less its mean, divided by its deviation, then scaled and shifted by its token's adapter."""
+        ...
+
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate, in place, the first n dimensions of each head of `[num_tokens, heads, head_dim]`.
 
@@ -264,6 +284,10 @@ class Ops(Protocol):
         shift. Last, the adapter's rows of added tokens replace all else. Tokens that other ranks hold have rows of
         zeros, which stay.
         """
+        ...
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+        """Lay out a matrix `[out, in]` as these kernels read it."""
         ...
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:

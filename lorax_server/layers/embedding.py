@@ -1,5 +1,7 @@
 """Token embeddings, cut by vocabulary."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,6 +10,7 @@ from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import shard_vocab, whole
 from lorax_server.kernels import EmbeddingTarget
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.weights import Weights
 
 
@@ -25,8 +28,8 @@ class TensorParallelEmbedding(nn.Module):
         self.ops = weights.ops
         shard = shard_vocab(self.process_group, vocab_size)
         self.start, self.stop = shard.ranges[0]
-        self.weight = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
-        self.targets = (
+        self.weight: torch.Tensor | PanelMatrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
+        self.targets: tuple[AdapterTarget, ...] = (
             AdapterTarget(
                 target_name or name,
                 Kind.EMBEDDING,
@@ -39,11 +42,16 @@ class TensorParallelEmbedding(nn.Module):
             ),
         )
 
+    def share(self, weight: torch.Tensor | PanelMatrix) -> None:
+        """Take the same matrix from a tied head, so that it is held once, as the head needs it."""
+        self.weight = weight
+        self.targets = tuple(replace(target, weight=weight) for target in self.targets)
+
     def forward(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         is_adapted = adapter_data is not None and self._is_adapted(adapter_data)
         is_alone = self.process_group.size() == 1
         if is_alone and not is_adapted:
-            return F.embedding(input_ids, self.weight)
+            return self._look_up(input_ids)
         rows = self._held_rows(input_ids)
         if adapter_data is not None and is_adapted:
             self.ops.adapt_embedding(rows, input_ids, adapter_data.lora, self._place(adapter_data))
@@ -51,10 +59,16 @@ class TensorParallelEmbedding(nn.Module):
 
     def _held_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.start == self.stop:  # no part of a small vocabulary
-            return self.weight.new_zeros(*input_ids.shape, self.weight.shape[1])
+            shape = (*input_ids.shape, self.weight.shape[1])
+            return torch.zeros(shape, dtype=self.weight.dtype, device=self.weight.device)
         is_held = (input_ids >= self.start) & (input_ids < self.stop)
-        rows = F.embedding((input_ids - self.start).where(is_held, 0), self.weight)
+        rows = self._look_up((input_ids - self.start).where(is_held, 0))
         return rows.masked_fill_(~is_held[..., None], 0)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, PanelMatrix):
+            return self.weight.look_up(ids)
+        return F.embedding(ids, self.weight)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
         targets = adapter_data.find(self.targets)

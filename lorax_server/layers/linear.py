@@ -22,8 +22,8 @@ from lorax_server.layers.adapt import replace_scores, resize_scores
 from lorax_server.weights import Weights
 
 
-def load_weights(weight: torch.Tensor, bias: torch.Tensor | None, with_packed: bool) -> LinearWeights:
-    return LinearWeights(weight, bias, pack(weight) if with_packed else None)
+def load_weights(weights: Weights, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+    return LinearWeights(weight, bias, pack(weight)) if weights.pack else weights.ops.make_linear(weight, bias)
 
 
 def find_lora(
@@ -56,7 +56,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
                 matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        self.linear = load_weights(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None, weights.pack)
+        self.linear = load_weights(weights, torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
             self._make_target(name, in_features, shard, slice(stop - shard.size, stop))
@@ -99,7 +99,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first = weights.process_group.rank() == 0
-        self.linear = load_weights(matrix.contiguous(), added if is_first else None, weights.pack)
+        self.linear = load_weights(weights, matrix.contiguous(), added if is_first else None)
         outputs, columns = whole(out_features), slice(0, out_features)
         self.targets = (
             AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, self.linear.weight, added, adds_once=is_first),
@@ -115,14 +115,18 @@ class TensorParallelAdapterRowLinear(nn.Module):
 class MultiAdapterHead(nn.Module):
     """The matrix onto the vocabulary, cut by vocabulary: each rank scores its part, and all get the whole."""
 
-    def __init__(self, matrix: torch.Tensor, target_name: str, vocab_size: int, weights: Weights) -> None:
-        """`matrix` is this rank's part; adapters call the head `target_name`, whatever its tensor is called."""
+    def __init__(
+        self, matrix: torch.Tensor, target_name: str, vocab_size: int, weights: Weights, *, is_tied: bool = True
+    ) -> None:
+        """`matrix` is this rank's part, also of the embedding if `is_tied`; adapters call the head `target_name`."""
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
-        self.linear = load_weights(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None, weights.pack)
+        self.linear = load_weights(weights, F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None)
         inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
-        self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, matrix, None),)
+        # A tied pair is known by the one matrix that both have. The head's may lie in panels, which serve as both.
+        weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
+        self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, weight, None),)
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
         self.ops = weights.ops
@@ -133,7 +137,7 @@ class MultiAdapterHead(nn.Module):
     ) -> Self:
         shard = shard_vocab(weights.process_group, vocab_size)
         matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
-        return cls(matrix, target_name or name, vocab_size, weights)
+        return cls(matrix, target_name or name, vocab_size, weights, is_tied=False)
 
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None

@@ -1,7 +1,6 @@
 """Norms, in front of which a residual may be added."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
@@ -37,18 +36,17 @@ class LayerNorm(nn.Module):
 
     def __init__(self, prefix: str, weights: Weights, size: int, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__()
-        self.size = (size,)
-        self.weight = weights.get_tensor(f"{prefix}.weight", self.size) if affine else None
-        self.bias = weights.get_tensor(f"{prefix}.bias", self.size) if affine else None
+        self.weight = weights.get_tensor(f"{prefix}.weight", (size,)) if affine else None
+        self.bias = weights.get_tensor(f"{prefix}.bias", (size,)) if affine else None
         self.eps = eps
         self.ops = weights.ops
         self.targets = (_norm_target(prefix, size, self.weight, self.bias),)
 
     def forward(self, hidden_states: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        normed = F.layer_norm(hidden_states, self.size, self.weight, self.bias, self.eps)
-        if adapter_data is not None:
-            self.ops.scale_and_shift(normed, adapter_data.lora, adapter_data.find(self.targets))
-        return normed
+        if adapter_data is None:
+            return self.ops.layer_norm(hidden_states, self.weight, self.bias, self.eps)
+        lora, targets = adapter_data.lora, adapter_data.find(self.targets)
+        return self.ops.layer_norm(hidden_states, self.weight, self.bias, self.eps, lora, targets)
 
 
 def _norm_target(name: str, size: int, weight: torch.Tensor | None, bias: torch.Tensor | None) -> AdapterTarget:

@@ -11,7 +11,7 @@ from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.kernels import Ops, select_ops
+from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -50,13 +50,14 @@ def get_model(
     config = _read_config(settings)
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
+    ops = ops or select_ops(device)
     weights = open_weights(
         settings.path,
         device=device,
         dtype=dtype,
         process_group=process_group or FakeGroup(),
-        ops=ops or select_ops(device),
-        pack=_should_pack(settings, config, device, dtype),
+        ops=ops,
+        pack=_should_pack(settings, config, device, dtype, ops),
     )
     return build_model(config, weights)
 
@@ -124,8 +125,10 @@ def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:
     return dtype
 
 
-def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype: torch.dtype, ops: Ops) -> bool:
     possible = can_pack(device, dtype)
+    if settings.pack_weights is None and ops is not reference:
+        return False  # they lay out matrices as they need them
     if settings.pack_weights is None:
         stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
         loaded = weight_bytes(settings.path) * dtype.itemsize / stored.itemsize

@@ -1,14 +1,19 @@
 """The shares of memory that the cache and the adapters get."""
 
+import logging
+
 import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field
+from lorax_server.kernels import Field, LinearWeights
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.warm_up import make_believe, run_prompts
+
+logger = logging.getLogger(__name__)
 
 CPU_ADAPTER_BYTES = 2**30
 CPU_CACHE_SHARE = 4  # one part in so many of the free memory
@@ -36,6 +41,30 @@ def adapter_rows(num_bytes: int, num_targets: int) -> int:
 def adapter_host_bytes(config: EngineConfig) -> int:
     """Return the bytes for adapters in host memory on every rank, all of which are on this machine."""
     return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_SHARE // config.tensor_parallel
+
+
+def model_bytes(model: PagedCausalLM) -> int:
+    """Return the bytes of all tensors that a model holds, each once."""
+    tensors: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            held = (value.weight, value.bias, value.packed) if isinstance(value, LinearWeights) else (value,)
+            for one in held:
+                tensor = one.panels if isinstance(one, PanelMatrix) else one
+                if isinstance(tensor, torch.Tensor):
+                    tensors[tensor.data_ptr()] = tensor
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+
+
+def report_memory(model: PagedCausalLM, num_adapter_bytes: int, num_blocks: int, block_size: int) -> None:
+    """Say what the start takes of the memory."""
+    logger.info(
+        "memory: %.1f MB for the model's weights, %.1f MB for adapters, %.1f MB for keys and values of %d tokens",
+        model_bytes(model) / 1e6,
+        num_adapter_bytes / 1e6,
+        num_blocks * block_bytes(model, block_size) / 1e6,
+        num_blocks * block_size,
+    )
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:

@@ -141,7 +141,7 @@ class Preparer:
 def _low_priority_stream(targets: Mapping[str, AdapterTarget]) -> torch.cuda.Stream | None:
     """Return a stream for norms over the model's weights on a GPU, so that no step waits behind them."""
     weight = next((target.weight for target in targets.values() if target.weight is not None), None)
-    if weight is None or not weight.is_cuda:
+    if weight is None or weight.device.type != "cuda":
         return None
     stream = torch.cuda.Stream(weight.device, priority=0)  # the lowest that there is
     stream.wait_stream(torch.cuda.current_stream(weight.device))  # until the weights are there

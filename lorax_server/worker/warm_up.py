@@ -72,8 +72,9 @@ def _widths(target: AdapterTarget) -> tuple[int, int]:
 def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:
     """Change scores as an adapter with rows of its own does: after the product."""
     head = model.lm_head
-    x = head.linear.weight.new_zeros(len(data.meta.adapter_indices), head.linear.weight.shape[1])
-    logits = head.linear.weight.new_zeros(len(x), len(head.linear.weight))
+    outputs, inputs = head.linear.weight.shape
+    x = head.linear.plain.new_zeros(len(data.meta.adapter_indices), inputs)
+    logits = x.new_zeros(len(x), outputs)
     targets = data.find(head.targets)
     model.ops.add_lora(logits, x, data.lora, targets)
     model.ops.scale_and_shift(logits, data.lora, targets)

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.adapters.target import AdapterTarget
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import ConfigError, NotSupportedError
@@ -37,7 +38,7 @@ from lorax_server.plan import (
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import can_capture, graph_sizes, measure_graphs
-from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks
+from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
@@ -201,13 +202,13 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     memory = preparer = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
-        host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-        preparer = Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
+        preparer = _make_preparer(targets, dtype, group, device)
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
     warm_up(model, memory, graph_sizes(config.max_rows), step_tokens, max_length)
     reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
+    report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
         max_rows=config.max_rows,
@@ -235,6 +236,13 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         graph_sizes=sizes,
     )
     return Worker(capabilities, runner, memory, preparer)
+
+
+def _make_preparer(
+    targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, device: torch.device
+) -> Preparer:
+    host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
+    return Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> int:

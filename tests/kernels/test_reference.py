@@ -776,7 +776,7 @@ def test_a_linear_computes_only_what_a_batch_has(with_rank: bool, with_vectors: 
     batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)
     targets = LORA_LAYERS["one target"]
-    expected = F.linear(x, weights.weight)
+    expected = F.linear(x, weights.plain)
     reference.add_lora(expected, x, batch, targets)
     reference.scale_and_shift(expected, batch, targets)
     batch.derived.clear()

@@ -326,7 +326,7 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
     assert (targets["q"].columns, targets["k"].columns) == (slice(0, 8), slice(8, 12))
     for name, target in targets.items():
         stored = {"embed_tokens": "wte"}.get(name, name)
-        assert torch.equal(present(target.weight), tensors[f"{stored}.weight"])
+        assert torch.equal(target.read(), tensors[f"{stored}.weight"])
         assert (target.bias is None) == (f"{stored}.bias" not in tensors)
         assert target.bias is None or torch.equal(target.bias, tensors[f"{stored}.bias"])
         assert target.adds_once
@@ -338,7 +338,7 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
         weights = memory_weights(tensors, rank=rank, ranks=2)
         shard = shard_evenly(weights.process_group, 8, "inputs")
         row = TensorParallelAdapterRowLinear(weights, "o", shard, 4, bias=True).targets[0]
-        assert torch.equal(present(row.weight), shard.take(tensors["o.weight"], 1))
+        assert torch.equal(row.read(), shard.take(tensors["o.weight"], 1))
         assert row.adds_once == (rank == 0)
         assert torch.equal(present(row.bias), tensors["o.bias"])
         embedding = TensorParallelEmbedding(weights, "wte", 6, 4).targets[0]

@@ -19,10 +19,11 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, NotSupportedError
-from lorax_server.kernels import reference
-from lorax_server.layers.rotary import DynamicRotaryEmbedding
+from lorax_server.kernels import Ops, reference
+from lorax_server.layers.norm import RMSNorm
+from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
 from lorax_server.machine import machine_bytes
-from lorax_server.models.registry import MODELS, build_model
+from lorax_server.models.registry import MODELS, build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
@@ -39,7 +40,7 @@ from lorax_server.plan import (
 )
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
-from lorax_server.worker.memory import block_bytes, count_blocks
+from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
 from lorax_server.worker.warm_up import run_prompts
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -319,6 +320,23 @@ def test_the_rank_with_the_least_room_decides() -> None:
 
 def config_of(**settings: Any) -> EngineConfig:
     return EngineConfig(CONFIG.model, **{"block_size": 4} | settings)
+
+
+@pytest.mark.parametrize("ops", [None, reference], ids=["native", "reference"])
+def test_each_tensor_of_a_model_is_counted_once(tmp_path: Path, ops: Ops | None) -> None:
+    """The head of this model is its embedding; half precision, which holds its numbers, takes half the bytes."""
+    oracle = make_oracle("llama-tied-head").to(torch.float16)
+    oracle.save_pretrained(tmp_path)
+    model = get_model(ModelConfig(tmp_path, dtype="float32", pack_weights=False), ops=ops)
+    angles = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    tables = sum(x.nbytes for each in angles for x in (each.cos, each.sin, each.inv_freq))
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    small = sum(norm.weight.numel() + 1 for norm in norms) * 4
+    matrices = oracle.num_parameters() - sum(norm.weight.numel() for norm in norms)
+    if ops is reference:
+        assert model_bytes(model) == tables + small + 4 * matrices
+    else:  # a few panels are filled up
+        assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
 def test_the_bytes_of_a_block() -> None:

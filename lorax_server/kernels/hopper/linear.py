@@ -103,11 +103,11 @@ class FusedLinear:
 
     def fits(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
         """Return whether the kernels can do a linear: others are left to another implementation."""
-        outputs, inputs = weights.weight.shape
+        outputs, inputs = weights.plain.shape
         widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
         return (
-            weights.weight.dtype == self.dtype
-            and weights.weight.is_contiguous()
+            weights.plain.dtype == self.dtype
+            and weights.plain.is_contiguous()
             and inputs % 8 == 0
             and inputs >= 64
             and len(widths) <= MAX_SLICES
@@ -174,7 +174,7 @@ class FusedLinear:
         setting: LinearSetting | None = None,
     ) -> torch.Tensor:
         """Return the product of up to 128 rows, with all that their adapters change of it."""
-        rows, (outputs, inputs) = len(x), weights.weight.shape
+        rows, (outputs, inputs) = len(x), weights.plain.shape
         height = next(height for height in HEIGHTS if rows <= height)
         setting = setting or find_setting(inputs, outputs, height, self.num_sms)
         variant = self._variant(height, setting, lora is not None)
@@ -186,7 +186,7 @@ class FusedLinear:
         args.d = 0 if lora is None else self.reserve(outputs).data_ptr()
         args.early = setting.early if lora is None else setting.early_with_lora
         if weights not in self._weight_maps:
-            self._weight_maps[weights] = matrix_map(weights.weight, 128)
+            self._weight_maps[weights] = matrix_map(weights.plain, 128)
         maps = [ctypes.create_string_buffer(m, MAP_BYTES) for m in (self._weight_maps[weights], matrix_map(x, height))]
         blocks = -(-outputs // 128) * setting.cluster + (0 if lora is None else setting.lora_blocks)
         self._kernels.get(variant).launch(blocks, THREADS, [*maps, args], early=args.early > 0)

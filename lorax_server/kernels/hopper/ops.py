@@ -42,14 +42,14 @@ class HopperOps(TritonOps):
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         variants: set[Variant] = set()
         for weights in linears:
-            fused = self._fused.get(weights.weight.dtype)
+            fused = self._fused.get(weights.plain.dtype)
             if fused is not None and fused.fits(weights, ()):
-                outputs, inputs = weights.weight.shape
+                outputs, inputs = weights.plain.shape
                 variants |= fused.variants(inputs, outputs, with_lora)
                 if with_lora and outputs <= FUSED_OUTPUTS:
                     fused.reserve(outputs)
                 variants.add(small.norm_variant(fused.dtype, inputs))
-        for dtype in {weights.weight.dtype for weights in linears} & NUMBERS.keys():
+        for dtype in {weights.plain.dtype for weights in linears} & NUMBERS.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
             if with_lora:
                 variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
@@ -64,10 +64,10 @@ class HopperOps(TritonOps):
             return super().linear(x, weights, lora, targets)
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
-        is_wide = lora is not None and weights.weight.shape[0] > FUSED_OUTPUTS
+        is_wide = lora is not None and weights.plain.shape[0] > FUSED_OUTPUTS
         if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS) and not is_wide:
             return fused.linear(x, weights, lora, targets)
-        out = F.linear(x, weights.weight, weights.bias)
+        out = F.linear(x, weights.plain, weights.bias)
         if lora is not None:
             fused.add_lora(out, x, lora, targets)
             self.scale_and_shift(out, lora, targets)
@@ -77,7 +77,7 @@ class HopperOps(TritonOps):
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not lora.has_low_rank(targets):
-            out = F.linear(x, weights.weight, weights.bias)
+            out = F.linear(x, weights.plain, weights.bias)
         else:
             out = prompt.linear(self._kernels, x, weights, lora, targets)
         if lora is not None:
@@ -93,7 +93,7 @@ class HopperOps(TritonOps):
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
         fused = self._fused.get(x.dtype)
-        can_gate = activation.name in ACTIVATIONS and weights.weight.shape[0] % 16 == 0
+        can_gate = activation.name in ACTIVATIONS and weights.plain.shape[0] % 16 == 0
         if not len(x) or fused is None or not can_gate or not fused.fits(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
         if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):

@@ -38,12 +38,12 @@ def linear(
     kernels: Kernels, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]
 ) -> torch.Tensor:
     """Write what adapters add, and the bias, and let the product add itself to it."""
-    out = torch.empty(len(x), weights.weight.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), weights.plain.shape[0], dtype=x.dtype, device=x.device)
     args = _args(out, _low_rank(kernels, x, lora, targets), lora, targets)
     args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
     blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.widths)
     _launch(kernels, PromptVariant(x.dtype, "expand_prompt"), blocks, args, lora)
-    return out.addmm_(x, weights.weight.t())
+    return out.addmm_(x, weights.plain.t())
 
 
 def gated_linear(
@@ -56,7 +56,7 @@ def gated_linear(
 ) -> torch.Tensor:
     """Let the activation add what adapters change of gate and up, for no traffic of its own."""
     low_rank = _low_rank(kernels, x, lora, targets)
-    gate_up = F.linear(x, weights.weight, weights.bias)
+    gate_up = F.linear(x, weights.plain, weights.bias)
     width = gate_up.shape[1] // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     args = _args(gate_up, low_rank, lora, targets)

@@ -1,8 +1,9 @@
-"""Norm and rotation."""
+"""Norms and rotation."""
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from lorax_server.kernels.ops import LoraBatch, LoraTarget
 from lorax_server.kernels.reference.lora import scale_and_shift
@@ -26,6 +27,20 @@ def rms_norm(
     if lora is not None:
         scale_and_shift(normed, lora, targets)
     return normed, x
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    lora: LoraBatch | None = None,
+    targets: Sequence[LoraTarget] = (),
+) -> torch.Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if lora is not None:
+        scale_and_shift(normed, lora, targets)
+    return normed
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

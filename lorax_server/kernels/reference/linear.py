@@ -16,7 +16,7 @@ def linear(
     if weights.packed is not None and x.shape[0] > 1:
         out = packed_linear(x, weights.packed, weights.bias)
     else:
-        out = F.linear(x, weights.weight, weights.bias)
+        out = F.linear(x, weights.plain, weights.bias)
     if lora is not None:
         add_lora(out, x, lora, targets)
         scale_and_shift(out, lora, targets)
@@ -32,6 +32,10 @@ def gated_linear(
 ) -> torch.Tensor:
     gate, up = linear(x, weights, lora, targets).chunk(2, dim=-1)
     return activation(gate) * up
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+    return LinearWeights(weight, bias)
 
 
 def prepare(linears: Sequence[LinearWeights], with_lora: bool) -> None:

@@ -48,7 +48,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def can_fuse(weights: LinearWeights, activation: Activation, targets: Sequence[LoraTarget]) -> bool:
     """Tell whether gate and up are a target each, and the activation is one that the kernel has."""
-    half = weights.weight.shape[0] // 2
+    half = weights.plain.shape[0] // 2
     columns = [target.columns for target in targets]
     return activation.name in BUILT_IN and columns == [slice(0, half), slice(half, 2 * half)]
 
@@ -62,7 +62,7 @@ def gated_linear(
 ) -> torch.Tensor:
     """Do a prompt's linear, its adapters and its activation."""
     low_rank = prompt.shrink(x, lora, targets)
-    gate_up = F.linear(x, weights.weight, weights.bias)
+    gate_up = F.linear(x, weights.plain, weights.bias)
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     token_class = prompt.find_class(tokens)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import Activation, EmbeddingTarget, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.reference import make_linear
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
 from lorax_server.kernels.triton.cache import write_kv
@@ -33,6 +34,7 @@ class TritonOps:
     prefill_attention = staticmethod(prefill_attention)
     decode_attention = staticmethod(decode_attention)
     rotary = staticmethod(rotary)
+    make_linear = staticmethod(make_linear)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Compile nothing yet: Triton does when a kernel is first launched."""
@@ -48,13 +50,27 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rms_norm(x, residual, weight, eps, lora, targets)
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if lora is not None:
+            self.scale_and_shift(normed, lora, targets)
+        return normed
+
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         if lora is None or not len(x):
-            return F.linear(x, weights.weight, weights.bias)
+            return F.linear(x, weights.plain, weights.bias)
         if len(x) <= DECODE_ROWS:
-            out = F.linear(x, weights.weight, weights.bias)
+            out = F.linear(x, weights.plain, weights.bias)
             self._adapt_rows(out, x, lora, targets, with_vectors=True)
         else:
             out = prompt.linear(x, weights, lora, targets)

@@ -68,15 +68,15 @@ class LowRank(NamedTuple):
 def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
     """Return the base model's output with LoRA, without factors and shifts."""
     if not lora.has_low_rank(targets):
-        return F.linear(x, weights.weight, weights.bias)
-    width = weights.weight.shape[0]
+        return F.linear(x, weights.plain, weights.bias)
+    width = weights.plain.shape[0]
     if (targets[0].columns.start, targets[-1].columns.stop) != (0, width):  # a head with padding
-        out = F.linear(x, weights.weight, weights.bias)
+        out = F.linear(x, weights.plain, weights.bias)
         expand(out, shrink(x, lora, targets), lora, targets, adds=True)
         return out
     out = x.new_empty(len(x), width)
     expand(out, shrink(x, lora, targets), lora, targets, weights.bias)
-    return out.addmm_(x, weights.weight.t())
+    return out.addmm_(x, weights.plain.t())
 
 
 def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> LowRank:

@@ -135,7 +135,12 @@ def load_head(
     """
     size = embedding.weight.shape[1]
     if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
-        return MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights)
+        assert isinstance(embedding.weight, torch.Tensor)
+        head = MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights)
+        (target,) = head.targets
+        assert target.weight is not None
+        embedding.share(target.weight)
+        return head
     return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name)
 
 

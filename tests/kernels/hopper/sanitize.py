@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels.hopper.ops import HopperOps
 from lorax_server.kernels.ops import Activation
-from tests.kernels.hopper.batches import Adapter, World, error, mix
+from tests.kernels.batches import Adapter, World, error, mix
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorax_server.kernels.ops import LoraBatch
-from tests.kernels.hopper.batches import Adapter, World, error, mix, spread
+from tests.kernels.batches import Adapter, World, error, mix, spread
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.driver import Kernels

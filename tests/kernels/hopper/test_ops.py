@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.ops import Activation
-from tests.kernels.hopper.batches import Adapter, World, error, mix
+from tests.kernels.batches import Adapter, World, error, mix
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")

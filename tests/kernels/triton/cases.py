@@ -192,7 +192,7 @@ def widened(batch: LoraBatch) -> LoraBatch:
 
 def widened_weights(weights: LinearWeights) -> LinearWeights:
     bias = weights.bias
-    return LinearWeights(weights.weight.float().cpu(), None if bias is None else bias.float().cpu())
+    return LinearWeights(weights.plain.float().cpu(), None if bias is None else bias.float().cpu())
 
 
 def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bool) -> torch.Tensor:

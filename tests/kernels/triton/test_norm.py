@@ -7,6 +7,7 @@ import torch
 
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
 from lorax_server.kernels.triton.norm import rms_norm, rotary
+from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import cover_pairs
 from tests.kernels.triton.paging import normal
 
@@ -87,6 +88,16 @@ def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, has_residual: bo
     plain, _ = rms_norm(x.to(device), given, weight.to(device), EPS.to(device), on_device, [])
     check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
     assert not torch.allclose(plain[2:].float(), found[2:].float(), atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_changed_by_each_rows_adapter(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(6, 20), (20,), (20,)]))
+    targets = [LoraTarget(1, slice(0, 20))]
+    expected = reference.layer_norm(x, weight, bias, 1e-5, adapters(20, dtype, torch.device("cpu")), targets)
+    given = x.to(device), weight.to(device), bias.to(device), 1e-5
+    check_close(TritonOps().layer_norm(*given, adapters(20, dtype, device), targets), expected)
+    check_close(TritonOps().layer_norm(*given), reference.layer_norm(x, weight, bias, 1e-5))
 
 
 def test_an_adapter_changes_whole_rows_only(device: torch.device) -> None:

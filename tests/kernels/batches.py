@@ -1,4 +1,4 @@
-"""Random batches of adapters on a GPU, and what a linear must make of them, in float32."""
+"""Random batches of adapters, and what a linear must make of them, in float32."""
 
 import random
 from collections.abc import Sequence
@@ -33,9 +33,11 @@ class World:
         bias: bool = False,
         seed: int = 0,
         first_target: int = 1,
+        device: str = "cuda",
     ) -> None:
+        self.device = device
         self.inputs, self.widths, self.adapters, self.dtype = inputs, list(widths), adapters, dtype
-        self.draw = torch.Generator("cuda").manual_seed(seed)
+        self.draw = torch.Generator(device).manual_seed(seed)
         outputs = sum(widths)
         self.weights = LinearWeights(self.normal(outputs, inputs) * 0.02, self.normal(outputs) if bias else None)
         starts = [sum(widths[:i]) for i in range(len(widths))]
@@ -46,17 +48,17 @@ class World:
         num_targets = first_target + len(widths) + 1
         self.table = torch.full((len(adapters) + 1, num_targets, len(Field)), -1, dtype=torch.int64)
         self.table[..., Field.RANK :] = 0
-        self.scales = torch.rand(len(adapters) + 1, num_targets, generator=self.draw, device="cuda") + 0.5
+        self.scales = torch.rand(len(adapters) + 1, num_targets, generator=self.draw, device=device) + 0.5
         self._pieces: list[tuple[int, torch.Tensor]] = []
         self._end = UNIT
         for index, adapter in enumerate(adapters, 1):
             self._place(index, adapter)
-        self.buffer = torch.full((self._end + 16 * max(inputs, *widths),), torch.nan, dtype=dtype, device="cuda")
+        self.buffer = torch.full((self._end + 16 * max(inputs, *widths),), torch.nan, dtype=dtype, device=device)
         for at, values in self._pieces:
             self.buffer[at : at + values.numel()] = values.flatten()
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.draw, device="cuda").to(self.dtype)
+        return torch.randn(shape, generator=self.draw, device=self.device).to(self.dtype)
 
     def _place(self, index: int, adapter: Adapter) -> None:
         for slice_, target in enumerate(self.targets):
@@ -76,16 +78,20 @@ class World:
         return at
 
     def batch(self, indices: Sequence[int]) -> LoraBatch:
-        widths = torch.zeros(self.table.shape[1], 2, dtype=torch.int64, device="cuda")
+        widths = torch.zeros(self.table.shape[1], 2, dtype=torch.int64, device=self.device)
+        for target, width in zip(self.targets, self.widths, strict=True):
+            widths[target.index] = torch.tensor([self.inputs, width])
         bounds, adapters = find_segments(torch.tensor(indices))
-        rows = torch.tensor(indices, dtype=torch.int32, device="cuda")
-        return LoraBatch(self.buffer, self.table.cuda(), self.scales, widths, rows, self.table, bounds, adapters)
+        rows = torch.tensor(indices, dtype=torch.int32, device=self.device)
+        return LoraBatch(
+            self.buffer, self.table.to(self.device), self.scales, widths, rows, self.table, bounds, adapters
+        )
 
     def expected(self, x: torch.Tensor, indices: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute in float32; with `out`, the LoRA that is added to it, without factors and shifts."""
         wide = x.float()
         if out is None:
-            y = wide @ self.weights.weight.float().t()
+            y = wide @ self.weights.plain.float().t()
             y += 0 if self.weights.bias is None else self.weights.bias.float()
         else:
             y = out.float()

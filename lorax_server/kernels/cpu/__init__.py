@@ -1,0 +1,1 @@
+"""Kernels for CPUs, in C++. Without them, e.g. where there was no compiler, the reference serves."""

@@ -1,0 +1,171 @@
+"""Rotation, the cache of keys and values, and attention over it: one native call each.
+
+A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write
+only the model's own dtype.
+"""
+
+import ctypes
+
+import torch
+
+from lorax_server.kernels.cpu.library import DTYPES, Library
+from lorax_server.kernels.cpu.structs import Described
+from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
+from lorax_server.kernels.reference import cache as reference_cache
+from lorax_server.kernels.reference import decode as reference_decode
+from lorax_server.kernels.reference import prefill as reference_prefill
+
+WHOLE = 2**60  # a window that no sequence is longer than
+
+
+class Paged(ctypes.Structure):
+    """The places of a batch's tokens in caches of one shape: `native/cache.h` has the same fields."""
+
+    _fields_ = (
+        ("tables", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
+        ("cached", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("stored", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+def rotary(library: Library, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate as the op table says."""
+    tokens, heads, _ = x.shape
+    angles, turned = cos, sin
+    if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
+        angles, turned = cos.float().contiguous(), sin.float().contiguous()
+    library.rotary(
+        x.data_ptr(),
+        *_strides(x),
+        tokens,
+        heads,
+        angles.data_ptr(),
+        turned.data_ptr(),
+        angles.shape[1],
+        DTYPES[x.dtype],
+    )
+
+
+def write_kv(
+    library: Library, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+) -> None:
+    """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
+    keys, values = cache
+    if keys.dtype != k.dtype:
+        return reference_cache.write_kv(k, v, cache, batch, spec)
+    library.write_kv(
+        _describe(batch, keys).address,
+        k.data_ptr(),
+        *_strides(k),
+        v.data_ptr(),
+        *_strides(v),
+        keys.data_ptr(),
+        values.data_ptr(),
+    )
+
+
+def decode_attention(
+    library: Library, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
+    keys, values = cache
+    if keys.dtype != q.dtype:
+        return reference_decode.decode_attention(q, cache, batch, spec)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    library.decode_attention(
+        _describe(batch, keys).address,
+        q.data_ptr(),
+        *_strides(q),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        q.shape[1],
+        spec.scale,
+        spec.window or WHOLE,
+    )
+    return out
+
+
+def prefill_attention(
+    library: Library,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    batch: PagedBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Attend as the op table says.
+
+    A row has the same bits in every batch, and however its prompt was cut: but a sequence with one new token has those
+    of `decode_attention`, which adds in another order.
+    """
+    keys, values = cache
+    if keys.dtype != q.dtype:
+        return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    library.prefill_attention(
+        _describe(batch, keys).address,
+        q.data_ptr(),
+        *_strides(q),
+        k.data_ptr(),
+        *_strides(k),
+        v.data_ptr(),
+        *_strides(v),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        q.shape[1],
+        spec.scale,
+        spec.window or WHOLE,
+    )
+    return out
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    token, head, dimension = x.stride()
+    if dimension != 1:
+        raise ValueError("the numbers of a head must lie side by side")
+    return token, head
+
+
+def _describe(batch: PagedBatch, keys: torch.Tensor) -> Described:
+    """Return the struct of a batch, which is the same for all layers with caches of one shape."""
+    return batch.once(("cpu", keys.shape), lambda: _describe_paged(batch, keys))
+
+
+def _describe_paged(batch: PagedBatch, keys: torch.Tensor) -> Described:
+    tables = _plain(batch.block_tables, torch.int32)
+    inputs, cached, slots = (_plain(x, torch.int64) for x in (batch.input_lengths, batch.cache_lengths, batch.slots))
+    stored = None if batch.stored is None else _plain(batch.stored, torch.int64)
+    if not keys.is_contiguous():
+        raise ValueError("the cache must be contiguous")
+    _, kv_heads, block_size, head_dim = keys.shape
+    struct = Paged(
+        tables.data_ptr(),
+        inputs.data_ptr(),
+        cached.data_ptr(),
+        slots.data_ptr(),
+        None if stored is None else stored.data_ptr(),
+        tables.shape[1],
+        len(inputs),
+        len(slots),
+        kv_heads,
+        block_size,
+        head_dim,
+        DTYPES[keys.dtype],
+    )
+    return Described(ctypes.addressof(struct), (struct, tables, inputs, cached, slots, stored))
+
+
+def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()

@@ -1,0 +1,72 @@
+"""Linears by native kernels: the product, and all that adapters change of it, in one call."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from lorax_server.kernels import reference
+from lorax_server.kernels.cpu.activation import Gate, open_gate
+from lorax_server.kernels.cpu.library import DTYPES, Library
+from lorax_server.kernels.cpu.structs import Described, Matrix, describe_lora
+from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.panels import PanelMatrix, cut_panels
+
+GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
+
+
+def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+    if weight.dtype not in DTYPES:
+        return LinearWeights(weight, bias)
+    return LinearWeights(cut_panels(weight, library.panel), None if bias is None else bias.contiguous())
+
+
+def linear(
+    library: Library,
+    x: torch.Tensor,
+    weights: LinearWeights,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+    gate: int = 0,
+) -> torch.Tensor:
+    """Multiply; with a gate, return `activation(gate) * up` of the two halves. A plain matrix is left to torch."""
+    if not isinstance(weights.weight, PanelMatrix):
+        return reference.linear(x, weights, lora, targets)
+    address = weights.once("cpu", lambda: _describe(weights)).address
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    outputs = len(weights.weight)
+    out = torch.empty(len(x), outputs // 2 if gate else outputs, dtype=x.dtype)
+    if lora is None:
+        library.linear(address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), None, 0, 0, gate)
+    else:
+        first, count = targets[0].index, len(targets)
+        batch = describe_lora(lora).address
+        library.linear(address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), batch, first, count, gate)
+    return out
+
+
+def gated_linear(
+    library: Library,
+    x: torch.Tensor,
+    weights: LinearWeights,
+    activation: Activation,
+    lora: LoraBatch | None,
+    targets: Sequence[LoraTarget],
+) -> torch.Tensor:
+    gate = GATES.get(activation.name)
+    if gate and isinstance(weights.weight, PanelMatrix) and len(weights.weight) % (2 * library.panel) == 0:
+        return linear(library, x, weights, lora, targets, gate)
+    both = linear(library, x, weights, lora, targets)
+    if gate and both.dtype in DTYPES:
+        return open_gate(library, both, gate)
+    left, right = both.chunk(2, dim=-1)
+    return activation(left) * right
+
+
+def _describe(weights: LinearWeights) -> Described:
+    matrix, bias = weights.weight, weights.bias
+    assert isinstance(matrix, PanelMatrix)
+    address = None if bias is None else bias.data_ptr()
+    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, DTYPES[matrix.panels.dtype], DTYPES[matrix.dtype])
+    return Described(ctypes.addressof(struct), (struct, matrix, bias))

@@ -1,0 +1,564 @@
+// Attention over the cache and over new keys and values, which are read where they lie: each row by its own address, and
+// no row that its sequence does not own. Sums are float32.
+//
+// One new token of a sequence attends in splits of `SPLIT` positions, several in tiles of `TILE` positions, cut at
+// multiples of these, whatever the batch, the threads and the cut of the prompt are: so a row keeps its bits.
+
+namespace attention {
+
+constexpr int64_t SPLIT = 128, TILE = 64;
+constexpr int64_t BLOCK_ROWS = 96;  // queries, each of one head, that a task takes through the keys together
+constexpr int64_t AHEAD = 16;       // keys that are asked of the memory before they are used
+constexpr float LOWEST = -3.4e38f;
+#if VL == 8
+constexpr int MOST_HEADS = 2;  // with 16 registers
+#else
+constexpr int MOST_HEADS = 4;
+#endif
+
+static inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+// --- vectors ---
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#endif
+#if VL == 4
+#define EVENS 0, 2, 4, 6
+#define ODDS 1, 3, 5, 7
+#define LOWS 0, 4, 1, 5
+#define HIGHS 2, 6, 3, 7
+#elif VL == 8
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#define LOWS 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGHS 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define LOWS 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGHS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#endif
+
+// The sum of each of `VL` vectors: neighbours are added until one vector is left.
+static inline F sum_each(F* v) {
+#pragma GCC unroll 4
+  for (int count = VL / 2; count; count /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+      const F a = v[2 * i], b = v[2 * i + 1];
+      v[i] = SHUFFLE(a, b, EVENS) + SHUFFLE(a, b, ODDS);
+    }
+  return v[0];
+}
+
+// Turn rows into columns: to deal two halves into one another, as often as they can be halved, does it.
+static inline void transpose(F* v) {
+#pragma GCC unroll 4
+  for (int round = 1; round < VL; round *= 2) {
+    F dealt[VL];
+#pragma GCC unroll 8
+    for (int i = 0; i < VL / 2; i++) {
+      const F a = v[i], b = v[i + VL / 2];
+      dealt[2 * i] = SHUFFLE(a, b, LOWS);
+      dealt[2 * i + 1] = SHUFFLE(a, b, HIGHS);
+    }
+    memcpy(v, dealt, sizeof dealt);
+  }
+}
+
+// 2 to the power of each, none above 0, to about 1e-7 of its size; NaN stays NaN.
+static inline F power_of_two(F x) {
+  x = (x < spread(-126.0f)) ? spread(-126.0f) : x;
+  const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // to the nearest integer
+  F p = spread(1.535336188e-4f);
+  p = p * rest + 1.339887440e-3f;
+  p = p * rest + 9.618437358e-3f;
+  p = p * rest + 5.550332471e-2f;
+  p = p * rest + 2.402264791e-1f;
+  p = p * rest + 6.931472029e-1f;
+  p = p * rest + 1.0f;
+  return p * (F)(((I)shifted << 23) + (127 << 23));
+}
+
+// Return the highest of scores `from` to `to`, of `count`, a multiple of `PANEL`; the others become the lowest.
+static inline float find_best(float* scores, int64_t from, int64_t to, int64_t count) {
+  for (int64_t i = 0; i < from; i++) scores[i] = LOWEST;
+  for (int64_t i = to; i < count; i++) scores[i] = LOWEST;
+  F best[2] = {spread(LOWEST), spread(LOWEST)};
+  for (int64_t i = 0; i < count; i += PANEL) {
+    best[0] = larger(load(scores + i), best[0]);
+    best[1] = larger(load(scores + i + VL), best[1]);
+  }
+  return largest(larger(best[0], best[1]));
+}
+
+// Make weights of these scores, relative to `best`, and zeros of the others; return the sums of the weights.
+static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
+  F total = {};
+  const bool all = from == 0 && to == count;
+  for (int64_t i = 0; i < count; i += PANEL) {
+    const F a = power_of_two(load(scores + i) - best), b = power_of_two(load(scores + i + VL) - best);
+    store(scores + i, a);
+    store(scores + i + VL, b);
+    total += a;
+    total += b;
+  }
+  if (all) return total;
+  for (int64_t i = 0; i < from; i++) scores[i] = 0;
+  for (int64_t i = to; i < count; i++) scores[i] = 0;
+  total = F{};
+  for (int64_t i = 0; i < count; i += VL) total += load(scores + i);
+  return total;
+}
+
+// Products of some queries with `VL` keys, each a sum along the vectors of a head.
+template <int HEADS, class T>
+static __attribute__((noinline)) void score(
+    const float* q, int64_t ldq, const T* const* rows, int64_t dim, float* scores, int64_t lds) {
+  F all[HEADS][VL];
+  for (int j = 0; j < VL; j += 4) {
+    F total[HEADS][4] = {};
+    const auto add = [&](int64_t d, auto take) __attribute__((always_inline)) {
+      F key[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) key[i] = take(rows[j + i] + d);
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; h++) {
+        const F in = load(q + h * ldq + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) total[h][i] += key[i] * in;
+      }
+    };
+    int64_t d = 0;
+    for (; d + VL <= dim; d += VL) add(d, [](const T* p) { return load(p); });
+    if (d < dim) add(d, [&](const T* p) { return load_some(p, dim - d); });
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) all[h][j + i] = total[h][i];
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < HEADS; h++) store(scores + h * lds, sum_each(all[h]));
+}
+
+// The sum of weighted values, for some queries and `VECTORS` vectors of a head.
+template <int HEADS, int VECTORS, class T, class Take>
+static inline __attribute__((always_inline)) void mix(
+    const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t d, float* out, int64_t ldo, Take take) {
+  F total[HEADS][VECTORS] = {};
+  for (int64_t j = 0; j < count; j++) {
+    F value[VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; i++) value[i] = take(rows[j] + d + i * VL);
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++) {
+      const F weight = spread(weights[h * ldw + j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; i++) total[h][i] += value[i] * weight;
+    }
+  }
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < VECTORS; i++) store(out + h * ldo + d + i * VL, total[h][i]);
+}
+
+template <int HEADS, class T>
+static __attribute__((noinline)) void mix_all(
+    const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t dim, float* out, int64_t ldo) {
+  const auto take = [](const T* p) { return load(p); };
+  constexpr int MANY = HEADS == 1 ? 8 : 4;  // several sums keep a core busy
+  int64_t d = 0;
+  for (; d + MANY * VL <= dim; d += MANY * VL) mix<HEADS, MANY>(weights, ldw, rows, count, d, out, ldo, take);
+  for (; d + 2 * VL <= dim; d += 2 * VL) mix<HEADS, 2>(weights, ldw, rows, count, d, out, ldo, take);
+  for (; d + VL <= dim; d += VL) mix<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, take);
+  if (d < dim)
+    mix<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, [&](const T* p) { return load_some(p, dim - d); });
+}
+
+// Multiply rows by a panel `[inputs, PANEL]`; with factors, add to what `out` has, multiplied by its row's.
+template <int ROWS>
+static __attribute__((noinline)) void product(
+    const float* x, int64_t ldx, const float* panel, int64_t inputs, float* out, int64_t ldo, const float* factors) {
+  F total[ROWS][2] = {};
+  if (factors != nullptr)
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < 2; j++) total[i][j] = load(out + i * ldo + j * VL) * factors[i];
+  int64_t k = 0;
+#if VL == 4  // ARM multiplies by one float of a vector
+  for (; k + 4 <= inputs; k += 4) {
+    F in[ROWS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; l++) {
+      const F a = load(panel + (k + l) * PANEL), b = load(panel + (k + l) * PANEL + VL);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; i++) {
+        total[i][0] += a * in[i][l];
+        total[i][1] += b * in[i][l];
+      }
+    }
+  }
+#endif
+  for (; k < inputs; k++) {
+    const F a = load(panel + k * PANEL), b = load(panel + k * PANEL + VL);
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+      const F in = spread(x[i * ldx + k]);
+      total[i][0] += a * in;
+      total[i][1] += b * in;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+    for (int j = 0; j < 2; j++) store(out + i * ldo + j * VL, total[i][j]);
+}
+
+using Times = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, const float*);
+template <int ROWS>
+static Times find_product(int64_t rows) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return find_product<ROWS - 1>(rows);
+  return product<ROWS>;
+}
+
+// --- tasks ---
+
+// Positions of one sequence, for its one new token and the heads of one key head. `place` is that of its result.
+struct Piece {
+  int64_t sequence, head, from, to, place;
+  bool whole;  // all that the token sees
+};
+// The pieces of one sequence and key head, to be joined.
+struct Join {
+  int64_t sequence, head, place, count;
+};
+// Some new tokens of one sequence, for the heads of one key head.
+struct Block {
+  int64_t sequence, head, first, count, cost;
+};
+
+template <class T>
+struct Attention {
+  const Paged& batch;
+  const T *q, *k, *v;  // the last two are null if all keys and values are in the cache
+  Strides q_strides, k_strides, v_strides;
+  const T *keys, *values;
+  T* out;
+  int64_t heads;
+  float scale;
+  int64_t window;
+
+  const int64_t group = heads / batch.kv_heads, dim = batch.head_dim, padded = round_up(dim, PANEL);
+  const int64_t part_size = round_up(group * (padded + 2), 16);  // sums, and of each head the best score and the mass
+  int64_t cost = 0, places = 0;
+  std::vector<int64_t> starts = {};  // each sequence's first token
+  std::vector<Piece> pieces = {};
+  std::vector<Join> joins = {};
+  std::vector<Block> blocks = {};
+
+  // --- before the threads begin ---
+
+  void plan_decode() {
+    starts.reserve(batch.sequences);
+    pieces.reserve(batch.sequences * batch.kv_heads);
+    for (int64_t s = 0; s < batch.sequences; s++) {
+      starts.push_back(s);
+      if (batch.cached[s] + batch.inputs[s])
+        plan_single(s);
+      else
+        std::fill_n((char*)(out + s * heads * dim), heads * dim * sizeof(T), 0);  // a row of padding
+    }
+  }
+
+  void plan_prefill() {
+    int64_t start = 0;
+    for (int64_t s = 0; s < batch.sequences; s++) {
+      starts.push_back(start);
+      start += batch.inputs[s];
+      if (batch.inputs[s] == 1)
+        plan_single(s);
+      else
+        plan_blocks(s);
+    }
+    // The longest first, so that no thread is left alone with one.
+    std::sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.cost > b.cost; });
+  }
+
+  void plan_single(int64_t s) {
+    const int64_t length = batch.cached[s] + batch.inputs[s], first = std::max<int64_t>(0, length - window);
+    const int64_t begin = first / SPLIT * SPLIT, count = (length - begin + SPLIT - 1) / SPLIT;
+    for (int64_t h = 0; h < batch.kv_heads; h++) {
+      if (count > 1) joins.push_back({s, h, places, count});
+      for (int64_t at = begin; at < length; at += SPLIT, places++)
+        pieces.push_back({s, h, std::max(at, first), std::min(at + SPLIT, length), places, count == 1});
+    }
+    cost += 2 * heads * (length - first) * dim;
+  }
+
+  void plan_blocks(int64_t s) {
+    const int64_t most = std::max<int64_t>(1, BLOCK_ROWS / group);
+    for (int64_t first = 0; first < batch.inputs[s]; first += most) {
+      const int64_t count = std::min(most, batch.inputs[s] - first), position = batch.cached[s] + first + count;
+      const int64_t each = std::min(position, window + count) * count;
+      for (int64_t h = 0; h < batch.kv_heads; h++) blocks.push_back({s, h, first, count, each});
+      cost += 2 * heads * each * dim;
+    }
+  }
+
+  void run() const {
+    static thread_local Scratch scratch;
+    float* parts = scratch.make<float>(places * part_size);
+    const int64_t tasks = blocks.size() + pieces.size(), ends = joins.size();
+    int64_t task = 0, end = 0;
+    in_threads(cost > FEW && tasks > 1, [&](int64_t, int64_t threads) {
+      for (int64_t i; (i = next(task)) < tasks;)
+        if (i < (int64_t)blocks.size())
+          attend_block(blocks[i]);
+        else
+          attend_piece(pieces[i - blocks.size()], parts);
+      if (ends == 0) return;
+      if (threads > 1) {
+#pragma omp barrier
+      }
+      for (int64_t i; (i = next(end)) < ends;) join(joins[i], parts);
+    });
+  }
+
+  // Take the next task: a thread that others keep from its core takes fewer.
+  static int64_t next(int64_t& task) { return __atomic_fetch_add(&task, 1, __ATOMIC_RELAXED); }
+
+  // --- both ---
+
+  // Find the keys and values at positions `from` to `to`.
+  void locate(int64_t s, int64_t head, int64_t from, int64_t to, const T** key, const T** value) const {
+    const int64_t cached = k == nullptr ? to : std::min(to, batch.cached[s]), size = batch.block_size;
+    const int32_t* table = batch.tables + s * batch.width;
+    int64_t position = from;
+    while (position < cached) {
+      const int64_t offset = position % size, count = std::min(size - offset, cached - position);
+      const int64_t at = ((table[position / size] * batch.kv_heads + head) * size + offset) * dim;
+      for (int64_t i = 0; i < count; i++) {
+        *key++ = keys + at + i * dim;
+        *value++ = values + at + i * dim;
+      }
+      position += count;
+    }
+    for (; position < to; position++) {
+      const int64_t token = starts[s] + position - batch.cached[s];
+      *key++ = k + token * k_strides.token + head * k_strides.head;
+      *value++ = v + token * v_strides.token + head * v_strides.head;
+    }
+  }
+
+  // Copy one head's query, scaled and filled up with zeros.
+  void copy_query(int64_t token, int64_t head, float* to) const {
+    const float scale = this->scale * 1.44269504f;  // since powers of 2 are cheaper than those of e
+    const T* from = q + token * q_strides.token + head * q_strides.head;
+    int64_t d = 0;
+    for (; d + VL <= dim; d += VL) store(to + d, load(from + d) * scale);
+    for (; d < padded; d += VL) store(to + d, load_some(from + d, std::max<int64_t>(0, dim - d)) * scale);
+  }
+
+  void put(const float* sums, float mass, int64_t token, int64_t head) const {
+    T* to = out + (token * heads + head) * dim;
+    int64_t d = 0;
+    for (; d + VL <= dim; d += VL) store(to + d, load(sums + d) / mass);
+    if (d < dim) store_some(to + d, load(sums + d) / mass, dim - d);
+  }
+
+  // --- one new token ---
+
+  void attend_piece(const Piece& piece, float* parts) const {
+    static thread_local Scratch scratch;
+    float *queries = scratch.make<float>(group * (padded + SPLIT)), *scores = queries + group * padded;
+    float *sums = parts + piece.place * part_size, *best = sums + group * padded, *mass = best + group;
+    const int64_t count = piece.to - piece.from, columns = round_up(count, PANEL);
+    const T *key[SPLIT], *value[SPLIT];
+    locate(piece.sequence, piece.head, piece.from, piece.to, key, value);
+    std::fill(key + count, key + columns, key[count - 1]);
+    for (int64_t g = 0; g < group; g++)
+      copy_query(starts[piece.sequence], piece.head * group + g, queries + g * padded);
+    for_heads([&](auto number, int64_t g) {
+      for (int64_t j = 0; j < columns; j += VL) {
+        if (g == 0) fetch(key, value, j, count);
+        score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT + j, SPLIT);
+      }
+    });
+    for (int64_t g = 0; g < group; g++) {
+      best[g] = find_best(scores + g * SPLIT, 0, count, columns);
+      mass[g] = sum(weigh(scores + g * SPLIT, 0, count, columns, best[g]));
+    }
+    for_heads([&](auto number, int64_t g) {
+      mix_all<number()>(scores + g * SPLIT, SPLIT, value, count, dim, sums + g * padded, padded);
+    });
+    if (piece.whole) join({piece.sequence, piece.head, piece.place, 1}, parts);
+  }
+
+  // Ask the memory for the values of some keys, and for keys that come soon.
+  void fetch(const T* const* key, const T* const* value, int64_t at, int64_t count) const {
+    for (int64_t j = at; j < std::min(at + VL, count); j++) {
+      const char *soon = (const char*)key[std::min(j + AHEAD, count - 1)], *later = (const char*)value[j];
+      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
+        __builtin_prefetch(soon + byte);
+        __builtin_prefetch(later + byte);
+      }
+    }
+  }
+
+  // Call `act` with a number of heads and the first of them, for as many at once as there are registers for.
+  template <class Act>
+  void for_heads(Act act) const {
+    int64_t g = 0;
+    for (; g + MOST_HEADS <= group; g += MOST_HEADS) act(std::integral_constant<int, MOST_HEADS>(), g);
+    switch (group - g) {
+      case 3: return act(std::integral_constant<int, 3>(), g);
+      case 2: return act(std::integral_constant<int, 2>(), g);
+      case 1: return act(std::integral_constant<int, 1>(), g);
+    }
+  }
+
+  // Weigh the pieces by their masses, which are relative to their best scores.
+  void join(const Join& pieces, float* parts) const {
+    float* first = parts + pieces.place * part_size;
+    for (int64_t g = 0; g < group; g++) {
+      float *sums = first + g * padded, *best = first + group * padded + g, mass = 0, top = LOWEST;
+      for (int64_t i = 0; i < pieces.count; i++) top = std::max(best[i * part_size], top);
+      for (int64_t i = 0; i < pieces.count; i++) {
+        const float weight = power_of_two(spread(best[i * part_size] - top))[0];
+        mass += weight * best[i * part_size + group];
+        const float* from = sums + i * part_size;
+        for (int64_t d = 0; d < dim; d += VL)
+          store(sums + d, i == 0 ? load(from + d) * weight : load(sums + d) + load(from + d) * weight);
+      }
+      put(sums, mass, starts[pieces.sequence], pieces.head * group + g);
+    }
+  }
+
+  // --- several new tokens ---
+
+  // What a block has got so far: of each row sums, a best score and masses.
+  struct Rows {
+    float *queries, *sums, *best, *mass;
+    int64_t count, position;  // of the first row
+  };
+
+  void attend_block(const Block& block) const {
+    static thread_local Scratch scratch;
+    const int64_t count = block.count * group, position = batch.cached[block.sequence] + block.first;
+    float* room = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * TILE * padded);
+    float *key_panels = room, *value_panels = room + TILE * padded, *queries = value_panels + TILE * padded;
+    float *sums = queries + count * padded, *mass = sums + count * padded, *best = mass + count * VL;
+    const Rows rows{queries, sums, best, mass, count, position};
+    const int64_t token = starts[block.sequence] + block.first, head = block.head * group;
+    for (int64_t i = 0; i < count; i++) copy_query(token + i / group, head + i % group, queries + i * padded);
+    std::fill(sums, best, 0.0f);
+    std::fill_n(best, count, LOWEST);
+    const int64_t first = std::max<int64_t>(0, position - window + 1), last = position + block.count;
+    for (int64_t key = first / TILE * TILE; key < last; key += TILE) {
+      pack(block, std::max(key, first), std::min(key + TILE, last), key, key_panels, value_panels);
+      for (int64_t row = 0; row < count; row += MOST_ROWS) attend_tile(rows, row, key, key_panels, value_panels);
+    }
+    for (int64_t i = 0; i < count; i++)
+      put(sums + i * padded, sum(load(mass + i * VL)), token + i / group, head + i % group);
+  }
+
+  // Copy the keys of a tile to panels `[keys / PANEL, dim, PANEL]` and its values to `[dim / PANEL, keys, PANEL]`.
+  // Positions outside `from` to `to` become zeros.
+  void pack(const Block& block, int64_t from, int64_t to, int64_t tile, float* keys_to, float* values_to) const {
+    const T *key[TILE] = {}, *value[TILE] = {};
+    locate(block.sequence, block.head, from, to, key + (from - tile), value + (from - tile));
+    const int64_t count = round_up(to - tile, PANEL);
+    const auto take = [&](const T* p, int64_t d) {
+      return p == nullptr || d >= dim ? F{} : d + VL <= dim ? load(p + d) : load_some(p + d, dim - d);
+    };
+    for (int64_t j = 0; j < count; j += VL)
+      for (int64_t d = 0; d < dim; d += VL) {
+        F square[VL];
+        for (int i = 0; i < VL; i++) square[i] = take(key[j + i], d);
+        transpose(square);
+        float* panel = keys_to + (j / PANEL * padded + d) * PANEL + j % PANEL;
+        for (int i = 0; i < VL; i++) store(panel + i * PANEL, square[i]);
+      }
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t d = 0; d < padded; d += VL)
+        store(values_to + (d / PANEL * TILE + j) * PANEL + d % PANEL, take(value[j], d));
+  }
+
+  void attend_tile(const Rows& rows, int64_t row, int64_t tile, const float* keys_in, const float* values_in) const {
+    float scores[MOST_ROWS * TILE], factors[MOST_ROWS];
+    const int64_t height = std::min<int64_t>(MOST_ROWS, rows.count - row);
+    const int64_t last = rows.position + (row + height - 1) / group, seen = std::min(TILE, last + 1 - tile);
+    if (seen <= 0 || tile + TILE <= rows.position + row / group - window + 1) return;
+    const int64_t columns = round_up(seen, PANEL);
+    const Times times = find_product<MOST_ROWS>(height);
+    const float* queries = rows.queries + row * padded;
+    for (int64_t j = 0; j < columns; j += PANEL)
+      times(queries, padded, keys_in + j * padded, dim, scores + j, TILE, nullptr);
+    for (int64_t i = 0; i < height; i++) {
+      const int64_t position = rows.position + (row + i) / group;
+      const int64_t to = std::clamp<int64_t>(position + 1 - tile, 0, columns);
+      const int64_t from = std::clamp<int64_t>(position - window + 1 - tile, 0, to);
+      float *own = scores + i * TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
+      const float top = std::max(best, find_best(own, from, to, columns));
+      factors[i] = best == top ? 1.0f : power_of_two(spread(best - top))[0];
+      store(mass, load(mass) * factors[i] + weigh(own, from, to, columns, top));
+      best = top;
+    }
+    float* sums = rows.sums + row * padded;
+    for (int64_t d = 0; d < padded; d += PANEL) times(scores, TILE, values_in + d * TILE, seen, sums + d, padded, factors);
+  }
+};
+
+template <class T>
+static void run_decode(const Paged& batch, const void* q, Strides strides, const void* keys, const void* values, void* out,
+                       int64_t heads, float scale, int64_t window) {
+  Attention<T> attention{batch, (const T*)q, nullptr, nullptr, strides, {}, {}, (const T*)keys, (const T*)values,
+                         (T*)out, heads, scale, window};
+  attention.plan_decode();
+  attention.run();
+}
+
+// Attend from one token of each sequence, whose key and value are in the cache.
+EXPORT(decode_attention)(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
+                         const void* values, void* out, int64_t heads, float scale, int64_t window) {
+  switch (batch->dtype) {
+    case FLOAT32: return run_decode<float>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
+    case BFLOAT16: return run_decode<Bf16>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
+    default: return run_decode<Half>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
+  }
+}
+
+// Where new queries, keys and values lie.
+struct Fresh {
+  const void *q, *k, *v;
+  Strides q_strides, k_strides, v_strides;
+};
+
+template <class T>
+static void run_prefill(const Paged& batch, const Fresh& fresh, const void* keys, const void* values, void* out,
+                        int64_t heads, float scale, int64_t window) {
+  Attention<T> attention{batch, (const T*)fresh.q, (const T*)fresh.k, (const T*)fresh.v, fresh.q_strides,
+                         fresh.k_strides, fresh.v_strides, (const T*)keys, (const T*)values, (T*)out, heads, scale,
+                         window};
+  attention.plan_prefill();
+  attention.run();
+}
+
+// Attend from any number of new tokens of each sequence to those before them: cached ones, and each other.
+EXPORT(prefill_attention)(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
+                          int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
+                          const void* keys, const void* values, void* out, int64_t heads, float scale,
+                          int64_t window) {
+  const Fresh fresh{q, k, v, {q_token, q_head}, {k_token, k_head}, {v_token, v_head}};
+  switch (batch->dtype) {
+    case FLOAT32: return run_prefill<float>(*batch, fresh, keys, values, out, heads, scale, window);
+    case BFLOAT16: return run_prefill<Bf16>(*batch, fresh, keys, values, out, heads, scale, window);
+    default: return run_prefill<Half>(*batch, fresh, keys, values, out, heads, scale, window);
+  }
+}
+
+}  // namespace attention

@@ -1,0 +1,15 @@
+// For x86 from 2013 on.
+#if defined(__x86_64__)
+#include "std.h"
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define ISA avx2
+#define VL 8
+#include "kernels.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,15 @@
+// For x86 with vectors of 512 bits.
+#if defined(__x86_64__)
+#include "std.h"
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+#define ISA avx512
+#define VL 16
+#include "kernels.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

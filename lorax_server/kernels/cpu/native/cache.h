@@ -1,0 +1,100 @@
+// Rotation, and the cache of keys and values, `[blocks, kv_heads, block_size, head_dim]`.
+
+namespace attention {
+
+// As `PagedBatch` has it, and the shape of the caches.
+struct Paged {
+  const int32_t* tables;  // [sequences, width]
+  const int64_t *inputs, *cached;  // [sequences]
+  const int64_t *slots, *stored;   // [count]; `stored` may be null
+  int64_t width, sequences, count;
+  int64_t kv_heads, block_size, head_dim;
+  int32_t dtype;
+};
+
+// `[tokens, heads, head_dim]`: numbers from one token to the next, and from one head to the next.
+struct Strides {
+  int64_t token, head;
+};
+
+constexpr int64_t FEW_NUMBERS = 32 * 1024;  // that one thread moves sooner than several
+
+// --- rotation ---
+
+// As memory would hold it.
+template <class T>
+static inline F rounded(F v) {
+  if constexpr (std::is_same<T, float>::value) return v;
+  T copy[VL];
+  store(copy, v);
+  return load(copy);
+}
+
+// Each product by a cosine is rounded before the other is added, as in the reference.
+template <class T>
+static inline void turn(F& a, F& b, F cosine, F sine) {
+  const F c = rounded<T>(cosine), s = rounded<T>(sine), first = a;
+  a = rounded<T>(a * c) - b * s;
+  b = rounded<T>(b * c) + first * s;
+}
+
+template <class T>
+static void rotate_head(T* x, const float* cosine, const float* sine, int64_t half) {
+  int64_t i = 0;
+  for (; i + VL <= half; i += VL) {
+    F a = load(x + i), b = load(x + half + i);
+    turn<T>(a, b, load(cosine + i), load(sine + i));
+    store(x + i, a);
+    store(x + half + i, b);
+  }
+  if (i == half) return;
+  const int64_t left = half - i;
+  F a = load_some(x + i, left), b = load_some(x + half + i, left);
+  turn<T>(a, b, load_some(cosine + i, left), load_some(sine + i, left));
+  store_some(x + i, a, left);
+  store_some(x + half + i, b, left);
+}
+
+template <class T>
+static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, const float* cosine, const float* sine,
+                       int64_t half) {
+  in_threads(tokens * heads * half > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(tokens, thread, threads);
+    for (int64_t i = mine.begin; i < mine.end; i++)
+      for (int64_t h = 0; h < heads; h++)
+        rotate_head(x + i * strides.token + h * strides.head, cosine + i * half, sine + i * half, half);
+  });
+}
+
+// Turn dimension i of each head with dimension i + half, by angles `[tokens, half]`.
+EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
+               const float* sine, int64_t half, int64_t dtype) {
+  switch (dtype) {
+    case FLOAT32: return run_rotary((float*)x, {token, head}, tokens, heads, cosine, sine, half);
+    case BFLOAT16: return run_rotary((Bf16*)x, {token, head}, tokens, heads, cosine, sine, half);
+    default: return run_rotary((Half*)x, {token, head}, tokens, heads, cosine, sine, half);
+  }
+}
+
+// --- the cache ---
+
+// Store new keys and values in their slots.
+EXPORT(write_kv)(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
+                 int64_t v_head, char* keys, char* values) {
+  const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;
+  in_threads(batch->count * batch->kv_heads * batch->head_dim > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(batch->count, thread, threads);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+      if (batch->slots[i] < 0) continue;
+      const int64_t token = batch->stored == nullptr ? i : batch->stored[i];
+      const int64_t block = batch->slots[i] / batch->block_size, offset = batch->slots[i] % batch->block_size;
+      for (int64_t h = 0; h < batch->kv_heads; h++) {
+        const int64_t to = ((block * batch->kv_heads + h) * batch->block_size + offset) * row;
+        memcpy(keys + to, k + (token * k_token + h * k_head) * size, row);
+        memcpy(values + to, v + (token * v_token + h * v_head) * size, row);
+      }
+    }
+  });
+}
+
+}  // namespace attention

@@ -1,0 +1,433 @@
+// A matrix, and all that each token's adapter changes of its output, in one pass over the matrix.
+//
+// The matrix lies in panels of `PANEL` outputs, `[panels, inputs, PANEL]`, filled up with zeros: a product reads it from
+// front to back. Each output is one sum over the inputs in order, in a register, whatever the number of rows: so a row
+// has the same bits alone and in any batch. What adapters add is added while a tile of outputs is still in registers.
+
+constexpr int PANEL = 2 * VL;
+
+struct Matrix {
+  const void* panels;
+  const void* bias;  // or null
+  int64_t outputs, inputs;
+  int32_t stored, dtype;  // of the panels; of inputs, outputs, bias and adapters
+};
+
+// As `LoraBatch` has it: segment i is rows bounds[i] to bounds[i + 1], of one adapter.
+struct Lora {
+  const void* buffer;
+  const int64_t* table;  // [adapters, targets, FIELDS]
+  const float* scales;   // [adapters, targets]
+  const int64_t* widths; // [targets, 2]
+  int64_t targets;
+  const int64_t *bounds, *adapters;
+  int64_t segments;
+};
+
+enum Field { A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10 };
+enum Gate : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
+
+// One adapter's part in one target of a linear, for one segment of rows.
+template <class T>
+struct Part {
+  const T *a, *b, *factor, *shift;
+  int64_t rank, start, stop, low;  // `start` to `stop` are columns; `low` is the place of the segment's first product
+  float scale;
+};
+
+// Products of rows with the rows of A, to be multiplied with B: at most this many rows and ranks in one task.
+constexpr int64_t SHRINK_ROWS = 64, SHRINK_RANKS = 4;
+struct Task {
+  int64_t segment, part, row, rows, rank;
+};
+
+constexpr int64_t CACHED = 512 * 1024;  // bytes of inputs that stay in a core's cache beside the matrix
+constexpr int64_t FEW = 64 * 1024;  // products that one thread does sooner than several
+
+#if VL == 4
+constexpr int MOST_ROWS = 8;
+#elif VL == 8
+constexpr int MOST_ROWS = 6;
+#else
+constexpr int MOST_ROWS = 12;
+#endif
+
+// A product of one row reads as fast as memory gives; memory is asked for what comes next.
+constexpr int64_t AHEAD = 1024;  // bytes
+
+template <int PANELS, class S>
+static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
+#pragma GCC unroll 4
+  for (int j = 0; j < PANELS; j++) {
+    const Two two = load_two(panels[j] + k * PANEL);
+    weight[2 * j] = two.first;
+    weight[2 * j + 1] = two.second;
+  }
+}
+
+template <int ROWS, int PANELS, class S>
+static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, const S* const* from, int64_t inputs,
+                                               float* tile, int64_t ldt) {
+  F total[ROWS][PANELS * 2] = {}, weight[PANELS * 2];
+  const S* panels[PANELS];
+  for (int j = 0; j < PANELS; j++) panels[j] = from[j];
+  int64_t k = 0;
+#if VL == 4  // ARM multiplies by one float of a vector
+  for (; k + 4 <= inputs; k += 4) {
+    F in[ROWS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
+    if (ROWS <= 2)
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; j++) __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD);
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; l++) {
+      load_weights<PANELS>(panels, k + l, weight);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < PANELS * 2; j++) total[i][j] += weight[j] * in[i][l];
+    }
+  }
+#endif
+  for (; k < inputs; k++) {
+    load_weights<PANELS>(panels, k, weight);
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+      const F in = spread(x[i * ldx + k]);
+#pragma GCC unroll 16
+      for (int j = 0; j < PANELS * 2; j++) total[i][j] += weight[j] * in;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 16
+    for (int j = 0; j < PANELS * 2; j++) store(tile + i * ldt + j * VL, total[i][j]);
+}
+
+template <class S>
+using Multiply = void (*)(const float*, int64_t, const S* const*, int64_t, float*, int64_t);
+
+template <int ROWS, class S>
+static Multiply<S> find_multiply(int64_t rows, int panels) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return find_multiply<ROWS - 1, S>(rows, panels);
+  if constexpr (ROWS <= 2)
+    if (panels == 4) return multiply<ROWS, 4, S>;
+  if constexpr (ROWS <= 4)
+    if (panels == 2) return multiply<ROWS, 2, S>;
+  return multiply<ROWS, 1, S>;
+}
+
+template <class T, class S>
+struct Product {
+  const Matrix& matrix;
+  const float* x;
+  int64_t ldx, rows;
+  T* out;
+  int64_t ldo;
+  int64_t parts_each;     // of a segment
+  const Part<T>* parts;   // [segments, parts_each]
+  const int32_t* segment; // of each row; null without adapters
+  const int64_t* bounds;
+  const float* low;
+  Gate gate;
+
+  // Add what comes after the product to one row of a panel.
+  void finish(float* tile, int64_t row, int64_t column) const {
+    F value[2] = {load(tile), load(tile + VL)};
+    const int64_t width = std::min<int64_t>(PANEL, matrix.outputs - column);
+    const T* bias = (const T*)matrix.bias;
+    if (bias != nullptr) add(value, bias + column, width);
+    if (segment != nullptr) adapt(value, row, column);
+    store(tile, value[0]);
+    store(tile + VL, value[1]);
+  }
+
+  static void add(F* value, const T* from, int64_t width) {
+    F more[2];
+    take(more, from, width);
+    value[0] += more[0];
+    value[1] += more[1];
+  }
+
+  static void take(F* into, const T* from, int64_t width) {
+    if (width == PANEL) {
+      into[0] = load(from);
+      into[1] = load(from + VL);
+      return;
+    }
+    float copy[PANEL] = {};
+    for (int64_t i = 0; i < width; i++) copy[i] = read(from + i);
+    into[0] = load(copy);
+    into[1] = load(copy + VL);
+  }
+
+  void adapt(F* value, int64_t row, int64_t column) const {
+    const Part<T>* part = parts + segment[row] * parts_each;
+    for (int64_t i = 0; i < parts_each; i++, part++) {
+      const int64_t from = std::max(part->start, column), to = std::min(part->stop, column + PANEL);
+      if (from >= to) continue;
+      if (from == column && to == column + PANEL)
+        adapt_panel(value, *part, row, column - part->start);
+      else
+        adapt_some(value, *part, row, from, to, column);
+    }
+  }
+
+  const float* low_of(const Part<T>& part, int64_t row) const {
+    return low + part.low + (row - bounds[segment[row]]) * part.rank;
+  }
+
+  void adapt_panel(F* value, const Part<T>& part, int64_t row, int64_t at) const {
+    const float* weights = low_of(part, row);
+    const int64_t width = part.stop - part.start;
+    for (int64_t r = 0; r < part.rank; r++) {
+      const T* b = part.b + r * width + at;
+      value[0] += load(b) * weights[r];
+      value[1] += load(b + VL) * weights[r];
+    }
+    if (part.factor != nullptr) {
+      value[0] *= load(part.factor + at);
+      value[1] *= load(part.factor + at + VL);
+    }
+    if (part.shift != nullptr) {
+      value[0] += load(part.shift + at);
+      value[1] += load(part.shift + at + VL);
+    }
+  }
+
+  // The same where a target ends within a panel: number by number, each in the same order.
+  void adapt_some(F* value, const Part<T>& part, int64_t row, int64_t from, int64_t to, int64_t column) const {
+    const float* weights = low_of(part, row);
+    const int64_t width = part.stop - part.start;
+    float copy[PANEL];
+    store(copy, value[0]);
+    store(copy + VL, value[1]);
+    for (int64_t c = from; c < to; c++) {
+      const int64_t at = c - part.start;
+      float v = copy[c - column];
+      for (int64_t r = 0; r < part.rank; r++) v = __builtin_fmaf(read(part.b + r * width + at), weights[r], v);
+      if (part.factor != nullptr) v *= read(part.factor + at);
+      if (part.shift != nullptr) v += read(part.shift + at);
+      copy[c - column] = v;
+    }
+    value[0] = load(copy);
+    value[1] = load(copy + VL);
+  }
+
+  void put(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
+    T* to = out + row * ldo + column;
+    if (column + PANEL <= outputs) {
+      store(to, load(tile));
+      store(to + VL, load(tile + VL));
+    } else {
+      for (int64_t i = 0; i < outputs - column; i++) write(to + i, tile[i]);
+    }
+  }
+
+  const S* panel_at(int64_t panel) const { return (const S*)matrix.panels + panel * matrix.inputs * PANEL; }
+
+  // Few rows take several panels at once: a sum waits for its last product, so several sums keep a core busy.
+  static int panels_at_once(int64_t height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
+
+  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels) const {
+    float values[MOST_ROWS * 4 * PANEL];
+    const S* from[4];
+    for (int j = 0; j < panels; j++) from[j] = panel_at(columns[j] / PANEL);
+    const int at_once = std::min(panels, panels_at_once(height));
+    const Multiply<S> multiply = find_multiply<MOST_ROWS, S>(height, at_once);
+    for (int j = 0; j < panels; j += at_once)
+      multiply(x + row * ldx, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
+    for (int64_t i = 0; i < height; i++) {
+      float* tile = values + i * panels * PANEL;
+      for (int j = 0; j < panels; j++) finish(tile + j * PANEL, row + i, columns[j]);
+      if (gate == NONE)
+        for (int j = 0; j < panels; j++) put(tile + j * PANEL, row + i, columns[j], matrix.outputs);
+      else
+        for (int j = 0; j < panels / 2; j++) {
+          open(tile + j * PANEL, tile + (panels / 2 + j) * PANEL);
+          put(tile + j * PANEL, row + i, columns[j], matrix.outputs / 2);
+        }
+    }
+  }
+
+  void open(float* left, const float* right) const {
+    for (int j = 0; j < PANEL; j += VL) {
+      const F in = load(left + j);
+      store(left + j, (gate == SILU ? silu(in) : gelu_tanh(in)) * load(right + j));
+    }
+  }
+
+  // Multiply some rows by some panels; with a gate, also by those of what it opens.
+  void run_rows(int64_t row, int64_t height, Range panels) const {
+    const int most = panels_at_once(height), both = gate == NONE ? 1 : 2, half = matrix.outputs / 2;
+    for (int64_t panel = panels.begin; panel < panels.end;) {
+      const int64_t left = panels.end - panel;
+      int count = std::max(1, most / both);
+      while (count > left) count /= 2;
+      int64_t columns[4];
+      for (int j = 0; j < count; j++) {
+        columns[j] = (panel + j) * PANEL;
+        if (gate != NONE) columns[count + j] = half + columns[j];
+      }
+      run_tile(row, height, columns, count * both);
+      panel += count;
+    }
+  }
+
+  // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; four panels after the other.
+  void run(Range panels) const {
+    const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs) / MOST_ROWS * MOST_ROWS);
+    for (int64_t first = 0; first < rows; first += fitting) {
+      const int64_t count = std::min(fitting, rows - first), tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+      for (int64_t panel = panels.begin; panel < panels.end; panel += 4)
+        for (int64_t i = 0; i < tiles; i++) {
+          const Range part = part_of(count, i, tiles);
+          run_rows(first + part.begin, part.end - part.begin, {panel, std::min<int64_t>(panel + 4, panels.end)});
+        }
+    }
+  }
+};
+
+// Products of some rows of a segment with some rows of A: `low[row][rank]`, scaled.
+template <int ROWS, class T>
+static inline __attribute__((always_inline)) void shrink_rows(
+    const float* x, int64_t ldx, const T* a, int64_t inputs, int64_t ranks, float scale, float* low, int64_t rank) {
+  F total[ROWS][SHRINK_RANKS] = {};
+  const T* from[SHRINK_RANKS];
+  for (int r = 0; r < SHRINK_RANKS; r++) from[r] = a + std::min<int64_t>(r, ranks - 1) * inputs;
+  int64_t k = 0;
+  for (; k + VL <= inputs; k += VL)
+#pragma GCC unroll 4
+    for (int r = 0; r < SHRINK_RANKS; r++) {
+      const F weight = load(from[r] + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < ROWS; i++) total[i][r] += weight * load(x + i * ldx + k);
+    }
+  for (int i = 0; i < ROWS; i++)
+    for (int64_t r = 0; r < ranks; r++) {
+      float value = sum(total[i][r]);
+      for (int64_t rest = k; rest < inputs; rest++) value = __builtin_fmaf(read(from[r] + rest), x[i * ldx + rest], value);
+      low[i * rank + r] = value * scale;
+    }
+}
+
+// All that a call derives of its adapters before the threads begin.
+template <class T>
+struct Plan {
+  std::vector<Part<T>> parts;
+  std::vector<int32_t> segment;
+  std::vector<Task> tasks;
+  int64_t low = 0;
+
+  Plan() = default;
+  Plan(const Lora& lora, int64_t first, int64_t count, int64_t rows) : segment(rows) {
+    bool changes = false;
+    for (int64_t s = 0; s < lora.segments; s++) {
+      std::fill(segment.begin() + lora.bounds[s], segment.begin() + lora.bounds[s + 1], (int32_t)s);
+      int64_t column = 0;
+      for (int64_t t = first; t < first + count; t++) {
+        const int64_t width = lora.widths[2 * t + 1];
+        parts.push_back(make(lora, s, t, column, column + width));
+        changes |= parts.back().rank || parts.back().factor || parts.back().shift;
+        cut(lora, s, parts.size() - 1);
+        column += width;
+      }
+    }
+    if (!changes) segment.clear();
+  }
+
+  Part<T> make(const Lora& lora, int64_t s, int64_t target, int64_t start, int64_t stop) {
+    const int64_t place = lora.adapters[s] * lora.targets + target, *fields = lora.table + place * FIELDS;
+    const T* buffer = (const T*)lora.buffer;
+    const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
+    return {at(A), at(B), at(FACTOR), at(SHIFT), fields[RANK], start, stop, 0, lora.scales[place]};
+  }
+
+  void cut(const Lora& lora, int64_t s, int64_t index) {
+    Part<T>& part = parts[index];
+    part.low = low;
+    low += part.rank * (lora.bounds[s + 1] - lora.bounds[s]);
+    for (int64_t row = lora.bounds[s]; row < lora.bounds[s + 1]; row += SHRINK_ROWS)
+      for (int64_t rank = 0; rank < part.rank; rank += SHRINK_RANKS)
+        tasks.push_back({s, index, row, std::min(SHRINK_ROWS, lora.bounds[s + 1] - row), rank});
+  }
+
+  void shrink(const Task& task, const Lora& lora, const float* x, int64_t ldx, int64_t inputs, float* products) const {
+    const Part<T>& part = parts[task.part];
+    const int64_t ranks = std::min(SHRINK_RANKS, part.rank - task.rank);
+    const T* a = part.a + task.rank * inputs;
+    float* to = products + part.low + (task.row - lora.bounds[task.segment]) * part.rank + task.rank;
+    for (int64_t row = 0; row < task.rows; row += 4) {
+      const float* from = x + (task.row + row) * ldx;
+      float* low_row = to + row * part.rank;
+      switch (std::min<int64_t>(4, task.rows - row)) {
+        case 1: shrink_rows<1>(from, ldx, a, inputs, ranks, part.scale, low_row, part.rank); break;
+        case 2: shrink_rows<2>(from, ldx, a, inputs, ranks, part.scale, low_row, part.rank); break;
+        case 3: shrink_rows<3>(from, ldx, a, inputs, ranks, part.scale, low_row, part.rank); break;
+        default: shrink_rows<4>(from, ldx, a, inputs, ranks, part.scale, low_row, part.rank);
+      }
+    }
+  }
+};
+
+template <class T>
+static void widen(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = read(from + i);
+}
+
+template <class T, class S>
+static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
+                       int64_t first, int64_t count, Gate gate) {
+  static thread_local Scratch wide_scratch, low_scratch;
+  const int64_t inputs = matrix.inputs;
+  Plan<T> plan = lora == nullptr ? Plan<T>() : Plan<T>(*lora, first, count, rows);
+  constexpr bool IS_WIDE = std::is_same<T, float>::value;
+  float* wide = IS_WIDE ? nullptr : wide_scratch.make<float>(rows * inputs);
+  float* low = low_scratch.make<float>(plan.low);
+  const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
+  const Product<T, S> product{matrix, IS_WIDE ? (const float*)x : wide, IS_WIDE ? ldx : inputs, rows, out, width, count,
+                              plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
+                              lora == nullptr ? nullptr : lora->bounds, low, gate};
+#pragma omp parallel if (rows * inputs * matrix.outputs > FEW)
+  {
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    if (!IS_WIDE) {
+      const Range mine = part_of(rows, thread, threads);
+      for (int64_t row = mine.begin; row < mine.end; row++) widen(x + row * ldx, wide + row * inputs, inputs);
+#pragma omp barrier
+    }
+    if (!plan.tasks.empty()) {
+      const Range mine = part_of(plan.tasks.size(), thread, threads);
+      for (int64_t i = mine.begin; i < mine.end; i++)
+        plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
+#pragma omp barrier
+    }
+    product.run(part_of((width + PANEL - 1) / PANEL, thread, threads));
+  }
+}
+
+template <class T>
+static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
+                           int64_t first, int64_t count, Gate gate) {
+  switch (matrix.stored) {
+    case FLOAT32: return run_linear<T, float>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
+    case BFLOAT16: return run_linear<T, Bf16>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
+    default: return run_linear<T, Half>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
+  }
+}
+
+// Multiply `rows` rows of `x` by a matrix. With a gate, the matrix has as many outputs for it as for what it opens, a
+// multiple of `PANEL`. `lora` may be null; its targets `first` and the `count - 1` after it are those of the matrix.
+EXPORT(linear)(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
+               int64_t first, int64_t count, int64_t gate) {
+  const Gate kind = (Gate)gate;
+  switch (matrix->dtype) {
+    case FLOAT32: return choose_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+    case BFLOAT16: return choose_storage<Bf16>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+    default: return choose_storage<Half>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+  }
+}

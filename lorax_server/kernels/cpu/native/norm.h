@@ -1,0 +1,187 @@
+// Norms. Each row is summed in one order, whatever its neighbours and the threads are.
+
+constexpr int64_t NORMED_ALONE = 32 * 1024;  // numbers that one thread normalises sooner than several
+
+// The rows that are normalised: `heads` of each token, each of `size` numbers that lie side by side.
+template <class T>
+struct Rows {
+  const T* from;
+  int64_t token_stride, head_stride, tokens, heads, size;
+
+  int64_t count() const { return tokens * heads; }
+  const T* at(int64_t row) const { return from + row / heads * token_stride + row % heads * head_stride; }
+};
+
+// What the adapter of a row multiplies it by and then adds to it; null for nothing.
+template <class T>
+struct Vectors {
+  const T *factor, *shift;
+};
+
+// Finds the vectors of rows that ascend. Adapters come with one head for each token.
+template <class T>
+struct Adapters {
+  const Lora* lora;
+  int64_t target, segment;
+
+  Adapters(const Lora* lora, int64_t target) : lora(lora), target(target), segment(0) {}
+
+  Vectors<T> of(int64_t row) {
+    if (lora == nullptr) return {nullptr, nullptr};
+    while (lora->bounds[segment + 1] <= row) segment++;
+    const int64_t* fields = lora->table + (lora->adapters[segment] * lora->targets + target) * FIELDS;
+    const T* buffer = (const T*)lora->buffer;
+    const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
+    return {at(FACTOR), at(SHIFT)};
+  }
+};
+
+// As if a number had been stored and loaded again. A NaN among bfloat16 has no bits that could carry over.
+template <class T>
+static inline F rounded(F v) {
+  if constexpr (std::is_same<T, float>::value) return v;
+  if constexpr (std::is_same<T, Bf16>::value) return (F)(((U)v + 0x7fff + (((U)v >> 16) & 1)) & 0xffff0000u);
+  T copy[VL];
+  store(copy, v);
+  return load(copy);
+}
+
+// Call `step(column, count)` for the vectors of a row; `count` is `VL` but for the last.
+template <class Step>
+static inline __attribute__((always_inline)) void for_vectors(int64_t size, Step step) {
+  int64_t i = 0;
+  for (; i + VL <= size; i += VL) step(i, std::integral_constant<int64_t, VL>());
+  if (i < size) step(i, size - i);
+}
+
+template <class T, class Count>
+static inline F take(const T* p, Count count, float rest = 0.0f) {
+  if constexpr (std::is_same<Count, int64_t>::value) return load_some(p, count, rest);
+  return load(p);
+}
+template <class T, class Count>
+static inline void put(T* p, F v, Count count) {
+  if constexpr (std::is_same<Count, int64_t>::value) return store_some(p, v, count);
+  else store(p, v);
+}
+
+// The sum of `value(column, count)` over a row, in four sums side by side, since each waits for its last product.
+template <class Value>
+static inline __attribute__((always_inline)) float sum_row(int64_t size, Value value) {
+  F total[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * VL <= size; i += 4 * VL)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) total[j] += value(i + j * VL, std::integral_constant<int64_t, VL>());
+  for (; i + VL <= size; i += VL) total[0] += value(i, std::integral_constant<int64_t, VL>());
+  if (i < size) total[1] += value(i, size - i);
+  return sum((total[0] + total[1]) + (total[2] + total[3]));
+}
+
+// Multiply and add as torch does on numbers in memory: each result is rounded, the last when it is stored.
+template <class T, class Count>
+static inline F adapt(F value, const Vectors<T>& vectors, int64_t column, Count count) {
+  if (vectors.factor != nullptr) value = rounded<T>(value) * take(vectors.factor + column, count);
+  if (vectors.shift != nullptr) value = rounded<T>(value) + take(vectors.shift + column, count);
+  return value;
+}
+
+template <class T>
+static void rms_norm_row(const T* x, const T* weight, float eps, T* out, int64_t size, const Vectors<T>& vectors) {
+  const float squares = sum_row(size, [&](int64_t i, auto count) {
+    const F v = take(x + i, count);
+    return v * v;
+  });
+  const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
+  for_vectors(size, [&](int64_t i, auto count) {
+    const F normed = rounded<T>(take(x + i, count) * scale);
+    put(out + i, adapt(normed * take(weight + i, count), vectors, i, count), count);
+  });
+}
+
+template <class T>
+static void add_row(const T* x, const T* residual, T* total, int64_t size) {
+  for_vectors(size, [&](int64_t i, auto count) {
+    put(total + i, take(x + i, count) + take(residual + i, count), count);
+  });
+}
+
+template <class T>
+static void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, T* out, int64_t size,
+                           const Vectors<T>& vectors) {
+  const float mean = sum_row(size, [&](int64_t i, auto count) { return take(x + i, count); }) / (float)size;
+  const float squares = sum_row(size, [&](int64_t i, auto count) {
+    const F away = take(x + i, count, mean) - mean;
+    return away * away;
+  });
+  const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
+  for_vectors(size, [&](int64_t i, auto count) {
+    F value = (take(x + i, count) - mean) * scale;
+    if (weight != nullptr) value *= take(weight + i, count);
+    if (bias != nullptr) value += take(bias + i, count);
+    put(out + i, adapt(value, vectors, i, count), count);
+  });
+}
+
+// Call `step(row, vectors)` for all rows, with threads where there are many.
+template <class T, class Step>
+static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step step) {
+  in_threads(rows.count() > 1 && rows.count() * rows.size > NORMED_ALONE, [&](int64_t thread, int64_t threads) {
+    Adapters<T> adapters(lora, target);
+    const Range mine = part_of(rows.count(), thread, threads);
+    for (int64_t row = mine.begin; row < mine.end; row++) step(row, adapters.of(row));
+  });
+}
+
+template <class T>
+static void run_rms_norm(const Rows<T>& rows, const void* residual, const void* weight, float eps, void* normed,
+                         void* total, const Lora* lora, int64_t target) {
+  for_rows(rows, lora, target, [&](int64_t row, const Vectors<T>& vectors) {
+    const T* x = rows.at(row);
+    const int64_t at = row * rows.size;
+    if (residual != nullptr) {
+      T* sums = (T*)total + at;
+      add_row(x, (const T*)residual + at, sums, rows.size);
+      x = sums;
+    }
+    rms_norm_row(x, (const T*)weight, eps, (T*)normed + at, rows.size, vectors);
+  });
+}
+
+template <class T>
+static void run_layer_norm(const Rows<T>& rows, const void* weight, const void* bias, float eps, void* normed,
+                           const Lora* lora, int64_t target) {
+  for_rows(rows, lora, target, [&](int64_t row, const Vectors<T>& vectors) {
+    T* out = (T*)normed + row * rows.size;
+    layer_norm_row(rows.at(row), (const T*)weight, (const T*)bias, eps, out, rows.size, vectors);
+  });
+}
+
+// Normalise each row of `x + residual` by its root mean square. `residual`, `total` (that sum) and `lora` may be null;
+// they and `normed` have no gaps. With `lora` there is one head for each token.
+EXPORT(rms_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
+                 const void* weight, const float* eps, void* normed, void* total, int64_t tokens, int64_t heads,
+                 int64_t size, const Lora* lora, int64_t target) {
+  const auto run = [&](auto of) {
+    using T = decltype(of);
+    const Rows<T> rows{(const T*)x, token_stride, head_stride, tokens, heads, size};
+    run_rms_norm<T>(rows, residual, weight, *eps, normed, total, lora, target);
+  };
+  if (dtype == FLOAT32) run(float());
+  else if (dtype == BFLOAT16) run(Bf16());
+  else run(Half());
+}
+
+// Subtract each row's mean and divide it by its deviation. `weight`, `bias` and `lora` may be null.
+EXPORT(layer_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* weight,
+                   const void* bias, float eps, void* normed, int64_t tokens, int64_t heads, int64_t size,
+                   const Lora* lora, int64_t target) {
+  const auto run = [&](auto of) {
+    using T = decltype(of);
+    const Rows<T> rows{(const T*)x, token_stride, head_stride, tokens, heads, size};
+    run_layer_norm<T>(rows, weight, bias, eps, normed, lora, target);
+  };
+  if (dtype == FLOAT32) run(float());
+  else if (dtype == BFLOAT16) run(Bf16());
+  else run(Half());
+}

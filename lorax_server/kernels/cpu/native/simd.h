@@ -1,0 +1,185 @@
+// Vectors of floats, and the numbers that memory holds. `VL` is the number of floats in a vector of this instruction set.
+//
+// The compiler's own vectors are used, so one text serves all instruction sets; only what widens and narrows numbers is
+// written for each. Sums and products are float32, whatever the numbers in memory are.
+
+using F = float __attribute__((vector_size(VL * 4)));
+using I = int32_t __attribute__((vector_size(VL * 4)));
+using U = uint32_t __attribute__((vector_size(VL * 4)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+#if defined(__aarch64__)  // where older compilers of C++ know the type by this name alone
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
+// The codes of dtypes, as Python has them.
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Not by memcpy: some compilers then load a vector piece by piece, where its floats are used one by one.
+using Anywhere = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+static inline F load(const float* p) { return *(const Anywhere*)p; }
+#if VL == 4
+static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 16); }
+static inline F load(const Half* p) { return (F)vcvt_f32_f16(vld1_f16(p)); }
+static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
+static inline void store(Half* p, F v) { vst1_f16(p, vcvt_f16_f32((float32x4_t)v)); }
+#elif VL == 8 && defined(__x86_64__)
+static inline F load(const Bf16* p) {
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+static inline F load(const Half* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+static inline void keep_low(Bf16* p, U v) {
+  const __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // by halves: each twice
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+}
+static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
+#elif defined(__x86_64__)
+static inline F load(const Bf16* p) {
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
+static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
+#else  // any vector on any CPU, slowly: for tests
+using U16 = uint16_t __attribute__((vector_size(VL * 2)));
+using H = Half __attribute__((vector_size(VL * 2)));
+static inline F load(const Bf16* p) {
+  U16 v;
+  memcpy(&v, p, sizeof v);
+  return (F)(__builtin_convertvector(v, U) << 16);
+}
+static inline F load(const Half* p) {
+  H v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, F);
+}
+static inline void keep_low(Bf16* p, U v) {
+  const U16 narrow = __builtin_convertvector(v, U16);
+  memcpy(p, &narrow, sizeof narrow);
+}
+static inline void store(Half* p, F v) {
+  const H narrow = __builtin_convertvector(v, H);
+  memcpy(p, &narrow, sizeof narrow);
+}
+#endif
+
+struct Two {
+  F first, second;
+};
+template <class T>
+static inline Two load_two(const T* p) {
+  return {load(p), load(p + VL)};
+}
+#if VL == 4  // one load of 16 bytes is enough for both
+static inline Two load_two(const Bf16* p) {
+  const uint16x8_t v = vld1q_u16(&p->bits);
+  return {(F)vshll_n_u16(vget_low_u16(v), 16), (F)vshll_high_n_u16(v, 16)};
+}
+static inline Two load_two(const Half* p) {
+  const float16x8_t v = vld1q_f16(p);
+  return {(F)vcvt_f32_f16(vget_low_f16(v)), (F)vcvt_high_f32_f16(v)};
+}
+#endif
+
+static inline float read(const float* p) { return *p; }
+static inline float read(const Bf16* p) {
+  uint32_t bits = (uint32_t)p->bits << 16;
+  float v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+static inline float read(const Half* p) { return (float)*p; }
+
+static inline void store(float* p, F v) { *(Anywhere*)p = v; }
+static inline void store(Bf16* p, F v) {
+  const U bits = (U)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
+  keep_low(p, (v != v) ? nan : rounded);
+}
+
+static inline void write(float* p, float v) { *p = v; }
+static inline void write(Bf16* p, float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, sizeof bits);
+  p->bits = v != v ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+static inline void write(Half* p, float v) { *p = (Half)v; }
+
+static inline F spread(float v) { return v - F{}; }
+
+// The last numbers of a row, where they do not fill a vector; `rest` stands in the other places.
+template <class T>
+static inline F load_some(const T* p, int64_t count, float rest = 0.0f) {
+  float copy[VL];
+  for (int i = 0; i < VL; i++) copy[i] = i < count ? read(p + i) : rest;
+  return load(copy);
+}
+template <class T>
+static inline void store_some(T* p, F v, int64_t count) {
+  T copy[VL];
+  store(copy, v);
+  memcpy(p, copy, count * sizeof(T));
+}
+
+// The sum of a vector's floats, always in the same order.
+static inline float sum(F v) {
+  float parts[VL];
+  memcpy(parts, &v, sizeof v);
+  for (int width = VL / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+  return parts[0];
+}
+static inline float largest(F v) {
+  float best = v[0];
+  for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+static inline F larger(F a, F b) { return (a > b) ? a : b; }
+
+// e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
+static inline F exponential(F x) {
+  x = (x < spread(-88.0f)) ? spread(-88.0f) : x;  // whose exponent's bits are all 0
+  x = (x > spread(89.0f)) ? spread(89.0f) : x;    // whose exponent's bits are all 1
+  const F shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer stands in its last bits
+  const F whole = shifted - 12582912.0f;
+  const F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, square = rest * rest;
+  // In pairs, which do not wait for each other.
+  F p = (rest * 1.9875691500e-4f + 1.3981999507e-3f) * square + (rest * 8.3334519073e-3f + 4.1665795894e-2f);
+  p = p * square + (rest * 1.6666665459e-1f + 5.0000001201e-1f);
+  p = p * square + (rest + 1.0f);
+  return p * (F)(((U)shifted + 127) << 23);
+}
+
+static inline F silu(F x) { return x / (1.0f + exponential(-x)); }
+// 0.5 * x * (1 + tanh(y)) is x / (1 + exp(-2 * y)).
+static inline F gelu_tanh(F x) { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+
+// Memory of a thread that only grows: `make` returns at least `count` items, whatever they hold.
+struct Scratch {
+  std::vector<char> bytes;
+  template <class T>
+  T* make(int64_t count) {
+    if ((int64_t)bytes.size() < count * (int64_t)sizeof(T) + 64) bytes.resize(count * sizeof(T) + 64);
+    return (T*)(((uintptr_t)bytes.data() + 63) & ~(uintptr_t)63);
+  }
+};
+
+// Cut `count` items into even parts; return the bounds of this thread's.
+struct Range {
+  int64_t begin, end;
+};
+static inline Range part_of(int64_t count, int64_t thread, int64_t threads) {
+  return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+// Call `work(thread, threads)` in several threads, or in this one alone: OpenMP takes microseconds even for one thread.
+template <class Work>
+static inline void in_threads(bool several, Work work) {
+  if (!several || omp_get_max_threads() == 1) return work((int64_t)0, (int64_t)1);
+#pragma omp parallel
+  work((int64_t)omp_get_thread_num(), (int64_t)omp_get_num_threads());
+}

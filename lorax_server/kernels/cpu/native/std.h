@@ -1,0 +1,15 @@
+// What the kernels need of the standard library. It comes before an instruction set is chosen: what it defines is shared.
+
+#include <omp.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>

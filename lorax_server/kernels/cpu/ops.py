@@ -1,0 +1,97 @@
+"""The op table in C++ for CPUs. What is rare is left to the reference."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lorax_server.kernels import reference
+from lorax_server.kernels.cpu import attention, linear, norm
+from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
+
+
+class CpuOps:
+    """The ops, on all threads of torch."""
+
+    def __init__(self) -> None:
+        """Load the library; an error says why there is none."""
+        self._library = Library()
+
+    # Only adapters with rows of tokens of their own come here.
+    add_lora = staticmethod(reference.add_lora)
+    adapt_embedding = staticmethod(reference.adapt_embedding)
+    scale_and_shift = staticmethod(reference.scale_and_shift)
+    plan_lora = staticmethod(reference.plan_lora)
+    prepare = staticmethod(reference.prepare)
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> None:
+        attention.write_kv(self._library, k, v, cache, batch, spec)
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return attention.prefill_attention(self._library, q, k, v, cache, batch, spec)
+
+    def decode_attention(
+        self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        return attention.decode_attention(self._library, q, cache, batch, spec)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        attention.rotary(self._library, x, cos, sin)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.rms_norm(self._library, x, residual, weight, eps, lora, targets)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+        return linear.make_linear(self._library, weight, bias)
+
+    def linear(
+        self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+    ) -> torch.Tensor:
+        return linear.linear(self._library, x, weights, lora, targets)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weights: LinearWeights,
+        activation: Activation,
+        lora: LoraBatch | None,
+        targets: Sequence[LoraTarget],
+    ) -> torch.Tensor:
+        return linear.gated_linear(self._library, x, weights, activation, lora, targets)

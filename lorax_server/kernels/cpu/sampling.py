@@ -1,0 +1,128 @@
+"""Sampling of the native kernels: the likeliest tokens, and log probabilities.
+
+Logits are `[rows, vocabulary]` of any dtype. `choose_greedy` and `find_logprobs` sum in the same order, so a token has
+the same log probability by either, bit for bit.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lorax_server.kernels.cpu.library import DTYPES, Library
+
+
+def choose_greedy(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [rows] the likeliest token of each row, and [rows] its log probability, float32.
+
+    Of equals it is the first. A row with a NaN chooses the first of those, as torch does; its log probability is NaN.
+    """
+    logits = _lay_out(logits)
+    rows, vocabulary = logits.shape
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows, dtype=torch.float32)
+    library.choose_greedy(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary),
+        *(token_ids.data_ptr(), logprobs.data_ptr()),
+    )
+    return token_ids, logprobs
+
+
+def find_logprobs(
+    library: Library, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return [rows, count] float32 the log probabilities of `[rows, count]` tokens, each in its row.
+
+    They are those of the logits divided by `temperatures`, [rows] float32, where there are some. A token beyond the
+    vocabulary has NaN.
+    """
+    logits, token_ids = _lay_out(logits), token_ids.contiguous()
+    rows, count = token_ids.shape
+    if token_ids.dtype != torch.int64 or rows != len(logits):
+        raise ValueError(f"the tokens of {len(logits)} rows must be int64, not {token_ids.dtype} of {rows} rows")
+    if temperatures is not None:
+        if temperatures.shape != (rows,) or temperatures.dtype != torch.float32:
+            raise ValueError(f"each of {rows} rows needs a temperature, float32")
+        temperatures = temperatures.contiguous()
+    logprobs = torch.empty(rows, count, dtype=torch.float32)
+    library.find_logprobs(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape),
+        *(None if temperatures is None else temperatures.data_ptr(), token_ids.data_ptr(), count, logprobs.data_ptr()),
+    )
+    return logprobs
+
+
+def find_best(library: Library, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [rows, count] the best scores of each row, float32, the best first, and their tokens, as `topk` does.
+
+    Of equals those of lower id are better; a NaN is better than all numbers.
+    """
+    logits = _lay_out(logits)
+    rows, vocabulary = logits.shape
+    if not 0 < count <= vocabulary:
+        raise ValueError(f"there are no {count} best of {vocabulary} tokens")
+    best = torch.empty(rows, count, dtype=torch.float32)
+    token_ids = torch.empty(rows, count, dtype=torch.int64)
+    library.find_best(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, count),
+        *(best.data_ptr(), token_ids.data_ptr()),
+    )
+    return best, token_ids
+
+
+class Cuts(NamedTuple):
+    """How the scores of each row are cut before a token is drawn. All are [rows], without gaps."""
+
+    temperatures: torch.Tensor  # float32
+    top_k: torch.Tensor  # int64; the vocabulary for none
+    top_p: torch.Tensor  # float64; infinity for none
+    min_p: torch.Tensor  # float64; 0 for none
+
+    @classmethod
+    def of(
+        cls,
+        temperatures: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        vocab_size: int,
+    ) -> "Cuts":
+        """Take the parameters of requests, in which 0 is no top-k and 1 no top-p. They count as float32."""
+        rests = torch.tensor([1 - p for p in top_p], dtype=torch.float32).double()
+        return cls(
+            torch.tensor(temperatures, dtype=torch.float32),
+            torch.tensor([min(k or vocab_size, vocab_size) for k in top_k]),
+            torch.where(rests > 0, 1 - rests, math.inf),
+            torch.tensor(min_p, dtype=torch.float32).double(),
+        )
+
+
+def draw_few(
+    library: Library, logits: torch.Tensor, count: int, cuts: Cuts, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a token of each row from its `count` best, by `uniforms`, [rows] float64.
+
+    Return [rows] tokens, [rows] float32 their log probabilities among the tokens that are left, and [rows] bool whether
+    the few decided: else the others count too, or the scores are no numbers, and the row must be drawn otherwise.
+    """
+    logits = _lay_out(logits)
+    rows, vocabulary = logits.shape
+    if not 0 < count <= vocabulary or any(len(column) != rows for column in (*cuts, uniforms)):
+        raise ValueError(
+            f"{rows} rows cannot be drawn from {count} of {vocabulary} tokens with {len(uniforms)} numbers"
+        )
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows, dtype=torch.float32)
+    decided = torch.empty(rows, dtype=torch.bool)
+    library.draw_few(
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, count),
+        *(column.data_ptr() for column in (*cuts, uniforms, token_ids, logprobs, decided)),
+    )
+    return token_ids, logprobs, decided
+
+
+def _lay_out(logits: torch.Tensor) -> torch.Tensor:
+    if logits.shape[-1] == 0:
+        raise ValueError("there is no token to choose")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()

@@ -1,0 +1,66 @@
+"""Matrices as the CPU's kernels read them: panels of outputs, each from front to back, in the narrowest exact dtype."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class PanelMatrix:
+    """Some rows of a matrix `[outputs, inputs]` that lies in panels `[panels, inputs, width]`, the last filled up."""
+
+    panels: torch.Tensor
+    dtype: torch.dtype  # of what it is multiplied with; the panels may have a narrower one
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self.panels.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    def __getitem__(self, rows: slice) -> "PanelMatrix":
+        first, stop, step = rows.indices(len(self))
+        if step != 1:
+            raise IndexError("rows of panels are taken one after the other")
+        return PanelMatrix(self.panels, self.dtype, self.start + first, self.start + max(first, stop))
+
+    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return some of these rows, by their numbers."""
+        rows, width = rows + self.start, self.panels.shape[2]
+        found: torch.Tensor = self.panels[rows // width, :, rows % width].to(self.dtype)
+        return found
+
+    def read(self) -> torch.Tensor:
+        """Return these rows as a plain matrix."""
+        width = self.panels.shape[2]
+        first, last = self.start // width, -(-self.stop // width)
+        rows = self.panels[first:last].transpose(1, 2).flatten(0, 1)
+        return rows[self.start - first * width : self.stop - first * width].to(self.dtype)
+
+
+def cut_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
+    """Return a copy of a matrix in panels. A float32 one that half precision holds exactly is stored so."""
+    outputs, inputs = weight.shape
+    filled = F.pad(narrow_exactly(weight), (0, 0, 0, -outputs % width))
+    panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
+    return PanelMatrix(panels, weight.dtype, 0, outputs)
+
+
+def narrow_exactly(weight: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in half the bytes, where that is possible: a product takes as long as they are read."""
+    if weight.dtype == torch.float32:
+        for dtype in NARROW:
+            narrow = weight.to(dtype)
+            if torch.equal(narrow.float(), weight):
+                return narrow
+    return weight

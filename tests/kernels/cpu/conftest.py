@@ -1,0 +1,21 @@
+"""The native kernels. Where they were not built, the tests of this folder fail: they must not be left out unseen."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lorax_server.kernels.cpu.library import Library
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return Library()
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    """Let a test change the number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

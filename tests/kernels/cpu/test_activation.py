@@ -1,0 +1,87 @@
+"""The native gate against torch, and against float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.cpu.activation import Gate, open_gate
+from lorax_server.kernels.cpu.library import Library
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # half a step of a value's last place
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+KINDS = [(Gate.SILU, F.silu), (Gate.GELU_TANH, gelu_tanh)]
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def activate(library: Library, values: torch.Tensor, kind: Gate) -> torch.Tensor:
+    return open_gate(library, torch.cat([values, torch.ones_like(values)])[None], kind)[0]
+
+
+@pytest.mark.parametrize(("kind", "function"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(kind: Gate, function: Function, dtype: torch.dtype, library: Library) -> None:
+    for rows, width in [(0, 8), (1, 1), (1, 1536), (3, 5), (7, 67), (2, 3000)]:
+        x = 3 * normal(rows, 2 * width, seed=width, dtype=dtype)
+        left, right = x.double().chunk(2, dim=-1)
+        found = open_gate(library, x, kind)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), function(left) * right, rtol=TOLERANCE[dtype], atol=2e-6)
+        wide = torch.cat([x, x], dim=1)[:, : 2 * width]
+        assert torch.equal(open_gate(library, wide, kind), open_gate(library, x, kind))
+        assert torch.equal(open_gate(library, x.T.contiguous().T, kind), open_gate(library, x, kind))
+
+
+@pytest.mark.parametrize(("kind", "function"), KINDS)
+def test_activations_are_exact_everywhere(kind: Gate, function: Function, library: Library) -> None:
+    x = torch.linspace(-100, 100, 400_001)
+    found = activate(library, x, kind).double()
+    torch.testing.assert_close(found, function(x.double()), rtol=3e-7, atol=1e-6)
+    near = x.abs() < 5
+    torch.testing.assert_close(found[near], function(x[near].double()), rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "function"), KINDS)
+def test_activations_at_the_ends(kind: Gate, function: Function, library: Library) -> None:
+    x = torch.tensor([-math.inf, math.inf, math.nan, -100, -89, -88, 88, 89, 0.0, -0.0, 1e20, -1e20, 1e-40])
+    torch.testing.assert_close(activate(library, x, kind), function(x), rtol=1e-6, atol=1e-35, equal_nan=True)
+
+
+def test_an_odd_number_has_no_halves(library: Library) -> None:
+    with pytest.raises(ValueError, match="no two halves"):
+        open_gate(library, torch.zeros(2, 7), Gate.SILU)
+
+
+def test_a_row_is_alone(library: Library) -> None:
+    x = normal(9, 134, seed=1)
+    expected = open_gate(library, x, Gate.SILU)
+    x[4] = math.nan
+    found = open_gate(library, x, Gate.SILU)
+    assert found[4].isnan().all()
+    for row in (0, 3, 5, 8):
+        assert torch.equal(found[row], expected[row])
+        assert torch.equal(open_gate(library, x[row : row + 1], Gate.SILU)[0], expected[row])
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
+    x, found = normal(11, 5002, seed=1, dtype=dtype), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append(open_gate(library, x, Gate.GELU_TANH))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -1,0 +1,162 @@
+"""Native linears: against float32 sums of torch, on mixes of adapters, and bit for bit against themselves."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import Activation, LinearWeights, LoraBatch, reference
+from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.kernels.panels import PanelMatrix
+from tests.kernels.batches import Adapter, World, error, mix
+
+OPS = CpuOps()
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33, 70)
+# inputs, widths of the targets, ranks of adapters by target: of some a target begins and ends within a panel.
+SHAPES = [
+    (5, [3], [[2], [0], [7]]),
+    (64, [64, 32, 32], [[8, 0, 3], [1, 1, 1], [16, 16, 16]]),
+    (37, [20, 11, 19], [[4, 5, 6], [0, 0, 9], [64, 2, 0]]),
+    (576, [128, 128], [[16, 16], [512, 0], [0, 40]]),
+]
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_world(shape: int, dtype: torch.dtype = torch.float32) -> World:
+    inputs, widths, ranks = SHAPES[shape]
+    adapters = [Adapter(each, vectors=index != 1) for index, each in enumerate(ranks)]
+    return World(inputs, widths, adapters, dtype=dtype, bias=True, seed=shape, device="cpu")
+
+
+def load(world: World) -> LinearWeights:
+    assert isinstance(world.weights.weight, torch.Tensor)
+    return OPS.make_linear(world.weights.weight, world.weights.bias)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_any_mix_of_adapters(shape: int, dtype: torch.dtype) -> None:
+    world = make_world(shape, dtype)
+    weights = load(world)
+    for rows in ROWS:
+        x, indices = world.normal(rows, world.inputs), mix(rows, len(world.adapters), seed=rows)
+        found = OPS.linear(x, weights, world.batch(indices), world.targets)
+        assert found.dtype == dtype
+        assert error(found, world.expected(x, indices)) < TOLERANCES[dtype]
+        assert error(OPS.linear(x, weights, None, ()), world.expected(x, [0] * rows)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_a_row_has_the_same_bits_alone_in_any_batch_and_on_any_threads(shape: int, dtype: torch.dtype) -> None:
+    world = make_world(shape, dtype)
+    weights, rows = load(world), max(ROWS)
+    x, indices = world.normal(rows, world.inputs), mix(rows, len(world.adapters), seed=1)
+    together = OPS.linear(x, weights, world.batch(indices), world.targets)
+    for row in range(rows):
+        alone = OPS.linear(x[row : row + 1], weights, world.batch(indices[row : row + 1]), world.targets)
+        assert torch.equal(alone[0], together[row])
+    for some in ROWS:
+        found = OPS.linear(x[:some], weights, world.batch(indices[:some]), world.targets)
+        assert torch.equal(found, together[:some])
+    torch.set_num_threads(1)
+    assert torch.equal(OPS.linear(x, weights, world.batch(indices), world.targets), together)
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    world = make_world(1)
+    x, indices = world.normal(20, world.inputs), mix(20, len(world.adapters), seed=3)
+    weights = load(world)
+    clean = OPS.linear(x, weights, world.batch(indices), world.targets)
+    x[7, 3] = torch.nan
+    found = OPS.linear(x, weights, world.batch(indices), world.targets)
+    assert bool(found[7].isnan().any())
+    assert torch.equal(found[:7], clean[:7])
+    assert torch.equal(found[8:], clean[8:])
+
+
+ACTIVATIONS = [
+    Activation("silu", F.silu),
+    Activation("gelu_tanh", partial(F.gelu, approximate="tanh")),
+    Activation("relu", F.relu),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.name)
+@pytest.mark.parametrize("width", [128, 24, 19])
+def test_gates(width: int, activation: Activation, dtype: torch.dtype) -> None:
+    adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True)]
+    world = World(96, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
+    weights = load(world)
+    x, indices = world.normal(max(ROWS), world.inputs), mix(max(ROWS), 2, seed=5)
+    for rows in ROWS:
+        found = OPS.gated_linear(x[:rows], weights, activation, world.batch(indices[:rows]), world.targets)
+        gate, up = world.expected(x[:rows], indices[:rows]).chunk(2, dim=-1)
+        assert error(found, activation(gate) * up) < 2 * TOLERANCES[dtype]
+        assert error(OPS.gated_linear(x[:rows], weights, activation, None, ()), gated(world, x[:rows], activation)) < (
+            2 * TOLERANCES[dtype]
+        )
+
+
+def gated(world: World, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = world.expected(x, [0] * len(x)).chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_what_half_precision_holds_exactly_takes_half_the_memory_and_changes_nothing(stored: torch.dtype) -> None:
+    weight = torch.randn(50, 40).to(stored).float()
+    narrow, wide = OPS.make_linear(weight, None), OPS.make_linear(weight + weight * 2**-20, None)
+    assert isinstance(narrow.weight, PanelMatrix)
+    assert isinstance(wide.weight, PanelMatrix)
+    assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (stored, torch.float32)
+    assert torch.equal(narrow.plain, weight)
+    x = torch.randn(9, 40)
+    torch.testing.assert_close(OPS.linear(x, narrow, None, ()), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_panels() -> None:
+    weight = torch.randn(50, 7)
+    matrix = OPS.make_linear(weight, None).weight
+    assert isinstance(matrix, PanelMatrix)
+    assert (len(matrix), matrix.shape, matrix.dtype, matrix.device) == (50, (50, 7), torch.float32, weight.device)
+    assert torch.equal(matrix.read(), weight)
+    assert torch.equal(matrix[11:37][2:9].read(), weight[13:20])
+    assert matrix[60:].shape == (0, 7)
+    with pytest.raises(IndexError):
+        matrix[::2]
+
+
+def test_rows_that_lie_apart() -> None:
+    world = make_world(1)
+    wide = world.normal(9, 2 * world.inputs)
+    for x in (wide[:, : world.inputs], wide[:, ::2]):
+        found = OPS.linear(x, load(world), None, ())
+        assert torch.equal(found, OPS.linear(x.contiguous(), load(world), None, ()))
+
+
+def test_no_rows() -> None:
+    world = make_world(1)
+    empty: LoraBatch = world.batch([])
+    assert OPS.linear(world.normal(0, world.inputs), load(world), empty, world.targets).shape == (0, sum(world.widths))
+
+
+def test_a_plain_matrix_is_left_to_torch() -> None:
+    world = make_world(1)
+    x, batch = world.normal(5, world.inputs), world.batch([0, 1, 1, 2, 3])
+    assert torch.equal(
+        OPS.linear(x, world.weights, batch, world.targets), reference.linear(x, world.weights, batch, world.targets)
+    )
+    double = OPS.make_linear(torch.randn(3, 4, dtype=torch.float64), None)
+    assert isinstance(double.weight, torch.Tensor)

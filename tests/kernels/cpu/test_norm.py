@@ -1,0 +1,208 @@
+"""Native norms against the reference, and against float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
+from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.norm import layer_norm, rms_norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# In half precision one step of a value's last place: a sum that differs in its last bit may round to the other side.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+SIZES = [1, 5, 16, 64, 67, 100, 576, 4096]
+EPS = torch.tensor(1e-5)
+
+Norm = Callable[[torch.Tensor, torch.Tensor, LoraBatch | None], torch.Tensor]
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def both_norms(library: Library, weight: torch.Tensor, bias: torch.Tensor) -> list[Norm]:
+    """Return functions of rows, residuals and adapters."""
+    targets = [LoraTarget(1, slice(0, len(weight)))]
+    return [
+        lambda x, residual, lora: rms_norm(library, x, residual, weight, EPS, lora, targets)[0],
+        lambda x, _, lora: layer_norm(library, x, weight, bias, 1e-5, lora, targets),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm(dtype: torch.dtype, has_residual: bool, library: Library) -> None:
+    for size in SIZES:
+        for rows in (0, 1, 3, 20):
+            x, weight = normal(rows, size, seed=1, dtype=dtype), normal(size, seed=2, dtype=dtype)
+            residual = normal(rows, size, seed=3, dtype=dtype) if has_residual else None
+            expected, summed = reference.rms_norm(x, residual, weight, EPS)
+            found, total = rms_norm(library, x, residual, weight, EPS)
+            check_close(found, expected)
+            assert torch.equal(total, summed)
+            assert has_residual or total is x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) -> None:
+    """Nearly all values are the same: a rounding more or less would change a tenth of them."""
+    x, residual, weight = (normal(*shape, seed=4, dtype=dtype) for shape in ((64, 576), (64, 576), (576,)))
+    found, _ = rms_norm(library, x, residual, weight, EPS)
+    expected, _ = reference.rms_norm(x, residual, weight, EPS)
+    assert (found != expected).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(dtype: torch.dtype, library: Library) -> None:
+    for size in SIZES:
+        for rows in (0, 1, 20):
+            x = normal(rows, size, seed=1, dtype=dtype)
+            for affine in (False, True):
+                weight, bias = (normal(size, seed=seed, dtype=dtype) if affine else None for seed in (2, 3))
+                expected = reference.layer_norm(x, weight, bias, 1e-5)
+                check_close(layer_norm(library, x, weight, bias, 1e-5), expected)
+
+
+def test_a_mean_far_from_zero_costs_no_precision(library: Library) -> None:
+    x = normal(3, 4000, seed=1) * 0.1 + 300
+    expected = F.layer_norm(x.double(), (4000,), eps=1e-5)
+    found = layer_norm(library, x, None, None, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # of the rounding of x itself
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_lie_apart(dtype: torch.dtype, library: Library) -> None:
+    whole, weight = normal(4, 6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
+    layouts = [whole, whole[:, 1:4], whole[:, 2], whole[1:, :, :].transpose(0, 1), normal(20, 6, seed=3, dtype=dtype).T]
+    for x in layouts:
+        found, same = rms_norm(library, x, None, weight, EPS)
+        assert same is x or torch.equal(same, x)
+        check_close(found, reference.rms_norm(x, None, weight, EPS)[0])
+        check_close(layer_norm(library, x, weight, None, 1e-5), reference.layer_norm(x, weight, None, 1e-5))
+        summed = rms_norm(library, x, torch.ones_like(x), weight, EPS)
+        for ours, theirs in zip(summed, reference.rms_norm(x, torch.ones_like(x), weight, EPS), strict=True):
+            check_close(ours, theirs)
+
+
+def test_a_residual_of_another_shape_or_dtype_is_refused(library: Library) -> None:
+    x, weight = normal(3, 8, seed=1), normal(8, seed=2)
+    for residual in (normal(2, 8, seed=3), normal(3, 8, seed=3).half()):
+        with pytest.raises(ValueError, match="same shape and dtype"):
+            rms_norm(library, x, residual, weight, EPS)
+
+
+# --- adapters
+
+KINDS = [[], [], [Field.FACTOR], [Field.SHIFT], [Field.FACTOR, Field.SHIFT]]  # of each adapter; 0 is the base model
+RUNS = [(0, 1), (1, 2), (2, 12), (3, 1), (4, 3), (2, 1)]  # adapter, tokens
+
+
+def adapters(size: int, dtype: torch.dtype, runs: list[tuple[int, int]] = RUNS) -> LoraBatch:
+    """Make a batch of adapters with vectors at target 1. NaNs lie around the vectors."""
+    buffer = torch.full((len(KINDS) * 4 * size + 8,), math.nan)
+    table = torch.full((len(KINDS), 3, len(Field)), -1)
+    table[..., Field.RANK :] = 0
+    at = 3
+    for adapter, fields in enumerate(KINDS):
+        for field in fields:
+            buffer[at : at + size] = normal(size, seed=adapter * 10 + field)
+            table[adapter, 1, field] = at
+            at += size + 1
+    indices = [adapter for adapter, length in runs for _ in range(length)]
+    return LoraBatch(
+        buffer=buffer.to(dtype),
+        table=table,
+        scales=torch.ones(len(KINDS), 3),
+        widths=torch.full((3, 2), size),
+        adapter_indices=torch.tensor(indices, dtype=torch.int32),
+        host_table=table,
+        bounds=[sum(length for _, length in runs[:count]) for count in range(len(runs) + 1)],
+        adapters=[adapter for adapter, _ in runs],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 131])
+def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, size: int, library: Library) -> None:
+    x, residual = normal(20, size, seed=1, dtype=dtype), normal(20, size, seed=2, dtype=dtype)
+    weight, bias = normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)
+    lora, targets = adapters(size, dtype), [LoraTarget(1, slice(0, size))]
+    expected, summed = reference.rms_norm(x, residual, weight, EPS, lora, targets)
+    found, total = rms_norm(library, x, residual, weight, EPS, lora, targets)
+    check_close(found, expected)
+    assert torch.equal(total, summed)
+    plain, _ = rms_norm(library, x, residual, weight, EPS, lora, [])
+    check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
+    assert torch.equal(plain[:3], found[:3])
+    assert not torch.allclose(plain[3:].float(), found[3:].float(), atol=0.1)
+    expected = reference.layer_norm(x, weight, bias, 1e-5, lora, targets)
+    check_close(layer_norm(library, x, weight, bias, 1e-5, lora, targets), expected)
+
+
+def test_adapters_of_other_tokens_or_columns_are_refused(library: Library) -> None:
+    x, weight = normal(20, 8, seed=1), normal(8, seed=2)
+    for rows, columns in ((x[:19], slice(0, 8)), (x, slice(0, 4))):
+        with pytest.raises(ValueError, match="cannot change"):
+            rms_norm(library, rows, None, weight, EPS, adapters(8, x.dtype), [LoraTarget(1, columns)])
+
+
+# --- one row and its neighbours
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, library: Library) -> None:
+    size = 131
+    x, residual = normal(20, size, seed=1, dtype=dtype), normal(20, size, seed=2, dtype=dtype)
+    for norm in both_norms(library, normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)):
+        together = norm(x, residual, adapters(size, dtype))
+        owners = [adapter for adapter, length in RUNS for _ in range(length)]
+        for row in (0, 2, 7, 15, 19):
+            one = slice(row, row + 1)
+            alone = norm(x[one], residual[one], adapters(size, dtype, [(owners[row], 1)]))
+            assert torch.equal(together[one], alone)
+
+
+def test_a_nan_stays_in_its_row(library: Library) -> None:
+    x, residual = normal(20, 67, seed=1), normal(20, 67, seed=2)
+    for norm in both_norms(library, normal(67, seed=3), normal(67, seed=4)):
+        expected = norm(x, residual, None)
+        for bad in (math.nan, math.inf):
+            broken = x.clone()
+            broken[7, 66] = bad
+            found = norm(broken, residual, None)
+            assert found[7].isnan().any()
+            assert torch.equal(found[:7], expected[:7])
+            assert torch.equal(found[8:], expected[8:])
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
+    size, runs = 2051, [(2, 17), (0, 9), (4, 1), (3, 14)]
+    x, residual = normal(41, size, seed=1, dtype=dtype), normal(41, size, seed=2, dtype=dtype)
+    norms = both_norms(library, normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype))
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append([norm(x, residual, adapters(size, dtype, runs)) for norm in norms])
+    for others in found[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1, -0x7F])  # the last two are negative NaNs
+def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) -> None:
+    x = torch.full((1, 20), bits, dtype=torch.int16).view(torch.bfloat16)
+    assert x.isnan().all()
+    normed, total = rms_norm(library, x, torch.ones_like(x), torch.ones(20, dtype=x.dtype), EPS)
+    assert normed.isnan().all()
+    assert total.isnan().all()
+    assert layer_norm(library, x, None, None, 1e-5).isnan().all()
