@@ -25,6 +25,7 @@ from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
+from lorax_server.kernels import select_ops
 from lorax_server.plan import Capabilities, Prepared
 from lorax_server.types import Request, SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -45,6 +46,7 @@ class NoModel:
     """The interface of a paged model without the model."""
 
     device = torch.device("cpu")
+    ops = select_ops(device)
 
     def __init__(self, vocab_size: int) -> None:
         """A larger vocabulary has scores like those of a model: a few tokens have nearly all of the mass."""

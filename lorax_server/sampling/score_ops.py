@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from lorax_server.kernels import Ops
+from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.sampling.processors import find_likeliest
 
 
@@ -61,3 +63,10 @@ def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 REFERENCE = ScoreOps(choose_greedy, find_logprobs, find_best)
+
+
+def select_score_ops(ops: Ops) -> ScoreOps:
+    """Return the fastest set that goes with the ops of a model."""
+    if isinstance(ops, CpuOps):
+        return ScoreOps(ops.choose_greedy, ops.find_logprobs, ops.find_best)
+    return REFERENCE

@@ -16,7 +16,7 @@ from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
-from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
+from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import DecodeGraphs
@@ -76,16 +76,12 @@ class PagedRunner:
         memory: AdapterMemory | None = None,
         graph_sizes: Sequence[int] = (),
         capture: bool = True,
-        score_ops: ScoreOps = REFERENCE,
     ) -> None:
-        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`.
-
-        `score_ops` choose tokens on a CPU.
-        """
+        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`."""
         self._model = model
         self._device = model.device
         self._memory = memory
-        self._score_ops = score_ops
+        self._score_ops = select_score_ops(model.ops)
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
         self._graphs: DecodeGraphs | None = None

@@ -29,7 +29,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
     "find_logprobs": (N, P, N, N, N, P, P, N, P),
     "find_best": (N, P, N, N, N, N, P, P),
-    "draw_few": (N, P, N, N, N, N, P, P, P, P, P, P, P, P),
 }
 
 

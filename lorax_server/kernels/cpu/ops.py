@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lorax_server.kernels import reference
-from lorax_server.kernels.cpu import attention, linear, norm
+from lorax_server.kernels.cpu import attention, linear, norm, sampling
 from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.ops import (
     Activation,
@@ -77,6 +77,21 @@ class CpuOps:
         targets: Sequence[LoraTarget] = (),
     ) -> torch.Tensor:
         return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
+
+    # --- beside the table: what sampling asks of a CPU ---
+
+    def choose_greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.choose_greedy(self._library, logits)
+
+    def find_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return sampling.find_logprobs(self._library, logits, token_ids, temperatures)
+
+    def find_best(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.find_best(self._library, logits, count)
+
+    # --- linears ---
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
         return linear.make_linear(self._library, weight, bias)

@@ -4,10 +4,6 @@ Logits are `[rows, vocabulary]` of any dtype. `choose_greedy` and `find_logprobs
 the same log probability by either, bit for bit.
 """
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from lorax_server.kernels.cpu.library import DTYPES, Library
@@ -69,57 +65,6 @@ def find_best(library: Library, logits: torch.Tensor, count: int) -> tuple[torch
         *(best.data_ptr(), token_ids.data_ptr()),
     )
     return best, token_ids
-
-
-class Cuts(NamedTuple):
-    """How the scores of each row are cut before a token is drawn. All are [rows], without gaps."""
-
-    temperatures: torch.Tensor  # float32
-    top_k: torch.Tensor  # int64; the vocabulary for none
-    top_p: torch.Tensor  # float64; infinity for none
-    min_p: torch.Tensor  # float64; 0 for none
-
-    @classmethod
-    def of(
-        cls,
-        temperatures: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-        vocab_size: int,
-    ) -> "Cuts":
-        """Take the parameters of requests, in which 0 is no top-k and 1 no top-p. They count as float32."""
-        rests = torch.tensor([1 - p for p in top_p], dtype=torch.float32).double()
-        return cls(
-            torch.tensor(temperatures, dtype=torch.float32),
-            torch.tensor([min(k or vocab_size, vocab_size) for k in top_k]),
-            torch.where(rests > 0, 1 - rests, math.inf),
-            torch.tensor(min_p, dtype=torch.float32).double(),
-        )
-
-
-def draw_few(
-    library: Library, logits: torch.Tensor, count: int, cuts: Cuts, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a token of each row from its `count` best, by `uniforms`, [rows] float64.
-
-    Return [rows] tokens, [rows] float32 their log probabilities among the tokens that are left, and [rows] bool whether
-    the few decided: else the others count too, or the scores are no numbers, and the row must be drawn otherwise.
-    """
-    logits = _lay_out(logits)
-    rows, vocabulary = logits.shape
-    if not 0 < count <= vocabulary or any(len(column) != rows for column in (*cuts, uniforms)):
-        raise ValueError(
-            f"{rows} rows cannot be drawn from {count} of {vocabulary} tokens with {len(uniforms)} numbers"
-        )
-    token_ids = torch.empty(rows, dtype=torch.int64)
-    logprobs = torch.empty(rows, dtype=torch.float32)
-    decided = torch.empty(rows, dtype=torch.bool)
-    library.draw_few(
-        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, count),
-        *(column.data_ptr() for column in (*cuts, uniforms, token_ids, logprobs, decided)),
-    )
-    return token_ids, logprobs, decided
 
 
 def _lay_out(logits: torch.Tensor) -> torch.Tensor:

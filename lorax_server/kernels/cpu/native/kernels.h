@@ -16,5 +16,4 @@ namespace ISA {
 #include "cache.h"
 #include "attention.h"
 #include "best.h"
-#include "draw.h"
 }  // namespace ISA

@@ -392,9 +392,7 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   const Product<T, S> product{matrix, IS_WIDE ? (const float*)x : wide, IS_WIDE ? ldx : inputs, rows, out, width, count,
                               plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
                               lora == nullptr ? nullptr : lora->bounds, low, gate};
-#pragma omp parallel if (rows * inputs * matrix.outputs > FEW)
-  {
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
     if (!IS_WIDE) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++) widen(x + row * ldx, wide + row * inputs, inputs);
@@ -407,7 +405,7 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
 #pragma omp barrier
     }
     product.run(part_of((width + PANEL - 1) / PANEL, thread, threads));
-  }
+  });
 }
 
 template <class T>

@@ -138,12 +138,23 @@ static inline float largest(F v) {
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
+// The larger of both, `b` where `a` is NaN; and a number within bounds, where a NaN stays NaN.
+#if VL == 4  // one instruction each, which a comparison is not
+static inline F larger(F a, F b) { return (F)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
+static inline F bounded(F x, float low, float high) {
+  return (F)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(low)), vdupq_n_f32(high));
+}
+#else
 static inline F larger(F a, F b) { return (a > b) ? a : b; }
+static inline F bounded(F x, float low, float high) {
+  x = (x < spread(low)) ? spread(low) : x;
+  return (x > spread(high)) ? spread(high) : x;
+}
+#endif
 
 // e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
 static inline F exponential(F x) {
-  x = (x < spread(-88.0f)) ? spread(-88.0f) : x;  // whose exponent's bits are all 0
-  x = (x > spread(89.0f)) ? spread(89.0f) : x;    // whose exponent's bits are all 1
+  x = bounded(x, -88.0f, 89.0f);  // whose exponents' bits are all 0, and all 1
   const F shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer stands in its last bits
   const F whole = shifted - 12582912.0f;
   const F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, square = rest * rest;
