@@ -26,9 +26,7 @@ from lorax_server.engine.engine import Engine
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.kernels import select_ops
-from lorax_server.kernels import select_ops
 from lorax_server.plan import Capabilities, Prepared
-from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Request, SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.runner import PagedRunner
@@ -119,7 +117,6 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
         num_rows=num_rows,
         max_length=LENGTH,
         memory=memory,
-        score_ops=select_score_ops(select_ops(torch.device("cpu"))),
     )
     capabilities = Capabilities(
         vocab_size, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
