@@ -69,6 +69,7 @@ class StepBuilder:
         # Few arrays, since a small one takes as long to make as dozens of its numbers.
         numbers = np.array([rows, starts, counts, adapter_indices], dtype=np.int64)
         flags = np.array([samples, asks], dtype=np.bool_)
+        new_blocks = np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64)
         return StepPlan(
             step=step,
             rows=numbers[0],
@@ -78,6 +79,6 @@ class StepBuilder:
             asks=flags[1],
             adapter_indices=numbers[3],
             new_rows=tuple(self.new_rows),
-            new_blocks=np.array(self.new_blocks or np.empty((0, 3)), dtype=np.int64),
+            new_blocks=new_blocks,
             adapter_ops=adapter_ops,
         )

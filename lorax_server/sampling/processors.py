@@ -95,7 +95,7 @@ def find_likeliest(scores: torch.Tensor) -> torch.Tensor:
     """Return [rows] the token of the highest score, the first of equals. numpy looks at several scores at once on a
     CPU, which torch does not."""
     if scores.device.type == "cpu":
-        return torch.from_numpy(scores.detach().numpy().argmax(-1))
+        return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
 
 

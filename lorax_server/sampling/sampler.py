@@ -56,12 +56,15 @@ class Sampler:
                 self.needs_tokens = general.needs_tokens
             self._parts.append((rows, torch.tensor(rows, dtype=torch.int64), chooser))
 
-    @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, history: History | None) -> Sampled:
         """Choose from [rows, vocabulary] logits, which stay as they are."""
         if history is None:
             assert not self.needs_history, "these rows need to know how long they are"
             return self._choose_likeliest(logits)
+        return self._choose_by_parts(logits, history)
+
+    @torch.inference_mode()
+    def _choose_by_parts(self, logits: torch.Tensor, history: History) -> Sampled:
         if len(self._parts) == 1:
             return self._parts[0][-1](logits, history)
         token_ids = torch.empty(len(logits), dtype=torch.int64)

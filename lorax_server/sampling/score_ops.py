@@ -43,7 +43,7 @@ class ScoreOps(NamedTuple):
 
 
 def choose_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.float()
+    scores = logits.detach().float()
     token_ids = find_likeliest(scores)
     # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
     all_logprobs = scores.log_softmax(-1).numpy()

@@ -17,7 +17,7 @@ class SelectedRows(NamedTuple):
 
     key: bytes
     rows: torch.Tensor
-    first_places: Ints  # of their tokens in `RowTables.token_ids`, counted from its first row on
+    first_places: Ints  # where their tokens begin in `RowTables.token_ids`, counted from its first row on
     prompt_lengths: torch.Tensor
     row_sampling: list[RowSampling]
 
@@ -80,15 +80,16 @@ class RowTables:
         return slots
 
     def read_tokens(self, places: Ints) -> torch.Tensor:
+        """Return tokens at places of `token_ids`, counted from its first row on."""
         if self._host_tokens is not None:
             return torch.from_numpy(self._host_tokens[places])
-        return self.token_ids.take(to_device(places, self.token_ids.device))
+        return self.token_ids.view(-1)[to_device(places, self.token_ids.device)]
 
     def write_tokens(self, places: Ints, token_ids: torch.Tensor) -> None:
         if self._host_tokens is not None:
             self._host_tokens[places] = token_ids.numpy()
         else:
-            self.token_ids.put_(to_device(places, token_ids.device), token_ids)
+            self.token_ids.view(-1)[to_device(places, token_ids.device)] = token_ids
 
 
 class StepLayout(NamedTuple):

@@ -133,6 +133,7 @@ class PagedRunner:
         starts = to_device(plan.starts, self._device)
         positions = to_device(tokens.positions.astype(np.int32), self._device)
         slots = to_device(tables.find_slots(tokens.rows, tokens.positions), self._device)
+        first_places = selected.first_places if tokens.is_single else selected.first_places[layout.sequences]
         max_s = max(tokens.lengths.tolist())
         seqlen = Seqlen(
             layout.input_lengths,
@@ -144,7 +145,7 @@ class PagedRunner:
             HostLengths(layout.counts, plan.starts.tolist()),
         )
         hidden, _ = self._model(
-            tables.read_tokens(selected.first_places[layout.sequences] + tokens.positions),
+            tables.read_tokens(first_places + tokens.positions),
             positions,
             layout.cu_seqlens,
             self._kv_cache,
