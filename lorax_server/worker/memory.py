@@ -46,14 +46,17 @@ def adapter_host_bytes(config: EngineConfig) -> int:
 def model_bytes(model: PagedCausalLM) -> int:
     """Return the bytes of all tensors that a model holds, each once."""
     tensors: dict[int, torch.Tensor] = {}
+    packed = 0  # copies by oneDNN, which tells no address
     for module in model.modules():
         for value in vars(module).values():
-            held = (value.weight, value.bias, value.packed) if isinstance(value, LinearWeights) else (value,)
+            held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
             for one in held:
                 tensor = one.panels if isinstance(one, PanelMatrix) else one
                 if isinstance(tensor, torch.Tensor):
                     tensors[tensor.data_ptr()] = tensor
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+            if isinstance(value, LinearWeights) and value.packed is not None:
+                packed += value.weight.shape[0] * value.weight.shape[1] * value.weight.dtype.itemsize
+    return packed + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def report_memory(model: PagedCausalLM, num_adapter_bytes: int, num_blocks: int, block_size: int) -> None:
