@@ -328,7 +328,7 @@ def config_of(**settings: Any) -> EngineConfig:
 )
 def test_each_tensor_of_a_model_is_counted_once(tmp_path: Path, ops: Ops | None, pack: bool) -> None:
     """The head of this model is its embedding; half precision, which holds its numbers, takes half the bytes."""
-    oracle = make_oracle("llama-tied-head").to(torch.float16)
+    oracle = make_oracle("llama-tied-head").to(torch.bfloat16)
     oracle.save_pretrained(tmp_path)
     model = get_model(ModelConfig(tmp_path, dtype="float32", pack_weights=pack), ops=ops)
     angles = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]

@@ -42,6 +42,7 @@ struct Task {
 };
 
 constexpr int64_t CACHED = 512 * 1024;  // bytes of inputs that stay in a core's cache beside the matrix
+constexpr int64_t GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
 constexpr int64_t FEW = 64 * 1024;  // products that one thread does sooner than several
 
 #if VL == 4
@@ -117,6 +118,13 @@ static Multiply<S> find_multiply(int64_t rows, int panels) {
   if constexpr (ROWS <= 4)
     if (panels == 2) return multiply<ROWS, 2, S>;
   return multiply<ROWS, 1, S>;
+}
+
+template <class T>
+static void widen(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = read(from + i);
 }
 
 template <class T, class S>
@@ -226,17 +234,17 @@ struct Product {
     }
   }
 
-  const S* panel_at(int64_t panel) const { return (const S*)matrix.panels + panel * matrix.inputs * PANEL; }
-
   // Few rows take several panels at once: a sum waits for its last product, so several sums keep a core busy.
   static int panels_at_once(int64_t height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
 
-  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels) const {
+  template <class Source>
+  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels, const Source& source) const {
+    using P = typename Source::Number;
     float values[MOST_ROWS * 4 * PANEL];
-    const S* from[4];
-    for (int j = 0; j < panels; j++) from[j] = panel_at(columns[j] / PANEL);
+    const P* from[4];
+    for (int j = 0; j < panels; j++) from[j] = source.find(columns[j] / PANEL);
     const int at_once = std::min(panels, panels_at_once(height));
-    const Multiply<S> multiply = find_multiply<MOST_ROWS, S>(height, at_once);
+    const Multiply<P> multiply = find_multiply<MOST_ROWS, P>(height, at_once);
     for (int j = 0; j < panels; j += at_once)
       multiply(x + row * ldx, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
     for (int64_t i = 0; i < height; i++) {
@@ -260,32 +268,78 @@ struct Product {
   }
 
   // Multiply some rows by some panels; with a gate, also by those of what it opens.
-  void run_rows(int64_t row, int64_t height, Range panels) const {
-    const int most = panels_at_once(height), both = gate == NONE ? 1 : 2, half = matrix.outputs / 2;
+  template <class Source>
+  void run_rows(int64_t row, int64_t height, Range panels, const Source& source) const {
+    const int most = panels_at_once(height), both = gate == NONE ? 1 : 2;
     for (int64_t panel = panels.begin; panel < panels.end;) {
-      const int64_t left = panels.end - panel;
       int count = std::max(1, most / both);
-      while (count > left) count /= 2;
+      while (count > panels.end - panel) count /= 2;
       int64_t columns[4];
       for (int j = 0; j < count; j++) {
         columns[j] = (panel + j) * PANEL;
-        if (gate != NONE) columns[count + j] = half + columns[j];
+        if (gate != NONE) columns[count + j] = matrix.outputs / 2 + columns[j];
       }
-      run_tile(row, height, columns, count * both);
+      run_tile(row, height, columns, count * both, source);
       panel += count;
     }
   }
 
-  // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; four panels after the other.
+  template <class Source>
+  void run_tiles(int64_t first, int64_t count, int64_t tiles, Range panels, const Source& source) const {
+    for (int64_t i = 0; i < tiles; i++) {
+      const Range part = part_of(count, i, tiles);
+      run_rows(first + part.begin, part.end - part.begin, panels, source);
+    }
+  }
+
+  // The panels as they are stored.
+  struct Stored {
+    using Number = S;
+    const Product& product;
+    const S* find(int64_t panel) const {
+      return (const S*)product.matrix.panels + panel * product.matrix.inputs * PANEL;
+    }
+  };
+
+  // Some panels, and those of what their gate opens, as floats: for several tiles that is less work than to widen each
+  // weight for each tile.
+  struct Widened {
+    using Number = float;
+    const Product& product;
+    Range panels;
+    float* copy;
+    int64_t size() const { return product.matrix.inputs * PANEL; }
+    int64_t opened() const { return product.matrix.outputs / 2 / PANEL; }
+    void fill() const {
+      const Stored stored{product};
+      for (int64_t panel = panels.begin; panel < panels.end; panel++) {
+        widen(stored.find(panel), copy + (panel - panels.begin) * size(), size());
+        if (product.gate != NONE)
+          widen(stored.find(opened() + panel), copy + (GROUP + panel - panels.begin) * size(), size());
+      }
+    }
+    const float* find(int64_t panel) const {
+      const bool is_first = panel < panels.end;  // else one of what the gate opens
+      return copy + (is_first ? panel - panels.begin : GROUP + panel - opened() - panels.begin) * size();
+    }
+  };
+
+  // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; one group of panels after the other.
   void run(Range panels) const {
+    static thread_local Scratch scratch;
     const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs) / MOST_ROWS * MOST_ROWS);
     for (int64_t first = 0; first < rows; first += fitting) {
       const int64_t count = std::min(fitting, rows - first), tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-      for (int64_t panel = panels.begin; panel < panels.end; panel += 4)
-        for (int64_t i = 0; i < tiles; i++) {
-          const Range part = part_of(count, i, tiles);
-          run_rows(first + part.begin, part.end - part.begin, {panel, std::min<int64_t>(panel + 4, panels.end)});
+      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
+        const Range group{panel, std::min(panel + GROUP, panels.end)};
+        if (std::is_same<S, float>::value || tiles == 1) {
+          run_tiles(first, count, tiles, group, Stored{*this});
+        } else {
+          const Widened widened{*this, group, scratch.make<float>(2 * GROUP * matrix.inputs * PANEL)};
+          widened.fill();
+          run_tiles(first, count, tiles, group, widened);
         }
+      }
     }
   }
 };
@@ -371,13 +425,6 @@ struct Plan {
     }
   }
 };
-
-template <class T>
-static void widen(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
-  for (; i < count; i++) to[i] = read(from + i);
-}
 
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
