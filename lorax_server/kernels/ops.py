@@ -44,9 +44,9 @@ class Remembers:
 
     derived: dict[Hashable, Any]
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def once(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
         if key not in self.derived:
-            self.derived[key] = make()
+            self.derived[key] = make(*arguments)
         value: T = self.derived[key]
         return value
 

@@ -1,6 +1,7 @@
 """Matrices as the CPU's kernels read them: panels of outputs, each from front to back, in the narrowest exact dtype."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ class PanelMatrix:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         return len(self), self.panels.shape[1]
 
@@ -55,7 +56,7 @@ def cut_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
 
 
 def narrow_exactly(weight: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in half the bytes, where bfloat16 holds them: a single row takes as long as they are read.
+    """Return the same numbers in half the bytes, where bfloat16 holds them: a row takes as long as they are read.
 
     Not so float16: to widen it takes ARM longer than to read twice as much.
     """

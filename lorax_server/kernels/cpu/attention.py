@@ -140,7 +140,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 
 def _describe(batch: PagedBatch, keys: torch.Tensor) -> Described:
     """Return the struct of a batch, which is the same for all layers with caches of one shape."""
-    return batch.once(("cpu", keys.shape), lambda: _describe_paged(batch, keys))
+    return batch.once(("cpu", keys.shape), _describe_paged, batch, keys)
 
 
 def _describe_paged(batch: PagedBatch, keys: torch.Tensor) -> Described:

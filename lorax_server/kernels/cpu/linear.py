@@ -32,17 +32,15 @@ def linear(
     """Multiply; with a gate, return `activation(gate) * up` of the two halves. A plain matrix is left to torch."""
     if not isinstance(weights.weight, PanelMatrix):
         return reference.linear(x, weights, lora, targets)
-    address = weights.once("cpu", lambda: _describe(weights)).address
-    if x.stride(1) != 1:
+    address = weights.once("cpu", _describe, weights).address
+    stride, step = x.stride()
+    if step != 1:
         x = x.contiguous()
-    outputs = len(weights.weight)
-    out = torch.empty(len(x), outputs // 2 if gate else outputs, dtype=x.dtype)
-    if lora is None:
-        library.linear(address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), None, 0, 0, gate)
-    else:
-        first, count = targets[0].index, len(targets)
-        batch = describe_lora(lora).address
-        library.linear(address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), batch, first, count, gate)
+        stride = x.shape[1]
+    rows, outputs = x.shape[0], weights.weight.shape[0]
+    out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
+    batch, first = (None, 0) if lora is None else (describe_lora(lora).address, targets[0].index)
+    library.linear(address, x.data_ptr(), stride, rows, out.data_ptr(), batch, first, len(targets), gate)
     return out
 
 

@@ -47,7 +47,7 @@ class Described(NamedTuple):
 
 def describe_lora(lora: LoraBatch) -> Described:
     """Return the struct of a batch, which is the same for all layers."""
-    return lora.once("cpu", lambda: _describe_lora(lora))
+    return lora.once("cpu", _describe_lora, lora)
 
 
 def _describe_lora(lora: LoraBatch) -> Described:
