@@ -28,10 +28,9 @@ class AdapterTarget:
     inputs: Shard
     outputs: Shard
     columns: slice  # of its outputs in the output of the layer that holds it
-    weight: (
-        torch.Tensor | PanelMatrix | None
-    )  # this rank's part of the base model's: [outputs, inputs], a norm's [outputs]
-    bias: torch.Tensor | None  # this rank's part of the base model's
+    # This rank's parts of the base model's: [outputs, inputs], a norm's [outputs].
+    weight: torch.Tensor | PanelMatrix | None
+    bias: torch.Tensor | None
     # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
     adds_once: bool = True
 

@@ -8,7 +8,7 @@ of a block lie next to each other for each head, so attention reads whole stretc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -45,10 +45,10 @@ class Remembers:
     derived: dict[Hashable, Any]
 
     def once(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
-        if key not in self.derived:
-            self.derived[key] = make(*arguments)
-        value: T = self.derived[key]
-        return value
+        if key in self.derived:
+            value: T = self.derived[key]
+            return value
+        return cast(T, self.derived.setdefault(key, make(*arguments)))  # another thread may have been faster
 
 
 @dataclass(frozen=True, eq=False)

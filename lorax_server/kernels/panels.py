@@ -35,6 +35,8 @@ class PanelMatrix:
 
     def look_up(self, rows: torch.Tensor) -> torch.Tensor:
         """Return some of these rows, by their numbers."""
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+            raise IndexError(f"a matrix of {len(self)} rows has no row {int(rows.min())} or {int(rows.max())}")
         rows, width = rows + self.start, self.panels.shape[2]
         found: torch.Tensor = self.panels[rows // width, :, rows % width].to(self.dtype)
         return found

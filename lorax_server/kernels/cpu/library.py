@@ -1,16 +1,19 @@
 """The library of native kernels: found, loaded, and called with pointers."""
 
 import ctypes
+import platform
+import sysconfig
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 FOLDER = Path(__file__).parent
-# By the name that torch has for what this CPU can do: the ending of the kernels' names, and floats in a vector.
-INSTRUCTION_SETS = {"AVX2": ("avx2", 8), "AVX512": ("avx512", 16)}
-ARM: Final = ("neon", 4)
+# By the name that torch has for what this CPU can do: the names of instruction sets, the best first.
+CAPABILITIES = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
+VECTORS = {"neon": 4, "avx2": 8, "avx512": 16}  # floats in a vector
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
@@ -23,12 +26,12 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
+    "find_logprobs": (N, P, N, N, N, P, P, N, P),
+    "find_best": (N, P, N, N, N, N, P, P),
     "rotary": (P, N, N, N, N, P, P, N, N),
     "write_kv": (P, P, N, N, P, N, N, P, P),
     "decode_attention": (P, P, N, N, P, P, P, N, R, N),
     "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
-    "find_logprobs": (N, P, N, N, N, P, P, N, P),
-    "find_best": (N, P, N, N, N, N, P, P),
 }
 
 
@@ -42,39 +45,55 @@ class Library:
     Nothing is checked there: the callers see to shapes, strides and dtypes.
     """
 
+    linear: Callable[..., None]
+    rms_norm: Callable[..., None]
+    layer_norm: Callable[..., None]
+    gate: Callable[..., None]
+    choose_greedy: Callable[..., None]
+    find_logprobs: Callable[..., None]
+    find_best: Callable[..., None]
+    rotary: Callable[..., None]
+    write_kv: Callable[..., None]
+    decode_attention: Callable[..., None]
+    prefill_attention: Callable[..., None]
+
     def __init__(self) -> None:
-        name, self.vector = _find_instruction_set()
-        path = next(FOLDER.glob(f"_{name}*.so"), None)
-        if path is None:
-            raise NoLibraryError("they were not built, since there was no C++ compiler when lorax_server was installed")
-        self._openmp = _share_openmp()
+        name, path = _find_library()
+        self.panel = 2 * VECTORS[name]  # outputs of a matrix that lie side by side
         try:
+            self._openmp = _share_openmp()
             native = ctypes.CDLL(str(path))
-            for op, types in SIGNATURES.items():  # as attributes, which are found faster than by `__getattr__`
+            _check_digest(native, name)
+            for op, types in SIGNATURES.items():
                 setattr(self, op, _declare(native, f"{op}_{name}", types))
-            native.digest.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
-        self.digest = native.digest().decode()
-        self.panel = 2 * self.vector  # outputs of a matrix that lie side by side
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        raise AttributeError(f"there is no kernel {name}")
 
 
-def _find_instruction_set() -> tuple[str, int]:
+def _find_library() -> tuple[str, Path]:
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability in INSTRUCTION_SETS:
-        return INSTRUCTION_SETS[capability]
-    if _is_arm():
-        return ARM
-    raise NoLibraryError(f"this CPU has no vectors that they are written for (torch calls it {capability})")
+    names = ("neon",) if _is_arm() else CAPABILITIES.get(capability, ())
+    if not names:
+        raise NoLibraryError(f"this CPU has no vectors that they are written for (torch calls it {capability})")
+    for name in names:
+        path = FOLDER / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if path.exists():
+            return name, path
+    raise NoLibraryError("they were not built: install lorax_server again, with a C++ compiler, and read its errors")
 
 
 def _is_arm() -> bool:
-    import platform
-
     return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def _check_digest(native: ctypes.CDLL, name: str) -> None:
+    """Refuse a library that was built of other sources than those beside it: it may take other arguments."""
+    native.digest.restype = ctypes.c_char_p
+    source = FOLDER / "native" / f"{name}.cpp"
+    if source.exists():
+        texts = b"".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
+        if native.digest().decode() != sha256(texts).hexdigest()[:16]:
+            raise NoLibraryError("they were built of other sources than these: install lorax_server again (make venv)")
 
 
 def _declare(native: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., None]:
@@ -85,10 +104,12 @@ def _declare(native: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable
 
 def _share_openmp() -> ctypes.CDLL:
     """Make torch's OpenMP known to the library, so that both have the same threads: two sets would fight for cores."""
-    for path in _loaded_libraries():
-        if path.name.startswith(OPENMP):
-            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    raise NoLibraryError("torch comes without OpenMP, whose threads they share")
+    found = [path for path in _loaded_libraries() if path.name.startswith(OPENMP)]
+    if not found:
+        raise NoLibraryError("torch comes without OpenMP, whose threads they share")
+    beside_torch = str(Path(torch.__file__).parent)  # in torch/ or in torch.libs/
+    ours = [path for path in found if str(path).startswith(beside_torch)]
+    return ctypes.CDLL(str((ours or found)[0]), mode=ctypes.RTLD_GLOBAL)
 
 
 def _loaded_libraries() -> list[Path]:

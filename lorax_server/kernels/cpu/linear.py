@@ -37,7 +37,11 @@ def linear(
     if step != 1:
         x = x.contiguous()
         stride = x.shape[1]
-    rows, outputs = x.shape[0], weights.weight.shape[0]
+    rows, (outputs, inputs) = x.shape[0], weights.weight.shape
+    if x.shape[1] != inputs or x.dtype != weights.weight.dtype:
+        raise ValueError(f"{tuple(x.shape)} of {x.dtype} cannot be multiplied by {inputs} of {weights.weight.dtype}")
+    if lora is not None and (lora.bounds[-1] != rows or lora.buffer.dtype != x.dtype):
+        raise ValueError(f"adapters of {lora.bounds[-1]} tokens, {lora.buffer.dtype}, are not those of {rows} rows")
     out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
     batch, first = (None, 0) if lora is None else (describe_lora(lora).address, targets[0].index)
     library.linear(address, x.data_ptr(), stride, rows, out.data_ptr(), batch, first, len(targets), gate)
@@ -65,6 +69,8 @@ def gated_linear(
 def _describe(weights: LinearWeights) -> Described:
     matrix, bias = weights.weight, weights.bias
     assert isinstance(matrix, PanelMatrix)
+    if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
+        raise ValueError(f"a bias of {len(bias)} numbers, {bias.dtype}, is not that of {len(matrix)}, {matrix.dtype}")
     address = None if bias is None else bias.data_ptr()
     struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, DTYPES[matrix.panels.dtype], DTYPES[matrix.dtype])
     return Described(ctypes.addressof(struct), (struct, matrix, bias))

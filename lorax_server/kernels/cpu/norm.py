@@ -22,6 +22,7 @@ def rms_norm(
     targets: Sequence[LoraTarget] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
+    _check(x, size, weight)
     total, added, sums = x, None, None
     if residual is not None:
         if residual.numel() != x.numel() or residual.dtype != x.dtype:
@@ -60,6 +61,7 @@ def layer_norm(
     targets: Sequence[LoraTarget] = (),
 ) -> torch.Tensor:
     size = x.shape[-1]
+    _check(x, size, weight, bias)
     x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
     adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
     library.layer_norm(
@@ -78,6 +80,12 @@ def layer_norm(
         target,
     )
     return normed
+
+
+def _check(x: torch.Tensor, size: int, *vectors: torch.Tensor | None) -> None:
+    for vector in vectors:
+        if vector is not None and (vector.shape != (size,) or vector.dtype != x.dtype):
+            raise ValueError(f"a norm of {size} numbers, {x.dtype}, needs a vector of as many, not {vector.shape}")
 
 
 def _lay_out(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:

@@ -25,10 +25,11 @@ class CpuOps:
         """Load the library; an error says why there is none."""
         self._library = Library()
 
-    # Only adapters with rows of tokens of their own come here.
+    # Adapters of embeddings, and those with token rows of their own at the head, which are rare.
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
     scale_and_shift = staticmethod(reference.scale_and_shift)
+    # There is nothing to compile, and no graph.
     plan_lora = staticmethod(reference.plan_lora)
     prepare = staticmethod(reference.prepare)
 

@@ -4,9 +4,6 @@ import ctypes
 from itertools import chain
 from typing import NamedTuple
 
-import torch
-
-from lorax_server.kernels.cpu.library import DTYPES
 from lorax_server.kernels.ops import LoraBatch
 
 
@@ -60,7 +57,3 @@ def _describe_lora(lora: LoraBatch) -> Described:
     pointers = [tensor.data_ptr() for tensor in tensors]
     struct = Lora(*pointers, lora.host_table.shape[1], start, start + 8 * (count + 1), count)
     return Described(ctypes.addressof(struct), (struct, numbers, tensors))
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    return DTYPES[dtype]

@@ -161,3 +161,21 @@ def test_a_plain_matrix_is_left_to_torch() -> None:
     )
     double = OPS.make_linear(torch.randn(3, 4, dtype=torch.float64), None)
     assert isinstance(double.weight, torch.Tensor)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    world = make_world(1)
+    weights, x = load(world), world.normal(4, world.inputs)
+    with pytest.raises(ValueError, match="cannot be multiplied"):
+        OPS.linear(x[:, :-1], weights, None, ())
+    with pytest.raises(ValueError, match="cannot be multiplied"):
+        OPS.linear(x.bfloat16(), weights, None, ())
+    with pytest.raises(ValueError, match="are not those of 4 rows"):
+        OPS.linear(x, weights, world.batch([1, 1, 2]), world.targets)
+    with pytest.raises(ValueError, match="a bias of"):
+        OPS.linear(x, OPS.make_linear(world.weights.plain, torch.zeros(3)), None, ())
+    matrix = weights.weight
+    assert isinstance(matrix, PanelMatrix)
+    for row in (-1, len(matrix)):
+        with pytest.raises(IndexError):
+            matrix.look_up(torch.tensor([0, row]))

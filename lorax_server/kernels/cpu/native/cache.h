@@ -23,7 +23,7 @@ constexpr int64_t FEW_NUMBERS = 32 * 1024;  // that one thread moves sooner than
 
 // As memory would hold it.
 template <class T>
-static inline F rounded(F v) {
+static inline F as_stored(F v) {
   if constexpr (std::is_same<T, float>::value) return v;
   T copy[VL];
   store(copy, v);
@@ -33,9 +33,9 @@ static inline F rounded(F v) {
 // Each product by a cosine is rounded before the other is added, as in the reference.
 template <class T>
 static inline void turn(F& a, F& b, F cosine, F sine) {
-  const F c = rounded<T>(cosine), s = rounded<T>(sine), first = a;
-  a = rounded<T>(a * c) - b * s;
-  b = rounded<T>(b * c) + first * s;
+  const F c = as_stored<T>(cosine), s = as_stored<T>(sine), first = a;
+  a = as_stored<T>(a * c) - b * s;
+  b = as_stored<T>(b * c) + first * s;
 }
 
 template <class T>

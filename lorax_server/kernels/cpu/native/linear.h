@@ -327,7 +327,7 @@ struct Product {
   // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; one group of panels after the other.
   void run(Range panels) const {
     static thread_local Scratch scratch;
-    const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs) / MOST_ROWS * MOST_ROWS);
+    const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs + 1) / MOST_ROWS * MOST_ROWS);
     for (int64_t first = 0; first < rows; first += fitting) {
       const int64_t count = std::min(fitting, rows - first), tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
       for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
@@ -335,7 +335,7 @@ struct Product {
         if (std::is_same<S, float>::value || tiles == 1) {
           run_tiles(first, count, tiles, group, Stored{*this});
         } else {
-          const Widened widened{*this, group, scratch.make<float>(2 * GROUP * matrix.inputs * PANEL)};
+          const Widened widened{*this, group, scratch.make<float>((gate == NONE ? 1 : 2) * GROUP * matrix.inputs * PANEL)};
           widened.fill();
           run_tiles(first, count, tiles, group, widened);
         }

@@ -10,23 +10,51 @@ using U = uint32_t __attribute__((vector_size(VL * 4)));
 struct Bf16 {
   uint16_t bits;
 };
-#if defined(__aarch64__)  // where older compilers of C++ know the type by this name alone
-using Half = __fp16;
-#else
-using Half = _Float16;
-#endif
+// As bits: not every compiler has a type for it.
+struct Half {
+  uint16_t bits;
+};
 
 // The codes of dtypes, as Python has them.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+static inline float read(const float* p) { return *p; }
+static inline float read(const Bf16* p) {
+  uint32_t bits = (uint32_t)p->bits << 16;
+  float v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+#if defined(__aarch64__)
+static inline float read(const Half* p) {
+  __fp16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline void write(Half* p, float v) {
+  const __fp16 narrow = (__fp16)v;
+  memcpy(p, &narrow, sizeof narrow);
+}
+#else
+static inline float read(const Half* p) { return _cvtsh_ss(p->bits); }
+static inline void write(Half* p, float v) { p->bits = _cvtss_sh(v, 0); }
+#endif
+
+static inline void write(float* p, float v) { *p = v; }
+static inline void write(Bf16* p, float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, sizeof bits);
+  p->bits = v != v ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 
 // Not by memcpy: some compilers then load a vector piece by piece, where its floats are used one by one.
 using Anywhere = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 static inline F load(const float* p) { return *(const Anywhere*)p; }
 #if VL == 4
 static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 16); }
-static inline F load(const Half* p) { return (F)vcvt_f32_f16(vld1_f16(p)); }
+static inline F load(const Half* p) { return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
-static inline void store(Half* p, F v) { vst1_f16(p, vcvt_f16_f32((float32x4_t)v)); }
+static inline void store(Half* p, F v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
 #elif VL == 8 && defined(__x86_64__)
 static inline F load(const Bf16* p) {
   return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
@@ -44,26 +72,22 @@ static inline F load(const Bf16* p) {
 static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
-#else  // any vector on any CPU, slowly: for tests
-using U16 = uint16_t __attribute__((vector_size(VL * 2)));
-using H = Half __attribute__((vector_size(VL * 2)));
+#else  // any vector on any CPU, number by number: to try the widths of x86 on ARM
 static inline F load(const Bf16* p) {
-  U16 v;
-  memcpy(&v, p, sizeof v);
-  return (F)(__builtin_convertvector(v, U) << 16);
+  F v;
+  for (int i = 0; i < VL; i++) v[i] = read(p + i);
+  return v;
 }
 static inline F load(const Half* p) {
-  H v;
-  memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, F);
+  F v;
+  for (int i = 0; i < VL; i++) v[i] = read(p + i);
+  return v;
 }
 static inline void keep_low(Bf16* p, U v) {
-  const U16 narrow = __builtin_convertvector(v, U16);
-  memcpy(p, &narrow, sizeof narrow);
+  for (int i = 0; i < VL; i++) p[i].bits = (uint16_t)v[i];
 }
 static inline void store(Half* p, F v) {
-  const H narrow = __builtin_convertvector(v, H);
-  memcpy(p, &narrow, sizeof narrow);
+  for (int i = 0; i < VL; i++) write(p + i, v[i]);
 }
 #endif
 
@@ -80,19 +104,10 @@ static inline Two load_two(const Bf16* p) {
   return {(F)vshll_n_u16(vget_low_u16(v), 16), (F)vshll_high_n_u16(v, 16)};
 }
 static inline Two load_two(const Half* p) {
-  const float16x8_t v = vld1q_f16(p);
+  const float16x8_t v = vreinterpretq_f16_u16(vld1q_u16(&p->bits));
   return {(F)vcvt_f32_f16(vget_low_f16(v)), (F)vcvt_high_f32_f16(v)};
 }
 #endif
-
-static inline float read(const float* p) { return *p; }
-static inline float read(const Bf16* p) {
-  uint32_t bits = (uint32_t)p->bits << 16;
-  float v;
-  memcpy(&v, &bits, sizeof v);
-  return v;
-}
-static inline float read(const Half* p) { return (float)*p; }
 
 static inline void store(float* p, F v) { *(Anywhere*)p = v; }
 static inline void store(Bf16* p, F v) {
@@ -100,14 +115,6 @@ static inline void store(Bf16* p, F v) {
   const U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
   keep_low(p, (v != v) ? nan : rounded);
 }
-
-static inline void write(float* p, float v) { *p = v; }
-static inline void write(Bf16* p, float v) {
-  uint32_t bits;
-  memcpy(&bits, &v, sizeof bits);
-  p->bits = v != v ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-static inline void write(Half* p, float v) { *p = (Half)v; }
 
 static inline F spread(float v) { return v - F{}; }
 
