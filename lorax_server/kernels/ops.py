@@ -27,6 +27,7 @@ class AttentionSpec:
     window: int | None = None  # number of tokens that a query sees, itself included; None for all before it
     k_scale: float = 1.0  # a float8 cache stores keys and values divided by these
     v_scale: float = 1.0
+    soft_cap: float | None = None  # scores are squeezed into this range by `cap * tanh(score / cap)`; None for no limit
 
 
 class Activation(NamedTuple):
@@ -87,6 +88,7 @@ class PagedBatch(Remembers):
     stored: torch.Tensor | None = None  # [num_stored] the tokens that `slots` belong to; None for all
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
     host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
+    stores_all: bool = False  # whether the caller knows that each token has a slot, so that the cache holds all
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
 
