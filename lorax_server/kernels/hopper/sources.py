@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+LOGITS = {**NUMBERS, torch.float32: "Float32"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
 PROMPT_THREADS = 256
@@ -17,6 +18,7 @@ PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
+SAMPLING_BYTES = 50 * 1024  # of shared memory for sampling
 
 
 class LinearVariant(NamedTuple):
@@ -129,7 +131,21 @@ class PromptVariant(NamedTuple):
         return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
 
 
-Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
+class SampleVariant(NamedTuple):
+    """A step of sampling by logits of a type: `change` scores by penalties, or `choose` tokens."""
+
+    dtype: torch.dtype
+    step: str
+    shared_bytes: int = SAMPLING_BYTES
+
+    @property
+    def source(self) -> str:
+        head = 'extern "C" __global__ void __launch_bounds__(1024) kernel(const __grid_constant__ ChooseArgs p)'
+        call = f"{self.step}<{LOGITS[self.dtype]}>(p);"
+        return "\n".join((_text("prelude.cu"), _text("sampling.cu"), f"{head} {{ {call} }}"))
+
+
+Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant | SampleVariant
 
 
 @cache
