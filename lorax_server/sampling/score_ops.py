@@ -69,7 +69,8 @@ def find_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
     scores = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
-    return scores.log_softmax(-1).gather(-1, token_ids)
+    # In float64: which tokens top-p keeps depends on it, and torch's sums of large vocabularies lose digits on a CPU.
+    return scores.double().log_softmax(-1).gather(-1, token_ids).float()
 
 
 def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

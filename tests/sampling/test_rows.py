@@ -1,6 +1,7 @@
 """Tokens that a kernel chooses on a GPU: those that a CPU chooses from the same logits."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ def describe_differences(found: Sampled, expected: Sampled, rows: Sequence[RowSa
 
 def is_close(found: float, expected: float) -> bool:
     both_nan = math.isnan(found) and math.isnan(expected)
-    return both_nan or found == expected or abs(found - expected) <= 1e-5 + 1e-6 * abs(expected)
+    return both_nan or found == expected or abs(found - expected) <= 2e-4 + 1e-6 * abs(expected)
 
 
 def compare(ops: ScoreOps, rows: list[RowSampling], logits: torch.Tensor, masks: TokenMasks | None = None) -> None:
@@ -204,13 +205,15 @@ def test_the_host_waits_for_nothing(ops: ScoreOps) -> None:
     expected = Sampler(rows, vocab, "cuda", ops)(logits, history, masks)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            sampler = Sampler(rows, vocab, "cuda", ops)
-            found = sampler(logits, history, masks)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(stream):
+                sampler = Sampler(rows, vocab, "cuda", ops)
+                found = sampler(logits, history, masks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.equal(found.token_ids, expected.token_ids)
     assert torch.equal(found.logprobs, expected.logprobs)
@@ -246,3 +249,17 @@ def test_draws_have_the_right_probabilities(ops: ScoreOps, setting: dict[str, An
     possible = expected > 0
     chi_squared = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
     assert chi_squared < 2.2 * int(possible.sum()) + 12  # one honest sample in ten thousand fails
+
+
+@pytest.mark.parametrize("vocab", [257, 128_256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probabilities_are_exact(ops: ScoreOps, dtype: torch.dtype, vocab: int) -> None:
+    """Compare with float64: a CPU's own float32 sums lose digits of a large vocabulary."""
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 0.5, "raw_logprobs": True}]
+    temperatures = torch.tensor([1, 0.7, 1, 1, 1, 1, 1])
+    rows = make_rows(settings, GREEDY[:2])
+    logits = make_logits(len(rows), vocab, "normal", dtype)
+    found = Sampler(rows, vocab, "cuda", ops)(logits.cuda(), to_cuda(make_history(len(rows), vocab)))
+    exact = (logits.float() / temperatures[:, None]).double().log_softmax(-1)
+    expected = exact.gather(-1, found.token_ids.cpu()[:, None]).squeeze(-1)[:5]
+    torch.testing.assert_close(found.logprobs[:5].cpu().double(), expected, rtol=1e-7, atol=1e-6)

@@ -25,8 +25,8 @@ struct ChooseArgs {
   const RowParams* params;
   const i64 *lengths, *prompt_lengths;  // [rows]; null where all rows are greedy
   const i64* tokens;                    // [rows][tokens] the history; null where no row looks at it
-  float* changed;                       // [changed rows][vocab] scores with penalties
-  u32* counts;                          // [changed rows][vocab] of nothing, at first
+  float* changed;                       // [changed rows][width] scores with penalties
+  u32* counts;                          // [changed rows][width] of nothing, at first
   const int* changed_rows;              // [changed rows] their rows
   const int* entry_ids;                 // biases and forbidden tokens
   const float* entry_values;
@@ -37,7 +37,7 @@ struct ChooseArgs {
   i64* listed_ids;                      // [asking rows][most]
   float* listed_logprobs;
   i64 stride, tokens_stride;
-  int vocab, num_masks, mask_width, most;
+  int vocab, width, num_masks, mask_width, most;  // width: of changed rows, a multiple of 8
 };
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
@@ -60,6 +60,7 @@ PASS float divide_slowly(float x, float y) { return __fdiv_rn(x, y); }
 template <class Number> struct Chunk {
   uint4 words;
   static DEVICE Chunk load(const void* row, int first) { return {__ldg((const uint4*)((const u16*)row + first))}; }
+  static DEVICE float load_one(const void* row, int token) { return Number::unpack(((const u16*)row)[token]).x; }
   static DEVICE Chunk load_some(const void* row, int first, int count) {
     u32 w[4];
 #pragma unroll
@@ -80,6 +81,7 @@ template <> struct Chunk<Float32> {
     const float4* at = (const float4*)((const float*)row + first);
     return {__ldg(at), __ldg(at + 1)};
   }
+  static DEVICE float load_one(const void* row, int token) { return ((const float*)row)[token]; }
   static DEVICE Chunk load_some(const void* row, int first, int count) {
     float x[8];
 #pragma unroll
@@ -110,35 +112,38 @@ template <class Number> struct Row {
   DEVICE void unpack(const Chunk<Number>& chunk, int first, float (&x)[8]) const {
     chunk.unpack(x);
     const int count = vocab - first;
-    int allowed = count >= 8 ? 255 : count > 0 ? (1 << count) - 1 : 0;
-    if (mask && count > 0) allowed &= mask[first / 8];
-    if (allowed != 255) {
+    if (mask || count < 8) {
+      const int allowed = (count >= 8 ? 255 : count > 0 ? (1 << count) - 1 : 0) & (mask && count > 0 ? mask[first / 8] : 255);
 #pragma unroll
       for (int i = 0; i < 8; i++) x[i] = allowed >> i & 1 ? x[i] : -infinity();
+      if (!allowed) return;
     }
-    if (temperature != 1) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) x[i] = divide(x[i]);
-    }
+    if (temperature != 1) divide(x);
   }
   // As IEEE rounds it, by two corrections of a product: the compiler's own division takes three times as long.
-  DEVICE float divide(float x) const {
-    const float size = fabsf(x);
-    if (size > 1e-30f && size < 1e30f) {
-      float q = __fmul_rn(x, reciprocal);
-      q = __fmaf_rn(__fmaf_rn(-q, temperature, x), reciprocal, q);
-      return __fmaf_rn(__fmaf_rn(-q, temperature, x), reciprocal, q);
+  DEVICE void divide(float (&x)[8]) const {
+    float largest = fabsf(x[0]), smallest = fabsf(x[0]);
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+      largest = max_or_nan(largest, fabsf(x[i]));
+      smallest = fminf(smallest, fabsf(x[i]));
     }
-    return divide_slowly(x, temperature);
+    if (largest < 1e30f && smallest > 1e-30f) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        float q = __fmul_rn(x[i], reciprocal);
+        q = __fmaf_rn(__fmaf_rn(-q, temperature, x[i]), reciprocal, q);
+        x[i] = __fmaf_rn(__fmaf_rn(-q, temperature, x[i]), reciprocal, q);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i] = divide_slowly(x[i], temperature);
+    }
   }
   DEVICE float score(int token) const {
-    float x[8];
-    const int first = token & ~7;
-    unpack(load(first), first, x);
-    float found = x[0];
-#pragma unroll
-    for (int i = 1; i < 8; i++) found = (token & 7) == i ? x[i] : found;
-    return found;
+    if (mask && !(mask[token / 8] >> token % 8 & 1)) return -infinity();
+    const float x = Chunk<Number>::load_one(at, token);
+    return temperature == 1 ? x : divide_slowly(x, temperature);
   }
   // Call body(first token, eight scores) for all of the row; whole warps together, also beyond the row's end.
   template <int AHEAD, class Body> DEVICE void scan(Body body) const {
@@ -231,12 +236,38 @@ DEVICE u32 order_bits(float x) {  // larger for a larger number; a NaN is the la
 }
 DEVICE float from_order(u32 order) { return __uint_as_float(order ^ (order >> 31 ? 0x80000000u : ~0u)); }
 
-DEVICE u64 to_fixed(float x) {  // of a number in [0, 1]
-  const u32 bits = __float_as_uint(x);
-  const u64 mantissa = (u64)((bits & 0x7fffffu) | 0x800000u) << (FRACTION - 23);
-  u64 fixed;
-  asm("shr.u64 %0, %1, %2;" : "=l"(fixed) : "l"(mantissa), "r"(127 - (bits >> 23)));  // 0 where all bits leave
-  return fixed;
+// exp(x), x <= 0, to two units in the last place.
+DEVICE float exponential(float x) {
+  x = fmaxf(x, -200.0f);  // below it is 0
+  const float log2_e = 1.44269502162933349609375f, more = 1.92596299e-8f, log_2 = 0.693147180559945f;
+  const float t = __fmul_rn(x, log2_e), lost = __fmaf_rn(x, more, __fmaf_rn(x, log2_e, -t));
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  return __fmaf_rn(__fmul_rn(power, log_2), lost, power);
+}
+
+// A sum of numbers in [0, 1], cut off after FRACTION bits: each half in the mantissas of floats, of which all bits are
+// added up, and what is too much of them is known.
+struct FixedSum {
+  u32 high = 0, low = 0;
+  int count = 0;
+  DEVICE void add(float x) {
+    constexpr float HALF = 1 << FRACTION / 2, MAGIC = 1 << 23;
+    const float high_bits = __fmaf_rz(x, HALF, MAGIC);
+    const float rest = __fmaf_rn(x, HALF, -__fadd_rn(high_bits, -MAGIC));
+    high += __float_as_uint(high_bits);
+    low += __float_as_uint(__fmaf_rz(rest, HALF, MAGIC));
+    count++;
+  }
+  DEVICE u64 total() const {
+    const u32 magic = 0x4b000000u * count;
+    return ((u64)(high - magic) << FRACTION / 2) + (low - magic);
+  }
+};
+DEVICE u64 to_fixed(float x) {
+  FixedSum sum;
+  sum.add(x);
+  return sum.total();
 }
 DEVICE double from_fixed(u64 x) { return (double)x * (1.0 / (1ull << FRACTION)); }
 
@@ -257,8 +288,14 @@ struct Kept {
   float cut = -HIGHEST;
   int cut_id = 0;
 
-  DEVICE bool has(float s, int id) const { return s <= ceiling && (s > cut || (s == cut && id >= cut_id)); }
-  DEVICE float weight(float s) const { return expf(__fsub_rn(s, top)); }
+  DEVICE bool has(float s, int id) const { return (s <= ceiling) & ((s > cut) | ((s == cut) & (id >= cut_id))); }
+  DEVICE bool has_any(const float (&s)[8]) const {  // or may have
+    float best = s[0];
+#pragma unroll
+    for (int i = 1; i < 8; i++) best = fmaxf(best, s[i]);
+    return best >= cut;
+  }
+  DEVICE float weight(float s) const { return exponential(__fsub_rn(s, top)); }
   DEVICE void raise(float limit) {  // leave out all scores below
     if (!(limit > cut)) return;
     cut = limit;
@@ -280,9 +317,9 @@ template <class Test> DEVICE float bisect(float low, float high, Test passes) {
 // What a select orders tokens by, the highest first; what it adds up; and how far.
 struct Order {
   Kept kept;
-  double share;    // of the mass
-  int count;       // of tokens, where it is not 0
-  double mean;     // distance of the kept tokens to the top
+  double share;  // of the mass
+  int count;     // of tokens, where it is not 0
+  double log_sum, expected;  // of the weights; surprise
   DEVICE u64 mass(float s) const { return count ? 1 : to_fixed(kept.weight(s)); }
   DEVICE u64 target(u64 total) const { return count ? count : min(max((u64)ceil((double)total * share), 1ull), total); }
 };
@@ -292,7 +329,8 @@ struct ByScore : Order {
 };
 struct ByTypicality : Order {  // whose surprise is closest to the expected one; all equals are kept
   static constexpr bool NEEDS_ID = false;
-  DEVICE float value(float s) const { return -(float)fabs((double)kept.top - (double)s - mean); }
+  DEVICE float surplus(float s) const { return (float)(log_sum - ((double)s - (double)kept.top) - expected); }
+  DEVICE float value(float s) const { return -fabsf(surplus(s)); }
 };
 
 struct Range {  // of values, from the highest on
@@ -316,20 +354,35 @@ PASS void fill_bins(Shared& sh, const Row<Number> row, const By by, const Range 
   u64 tail = 0, run = 0;
   int last = 0;
   row.template scan<1>([&](int first, const float(&s)[8]) {
+    if (!by.kept.has_any(s)) return;
+    float weights[8];
+    int bins[8], in_front = 0;  // of the tail
+    FixedSum at_end;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      if (!by.kept.has(s[i], first + i)) continue;
       const float v = by.value(s[i]);
-      if (!range.has(v)) continue;
-      const u64 mass = by.mass(s[i]);
-      const int bin = range.bin(v);
-      if (bin == BINS - 1) {
-        tail += mass;
-      } else if (bin == last) {
+      const bool is_in = by.kept.has(s[i], first + i) & range.has(v);
+      weights[i] = is_in ? 1 : 0;
+      bins[i] = is_in ? range.bin(v) : BINS - 1;
+      in_front |= bins[i] < BINS - 1;
+    }
+    if (!by.count) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) weights[i] = weights[i] > 0 ? by.kept.weight(s[i]) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) at_end.add(bins[i] == BINS - 1 ? weights[i] : 0);
+    tail += by.count ? at_end.total() >> FRACTION : at_end.total();
+    if (!in_front) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (bins[i] == BINS - 1) continue;
+      const u64 mass = by.count ? 1 : to_fixed(weights[i]);
+      if (bins[i] == last) {
         run += mass;
       } else {
         if (run) add_to_bin(sh, last, run);
-        last = bin;
+        last = bins[i];
         run = mass;
       }
     }
@@ -377,11 +430,18 @@ PASS Listed list_bin(Shared& sh, const Row<Number> row, const By by, const Range
   __syncthreads();
   u32 highest = 0, least = 0;
   row.template scan<1>([&](int first, const float(&s)[8]) {
+    if (!by.kept.has_any(s)) return;
+    u32 found = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      if (!by.kept.has(s[i], first + i)) continue;
       const float v = by.value(s[i]);
-      if (!range.has(v) || range.bin(v) != bin) continue;
+      found |= (u32)(by.kept.has(s[i], first + i) & range.has(v) & (range.bin(v) == bin)) << i;
+    }
+    if (!found) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (!(found >> i & 1)) continue;
+      const float v = by.value(s[i]);
       const u32 order = order_bits(v);
       highest = max(highest, order);
       least = max(least, ~order);
@@ -422,11 +482,16 @@ template <class Number> PASS u64 sum_segments(Shared& sh, const Row<Number> row,
   for (int i = threadIdx.x; i < MAX_SEGMENTS; i += CHOOSE_THREADS) sh.segments[i] = 0;
   __syncthreads();
   row.template scan<1>([&](int first, const float(&s)[8]) {
-    u64 sum = 0;
+    if (!__any_sync(~0u, kept.has_any(s))) return;
+    FixedSum eight;
+    if (is_count) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum += !kept.has(s[i], first + i) ? 0 : is_count ? 1 : to_fixed(kept.weight(s[i]));
-    if (!__any_sync(~0u, sum != 0)) return;
-    sum = reduce_warp<Sum>(sum);
+      for (int i = 0; i < 8; i++) eight.add(kept.has(s[i], first + i) ? 1 : 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) eight.add(kept.has(s[i], first + i) ? kept.weight(s[i]) : 0);
+    }
+    const u64 sum = reduce_warp<Sum>(is_count ? eight.total() >> FRACTION : eight.total());
     if (threadIdx.x % 32 == 0) sh.segments[first / SEGMENT] = sum;
   });
   __syncthreads();
@@ -543,13 +608,13 @@ template <class Number> PASS Likeliest find_likeliest(Shared& sh, const Row<Numb
 #pragma unroll
     for (int i = 1; i < 8; i++) best = max_or_nan(best, s[i]);
     if (!(best <= top) && top == top) {
-      sum *= top == -infinity() ? 0 : expf(top - best);
+      sum *= top == -infinity() ? 0 : exponential(top - best);
       top = best;
       found = first;
     }
     if (top > -infinity()) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum += expf(s[i] - top);
+      for (int i = 0; i < 8; i++) sum += exponential(s[i] - top);
     }
   });
   const u64 best = reduce<Max>(sh, (u64)order_bits(top) << 32 | (u32)~found);
@@ -558,10 +623,11 @@ template <class Number> PASS Likeliest find_likeliest(Shared& sh, const Row<Numb
   const bool has_nan = (u32)(best >> 32) == ~0u;
   if (has_nan) result.top = nan();
   if (first >= 0) {
-    for (int i = 7; i >= 0; i--) {
-      const float s = first + i < row.vocab ? row.score(first + i) : -infinity();
-      if (has_nan ? s != s : s == result.top) result.token = first + i;
-    }
+    float s[8];
+    row.unpack(row.load(first), first, s);
+#pragma unroll
+    for (int i = 7; i >= 0; i--)
+      if (has_nan ? s[i] != s[i] : s[i] == result.top) result.token = first + i;
   }
   const bool counts = top > -infinity() && fabsf(result.top) <= HIGHEST;
   result.log_sum = log(sum_doubles(sh, counts ? (double)sum * exp((double)top - (double)result.top) : 0.0));
@@ -584,8 +650,8 @@ template <class Number> PASS float find_top(Shared& sh, const Row<Number> row) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ sampled
-// The mean distance of kept tokens to the top, by their weights.
-template <class Number> PASS double find_mean(Shared& sh, const Row<Number> row, const Kept kept) {
+// The mean distance of kept tokens to the top, by their weights; `log_sum` of the weights.
+template <class Number> PASS double find_mean(Shared& sh, const Row<Number> row, const Kept kept, double& log_sum) {
   u64 total = 0, sum = 0;
   row.template scan<1>([&](int first, const float(&s)[8]) {
 #pragma unroll
@@ -593,10 +659,11 @@ template <class Number> PASS double find_mean(Shared& sh, const Row<Number> row,
       if (!kept.has(s[i], first + i)) continue;
       const float weight = kept.weight(s[i]);
       total += to_fixed(weight);
-      sum += to_fixed(weight * (kept.top - s[i]));
+      sum += to_fixed(weight * __fsub_rn(kept.top, s[i]));
     }
   });
   total = reduce<Sum>(sh, total);
+  log_sum = log(from_fixed(total));
   return (double)reduce<Sum>(sh, sum) / (double)total;
 }
 
@@ -616,11 +683,13 @@ DEVICE void cut_row(Shared& sh, const Row<Number>& row, const RowParams& p, Kept
   }
   if (p.min_p > 0) kept.raise(bisect(-HIGHEST, kept.top, [&](float s) { return kept.weight(s) >= p.min_p; }));
   if (p.typical_p >= 0) {
-    const ByTypicality by{kept, (double)p.typical_p, 0, find_mean(sh, row, kept)};
+    double log_sum;
+    const double mean = find_mean(sh, row, kept, log_sum);
+    const ByTypicality by{kept, (double)p.typical_p, 0, log_sum, log_sum + mean};
     select(sh, row, by, Range{0, -HIGHEST, FIRST_SCALE}, cut);
     const float limit = -cut.value;
-    const float above = bisect(-HIGHEST, HIGHEST, [&](float s) { return (float)((double)s - (double)kept.top + by.mean) > limit; });
-    kept.raise(bisect(-HIGHEST, kept.top, [&](float s) { return (float)((double)kept.top - (double)s - by.mean) <= limit; }));
+    const float above = bisect(-HIGHEST, HIGHEST, [&](float s) { return -by.surplus(s) > limit; });
+    kept.raise(bisect(-HIGHEST, kept.top, [&](float s) { return by.surplus(s) <= limit; }));
     kept.ceiling = fminf(kept.ceiling, from_order(order_bits(above) - 1));
   }
 }
@@ -744,7 +813,7 @@ template <class Number> DEVICE void choose(const ChooseArgs& a) {
   const void* logits = (const u8*)a.logits + blockIdx.x * a.stride * Size<Number>::bytes;
   const Row<Number> raw(logits, nullptr, a.vocab, 1);
   if (p.changed >= 0) {
-    const Row<Float32> row(a.changed + (i64)p.changed * a.vocab, nullptr, a.vocab, p.temperature);
+    const Row<Float32> row(a.changed + (i64)p.changed * a.width, nullptr, a.vocab, p.temperature);
     choose_row(sh, a, p, row, raw, false);
   } else {
     const u32* mask = find_mask(sh, a, blockIdx.x);
@@ -781,18 +850,24 @@ template <class Number> DEVICE void change(const ChooseArgs& a) {
   Shared& sh = *(Shared*)memory;
   const int number = a.changed_rows[blockIdx.x];
   const RowParams& p = a.params[number];
-  float* scores = a.changed + (i64)blockIdx.x * a.vocab;
-  u32* counts = a.counts + (i64)blockIdx.x * a.vocab;
+  float* scores = a.changed + (i64)blockIdx.x * a.width;
+  u32* counts = a.counts + (i64)blockIdx.x * a.width;
   const i64 length = a.lengths[number], prompt = a.prompt_lengths[number];
   const i64* tokens = a.tokens ? a.tokens + number * a.tokens_stride : nullptr;
   const Row<Number> row((const u8*)a.logits + number * a.stride * Size<Number>::bytes, find_mask(sh, a, number), a.vocab, 1);
   const bool is_marked = p.flags & WATERMARK;
   const u32 before = is_marked ? hash_token((u32)(tokens[length - 1] * 15485863)) : 0;
   row.template scan<1>([&](int first, const float(&s)[8]) {
-    for (int i = 0; i < 8 && first + i < a.vocab; i++) {
+    if (first >= a.vocab) return;
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
       const bool is_green = is_marked && (int)(hash_token(first + i) * before) < 0;
-      scores[first + i] = is_green ? s[i] + 2.0f : s[i];
+      x[i] = is_green ? s[i] + 2.0f : s[i];
     }
+    float4* to = (float4*)(scores + first);
+    to[0] = make_float4(x[0], x[1], x[2], x[3]);
+    to[1] = make_float4(x[4], x[5], x[6], x[7]);
   });
   __syncthreads();
   if (p.repetition != 1)

@@ -65,7 +65,7 @@ class _ChooseArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("mask_rows", "mask_words", "token_ids", "logprobs")),
         *((name, ctypes.c_void_p) for name in ("listed_ids", "listed_logprobs")),
         *((name, ctypes.c_longlong) for name in ("stride", "tokens_stride")),
-        *((name, ctypes.c_int) for name in ("vocab", "num_masks", "mask_width", "most")),
+        *((name, ctypes.c_int) for name in ("vocab", "width", "num_masks", "mask_width", "most")),
     )
 
 
@@ -81,8 +81,9 @@ def choose_rows(kernels: "Kernels", batch: RowBatch, inputs: RowInputs) -> Chose
         torch.zeros(batch.num_asking, batch.most, dtype=torch.int64, device=device),
         torch.zeros(batch.num_asking, batch.most, device=device),
     )
-    changed = torch.empty(num_changed, vocab, device=device)
-    counts = torch.empty(num_changed, vocab, dtype=torch.int32, device=device)
+    width = -(-vocab // 8) * 8
+    changed = torch.empty(num_changed, width, device=device)
+    counts = torch.empty(num_changed, width, dtype=torch.int32, device=device)
     args = _ChooseArgs(
         params=batch.params.data_ptr(),
         changed=changed.data_ptr(),
@@ -92,6 +93,7 @@ def choose_rows(kernels: "Kernels", batch: RowBatch, inputs: RowInputs) -> Chose
         entry_values=batch.entry_values.data_ptr(),
         stride=logits.stride(0),
         vocab=vocab,
+        width=width,
         most=batch.most,
         **{name: tensor.data_ptr() for name, tensor in chosen._asdict().items()},
         **{name: tensor.data_ptr() for name, tensor in inputs._asdict().items() if tensor is not None},
