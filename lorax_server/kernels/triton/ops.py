@@ -9,8 +9,19 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.ops import Activation, EmbeddingTarget, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    CosSin,
+    EmbeddingTarget,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
 from lorax_server.kernels.reference import make_linear
+from lorax_server.kernels.steps import attend_in_steps
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
 from lorax_server.kernels.triton.cache import write_kv
@@ -35,6 +46,18 @@ class TritonOps:
     decode_attention = staticmethod(decode_attention)
     rotary = staticmethod(rotary)
     make_linear = staticmethod(make_linear)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return attend_in_steps(self, q, k, v, angles, cache, batch, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Compile nothing yet: Triton does when a kernel is first launched."""
