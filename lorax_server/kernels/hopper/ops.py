@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.hopper import prompt, small
+from lorax_server.kernels.hopper.decode import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
 from lorax_server.kernels.hopper.settings import LONG_STAGES
@@ -19,7 +20,16 @@ from lorax_server.kernels.hopper.sources import (
     PromptVariant,
     Variant,
 )
-from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    CosSin,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
 from lorax_server.kernels.triton.ops import TritonOps
 
 FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
@@ -37,6 +47,7 @@ class HopperOps(TritonOps):
         self._kernels.compile(
             [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], LONG_STAGES[HEIGHTS[0]], 2, True)]
         )
+        self._decode = DecodeAttention(self._kernels)
         self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
@@ -55,6 +66,22 @@ class HopperOps(TritonOps):
                 variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
                 variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
         self._kernels.compile(sorted(variants, key=str))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if batch.cu_seqlens is not None or not len(q) or not self._decode.fits(q, k, v, cache, batch):
+            return super().attend(q, k, v, angles, cache, batch, spec)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decode(out, q, k, v, angles, cache, batch, spec, stores=True)
+        return out
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]

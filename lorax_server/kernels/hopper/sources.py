@@ -16,6 +16,7 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
+TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
@@ -66,8 +67,8 @@ class AddLoraVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        head = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ Args p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), f"{head} {{ add_lora<{NUMBERS[self.dtype]}>(p); }}"))
+        call = _kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), call))
 
 
 class PlanVariant(NamedTuple):
@@ -89,9 +90,8 @@ class NormVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        call = f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);"
-        head = 'extern "C" __global__ void __launch_bounds__(1024) kernel(const __grid_constant__ NormArgs p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        call = _kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), call))
 
 
 class GateVariant(NamedTuple):
@@ -104,10 +104,8 @@ class GateVariant(NamedTuple):
     @property
     def source(self) -> str:
         call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__({GATE_THREADS}) kernel(const __grid_constant__ GateArgs p)'
-        )
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        kernel = _kernel(str(GATE_THREADS), "GateArgs", call)
+        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), kernel))
 
 
 class PromptVariant(NamedTuple):
@@ -122,14 +120,80 @@ class PromptVariant(NamedTuple):
     def source(self) -> str:
         types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
         args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__(PROMPT_THREADS, 2) kernel(const __grid_constant__ {args} p)'
-        )
         parts = map(_text, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
-        return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
+        return "\n".join((*parts, _kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
+class DecodePlanVariant(NamedTuple):
+    """The stretches of sequences with one new token."""
+
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        call = _kernel("PLAN_THREADS", "DecodePlanArgs", "plan_decode(p);")
+        return "\n".join((_text("prelude.cu"), _text("decode.cu"), call))
+
+
+class DecodeVariant(NamedTuple):
+    """Attention from one new token of each sequence: `tiles` of eight query heads share a head of keys."""
+
+    dtype: torch.dtype
+    is_float8: bool  # of the cache
+    head_dim: int
+    tiles: int
+
+    @property
+    def stages(self) -> int:
+        """As many as let two blocks share a processor; of large heads, as one can have."""
+        for limit in (TWO_BLOCKS_BYTES, SHARED_BYTES):
+            stages = (limit - self._fixed_bytes) // self._stage_bytes
+            if stages >= 3:
+                break
+        return min(8, stages)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._fixed_bytes + self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        row = self.head_dim * (1 if self.is_float8 else 2)
+        chunks = row // 16
+        return 4 * 2 * 16 * (row if chunks % 8 == 0 or chunks % 2 else row + 16)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        queries = 8 * self.tiles
+        sums = 2 * queries * (self.head_dim + 4) * 4
+        return queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + sums + 2 * 4 * queries * 8
+
+    @property
+    def source(self) -> str:
+        float8 = "true" if self.is_float8 else "false"
+        arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
+        head = (
+            'extern "C" __global__ void __launch_bounds__(DECODE_THREADS) kernel(const __grid_constant__ DecodeArgs p)'
+        )
+        return "\n".join((_text("prelude.cu"), _text("decode.cu"), f"{head} {{ decode<{arguments}>(p); }}"))
+
+
+Variant = (
+    PromptVariant
+    | LinearVariant
+    | AddLoraVariant
+    | PlanVariant
+    | NormVariant
+    | GateVariant
+    | DecodePlanVariant
+    | DecodeVariant
+)
+
+
+def _kernel(bounds: str, args: str, call: str) -> str:
+    """Write the kernel of a variant, which calls a function of its source."""
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) kernel(const __grid_constant__ {args} p)'
+    return f"{head} {{ {call} }}"
 
 
 @cache
