@@ -170,17 +170,17 @@ def test_neighbours_change_no_bit(ops: HopperOps, cache_dtype: torch.dtype | Non
     together = many.run(ops, spec)[0]
     for row in (0, 1, 3, 20):
         for width in (many.batch.block_tables.shape[1], -(-many.lengths[row] // 16)):
+            one = slice(row, row + 1)
             batch = PagedBatch(
-                many.batch.block_tables[row : row + 1, :width],
-                *(
-                    column[row : row + 1]
-                    for column in (many.batch.input_lengths, many.batch.cache_lengths, many.batch.slots)
-                ),
+                many.batch.block_tables[one, :width],
+                many.batch.input_lengths[one],
+                many.batch.cache_lengths[one],
+                many.batch.slots[one],
             )
-            parts: Any = [part[row : row + 1] for part in many.split()]
+            q, k, v = (part[one] for part in many.split())
             assert many.angles is not None
-            angles = many.angles[0][row : row + 1], many.angles[1][row : row + 1]
-            alone = ops.attend(*parts, angles, (many.cache[0].clone(), many.cache[1].clone()), batch, spec)
+            angles = many.angles[0][one], many.angles[1][one]
+            alone = ops.attend(q, k, v, angles, (many.cache[0].clone(), many.cache[1].clone()), batch, spec)
             assert torch.equal(alone[0], together[row])
 
 
@@ -199,8 +199,8 @@ def test_a_captured_step_serves_other_lengths(ops: HopperOps) -> None:
 
     def forward() -> list[torch.Tensor]:
         batch = PagedBatch(*columns)
-        parts: Any = qkv.split([32, 8, 8], dim=1)
-        return [ops.attend(*parts, angles, cache, batch, spec) for cache in caches]
+        q, k, v = qkv.split([32, 8, 8], dim=1)
+        return [ops.attend(q, k, v, angles, cache, batch, spec) for cache in caches]
 
     forward()
     torch.cuda.synchronize()
