@@ -1,8 +1,8 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,8 @@ TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
-class LinearVariant(NamedTuple):
+@dataclass(frozen=True)
+class LinearVariant:
     """The product of up to `height` rows, with or without LoRA beside it."""
 
     dtype: torch.dtype
@@ -56,7 +57,8 @@ class LinearVariant(NamedTuple):
         )
 
 
-class AddLoraVariant(NamedTuple):
+@dataclass(frozen=True)
+class AddLoraVariant:
     """LoRA alone, added to what another library has computed."""
 
     dtype: torch.dtype
@@ -71,7 +73,8 @@ class AddLoraVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), call))
 
 
-class PlanVariant(NamedTuple):
+@dataclass(frozen=True)
+class PlanVariant:
     """The plan of a batch, which LoRA follows."""
 
     shared_bytes: int = 0
@@ -81,7 +84,8 @@ class PlanVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
 
 
-class NormVariant(NamedTuple):
+@dataclass(frozen=True)
+class NormVariant:
     """The norm of rows, of which a thread has some times eight elements."""
 
     dtype: torch.dtype
@@ -94,7 +98,8 @@ class NormVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), call))
 
 
-class GateVariant(NamedTuple):
+@dataclass(frozen=True)
+class GateVariant:
     """`activation(gate) * up`."""
 
     dtype: torch.dtype
@@ -108,7 +113,8 @@ class GateVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), kernel))
 
 
-class PromptVariant(NamedTuple):
+@dataclass(frozen=True)
+class PromptVariant:
     """A step of the LoRA of prompts: `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
 
     dtype: torch.dtype
@@ -124,7 +130,8 @@ class PromptVariant(NamedTuple):
         return "\n".join((*parts, _kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-class DecodePlanVariant(NamedTuple):
+@dataclass(frozen=True)
+class DecodePlanVariant:
     """The stretches of sequences with one new token."""
 
     shared_bytes: int = 0
@@ -135,7 +142,8 @@ class DecodePlanVariant(NamedTuple):
         return "\n".join((_text("prelude.cu"), _text("decode.cu"), call))
 
 
-class DecodeVariant(NamedTuple):
+@dataclass(frozen=True)
+class DecodeVariant:
     """Attention from one new token of each sequence: `tiles` of eight query heads share a head of keys."""
 
     dtype: torch.dtype

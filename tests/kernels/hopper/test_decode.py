@@ -59,7 +59,9 @@ class Paged:
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
             blocks = [places.pop() for _ in range(count)]
             tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
-            at = torch.tensor(blocks, device=DEVICE).repeat_interleave(self.block_size)[: length - 1 if length else 0]
+            at = torch.tensor(blocks, dtype=torch.int64, device=DEVICE).repeat_interleave(self.block_size)[
+                : length - 1 if length else 0
+            ]
             offsets = torch.arange(len(at), device=DEVICE) % self.block_size
             for cache in (keys, values):
                 cache[at, :, offsets] = normal(len(at), self.kv_heads, self.head_dim).to(self.dtype)
