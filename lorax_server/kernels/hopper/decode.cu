@@ -1,11 +1,13 @@
 // Attention of sequences with one new token: rotate its query and key, store its key and value, and attend to its sequence.
 //
 // A sequence is cut into stretches by its own length alone. An entry of the plan is a stretch; a work item is an entry at
-// one key-value head, with all query heads that share it, eight or sixteen of them as the narrow operand of the MMA. A
-// block has four warps. A warp takes every fourth group of 16 cached tokens, and fetches its own groups ahead of itself,
-// across items: no warp waits for another but at an item's end. The new token is not read from the cache: the block of
-// the last stretch begins its sums with it. The last block of a sequence to arrive joins the stretches in their order.
-// So a row has the same bits in any batch. Cached tokens are fetched before the kernel waits for the one before it.
+// one key-value head, with all query heads that share it, eight or sixteen of them as the narrow operand of the MMA.
+//
+// A block has four workers and four clerks, which are warps. A worker takes every fourth group of 16 cached tokens, and
+// fetches its own groups ahead of itself, across items, before the kernel waits for the one before it. Clerks rotate the
+// queries of the next item, store its new token, and add up what workers leave behind: so no worker waits for memory but
+// for its cached tokens. The new token is not read from the cache: the block of the last stretch begins its sums with it.
+// The last block of a sequence to arrive joins the stretches in their order. So a row has the same bits in any batch.
 
 struct Entry {
   int seq, token;   // row of the block table; row of q, k, v and out
@@ -132,127 +134,96 @@ DEVICE void plan_decode(const DecodePlanArgs& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------- attention
-constexpr int WARPS = 4, GROUP = 16, DECODE_THREADS = WARPS * 32;
+constexpr int WORKERS = 4, GROUP = 16, HALF_BLOCK = 128, DECODE_THREADS = 2 * HALF_BLOCK;
+// Barriers: an item's queries are ready (one for each of two buffers), its sums are complete, they are read; among workers,
+// among clerks.
+constexpr int READY = 1, FULL = 3, EMPTY = 4, AMONG_WORKERS = 5, AMONG_CLERKS = 6;
+DEVICE void arrive_at(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(DECODE_THREADS) : "memory"); }
+DEVICE void wait_at(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(DECODE_THREADS) : "memory"); }
 
 // TILES: of eight query heads. FLOAT8: of the cache; it is widened to float16, and so are queries and weights.
 template <class Model, bool FLOAT8, int D, int TILES, int STAGES>
 struct Decode {
   using Number = typename Select<FLOAT8, Float16, Model>::type;
-  static constexpr int QUERIES = TILES * 8, ROW = FLOAT8 ? D : 2 * D, CHUNKS = ROW / 16;
+  static constexpr int QUERIES = TILES * 8, PAIRS = D / 2, ROW = FLOAT8 ? D : 2 * D, CHUNKS = ROW / 16;
   static constexpr bool SWIZZLED = CHUNKS % 8 == 0;  // else rows are an odd number of chunks apart: either way no bank conflicts
   static constexpr int STRIDE = SWIZZLED || CHUNKS % 2 ? ROW : ROW + 16, HALF_STAGE = GROUP * STRIDE, STAGE = 2 * HALF_STAGE;
   static constexpr int Q_STRIDE = 2 * D + 16, SUM_STRIDE = D + 4;
-  // shared memory: stages of each warp, queries, new key and value, sums of two warps, masses of each warp (twice)
-  static constexpr int Q_AT = WARPS * STAGES * STAGE, NEW_AT = Q_AT + QUERIES * Q_STRIDE, SUMS_AT = NEW_AT + 2 * D * 4;
-  static constexpr int MASSES_AT = SUMS_AT + WARPS / 2 * QUERIES * SUM_STRIDE * 4, BYTES = MASSES_AT + 2 * WARPS * QUERIES * 8;
+  // Shared memory: stages of each worker; twice the queries, new key and value, and entry; sums of two workers; masses.
+  static constexpr int Q_BYTES = QUERIES * Q_STRIDE, NEW_BYTES = 2 * D * 4, BUFFER = Q_BYTES + NEW_BYTES + sizeof(Entry);
+  static constexpr int BUFFERS_AT = WORKERS * STAGES * STAGE, SUMS_AT = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int MASSES_AT = SUMS_AT + WORKERS / 2 * QUERIES * SUM_STRIDE * 4, BYTES = MASSES_AT + WORKERS * QUERIES * 8;
   static_assert(BYTES <= 227 * 1024);
-
-  static DEVICE u32 place(u32 base, int row, int chunk) { return base + row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 16; }
 
   const DecodeArgs& p;
   u8* shared;
-  int lane, warp, num_items;
+  int thread, lane, warp, num_items;  // thread and warp among the workers, or among the clerks
 
-  // Where a warp's next group to fetch lies: item, first token, and the row of the cache of the token of this lane.
+  static DEVICE u32 place(u32 base, int row, int chunk) { return base + row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 16; }
+  DEVICE u8* queries(int buffer) const { return shared + BUFFERS_AT + buffer * BUFFER; }
+  DEVICE float* new_key(int buffer) const { return (float*)(queries(buffer) + Q_BYTES); }
+  DEVICE Entry& entry(int buffer) const { return *(Entry*)(queries(buffer) + Q_BYTES + NEW_BYTES); }
+  DEVICE float* sums() const { return (float*)(shared + SUMS_AT); }
+  DEVICE float2* masses() const { return (float2*)(shared + MASSES_AT); }
+
+  // ------------------------------------------------------------------------------------------------ workers: fetching
+  // The next group of a worker to fetch, and the one after it, of which only the rows are looked up: both lookups take long.
+  struct Group {
+    int at, stop;  // none where they are equal
+    u32 row;       // of the cache, of the token of this lane
+  };
   struct Cursor {
-    int item, at, stop, seq, head;
-    u32 row;
+    Group next, after;
+    int item, seq;  // of `after`
+    Entry coming;   // of the item after that
   };
 
+  DEVICE Entry read_entry(int item) const { return item < num_items ? p.entries[item / p.kv_heads] : Entry{}; }
   DEVICE void find_row(Cursor& c) const {
-    const int position = c.at + (lane & 15);
-    c.row = 0;
-    if (c.item < num_items && position < c.stop) {
+    const int position = c.after.at + (lane & 15);
+    c.after.row = 0;
+    if (position < c.after.stop) {
       const int block = p.tables[c.seq * p.table_stride + position / p.block_size];
-      c.row = ((u32)block * p.kv_heads + c.head) * p.block_size + position % p.block_size;
+      c.after.row = ((u32)block * p.kv_heads + c.item % p.kv_heads) * p.block_size + position % p.block_size;
     }
   }
-  DEVICE void open(Cursor& c) const {  // the item, or the next one in which this warp has a group
-    for (; c.item < num_items; c.item += gridDim.x) {
-      const Entry& e = p.entries[c.item / p.kv_heads];
-      c.at = e.start + warp * GROUP, c.stop = e.stop, c.seq = e.seq, c.head = c.item % p.kv_heads;
-      if (c.at < c.stop) break;
+  DEVICE void advance(Cursor& c) const {
+    c.next = c.after;
+    c.after.at += WORKERS * GROUP;
+    while (c.after.at >= c.after.stop && c.item < num_items) {  // on to the next item in which this worker has a group
+      c.item += gridDim.x;
+      c.seq = c.coming.seq, c.after.at = c.coming.start + warp * GROUP, c.after.stop = c.coming.stop;
+      c.coming = read_entry(c.item + gridDim.x);
     }
-    find_row(c);
+    if (c.item >= num_items) c.after.at = c.after.stop = 0;
+    else find_row(c);
   }
   DEVICE void fetch(Cursor& c, int stage) const {
     const u32 keys = shared_address(shared) + (warp * STAGES + stage) * STAGE, values = keys + HALF_STAGE;
-    if (c.item < num_items) {
+    if (c.next.at < c.next.stop) {
 #pragma unroll
       for (int i = 0; i < (GROUP * CHUNKS + 31) / 32; i++) {
         const int index = i * 32 + lane, row = index / CHUNKS, chunk = index % CHUNKS;
-        const u32 cached = __shfl_sync(~0u, c.row, row & 15);
+        const u32 cached = __shfl_sync(~0u, c.next.row, row & 15);
         if (GROUP * CHUNKS % 32 == 0 || row < GROUP) {
           const i64 from = (i64)cached * ROW + chunk * 16;
-          const bool is_there = c.at + row < c.stop;
+          const bool is_there = c.next.at + row < c.next.stop;
           copy_16(place(keys, row, chunk), p.k_cache + from, is_there);
           copy_16(place(values, row, chunk), p.v_cache + from, is_there);
         }
       }
-      c.at += WARPS * GROUP;
-      if (c.at < c.stop) find_row(c);
-      else c.item += gridDim.x, open(c);
     }
     commit_copies();
+    advance(c);
   }
 
-  // Pair i of a head: dimensions i and i + half where they turn, else two neighbours after those.
-  static DEVICE int2 dims_of(int i, int half) { return i < half ? make_int2(i, i + half) : make_int2(2 * i, 2 * i + 1); }
-  // A pair, rotated as the reference does it: each product by a cosine is rounded.
-  DEVICE float2 rotated(const u16* head, int token, int i) const {
-    const int half = p.cos ? p.half : 0;
-    const int2 dims = dims_of(i, half);
-    const float x = to_float<Model>(head[dims.x]), y = to_float<Model>(head[dims.y]);
-    if (i >= half) return {x, y};
-    const float c = rounded<Model>(p.cos[token * p.angle_token + i]), s = rounded<Model>(p.sin[token * p.angle_token + i]);
-    return {rounded<Model>(rounded<Model>(x * c) - y * s), rounded<Model>(rounded<Model>(y * c) + x * s)};
-  }
-
-  DEVICE void load_queries(const Entry& e, int head) const {
-    const int half = p.cos ? p.half : 0;
-    for (int i = threadIdx.x; i < QUERIES * (D / 2); i += DECODE_THREADS) {
-      const int query = i / (D / 2), pair = i % (D / 2);
-      const int2 dims = dims_of(pair, half);
-      float2 x = {0, 0};
-      if (query < p.sharing) x = rotated(p.q + e.token * p.q_token + (i64)(head * p.sharing + query) * p.q_head, e.token, pair);
-      u16* row = (u16*)(shared + Q_AT + query * Q_STRIDE);
-      row[dims.x] = from_float<Number>(limited(x.x)), row[dims.y] = from_float<Number>(limited(x.y));
-    }
-  }
-  static DEVICE float limited(float x) {  // to what float16 can hold; a NaN stays one
-    return FLOAT8 && Model::is_bfloat16 ? (x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x) : x;
-  }
-
-  // Rotates the new key, stores key and value in the cache, and keeps both as they are read from there later.
-  DEVICE void load_new(const Entry& e, int head) const {
-    float *key = (float*)(shared + NEW_AT), *value = key + D;
-    const int half = p.cos ? p.half : 0;
-    const i64 slot = p.slots ? p.slots[e.token] : -1;
-    const i64 to = ((slot / p.block_size * p.kv_heads + head) * p.block_size + slot % p.block_size) * D;
-    for (int i = threadIdx.x; i < D / 2; i += DECODE_THREADS) {
-      const int2 dims = dims_of(i, half);
-      const float2 x = rotated(p.k + e.token * p.k_token + (i64)head * p.k_head, e.token, i);
-      const u16* v = p.v + e.token * p.v_token + (i64)head * p.v_head;
-      keep(key, p.k_cache, dims.x, x.x, to, slot, p.k_scale), keep(key, p.k_cache, dims.y, x.y, to, slot, p.k_scale);
-      keep(value, p.v_cache, dims.x, to_float<Model>(v[dims.x]), to, slot, p.v_scale);
-      keep(value, p.v_cache, dims.y, to_float<Model>(v[dims.y]), to, slot, p.v_scale);
-    }
-  }
-  DEVICE void keep(float* kept, u8* cache, int dim, float x, i64 to, i64 slot, float scale) const {
-    if constexpr (FLOAT8) {
-      const u8 byte = narrow(__fdiv_rn(x, scale));
-      if (slot >= 0) cache[to + dim] = byte;
-      x = Float16::unpack(widen(byte)).x;
-    } else if (slot >= 0) ((u16*)cache)[to + dim] = from_float<Model>(x);
-    kept[dim] = x;
-  }
-
+  // ------------------------------------------------------------------------------------------------ workers: attention
   DEVICE float finish_score(float sum) const {
     sum *= p.scale;
     return (p.soft_cap > 0 ? squeeze(sum, p.soft_cap) : sum) * LOG2_E;
   }
 
-  // Sums of one warp, transposed: of 16 dimensions, `sums[t][m]` has two at two queries. `weights` are of this thread's tokens.
+  // Sums of one worker, transposed: of 16 dimensions, `sums[t][m]` has two at two queries. `weights` are of this thread's tokens.
   struct State {
     float sums[TILES][D / 16][4], highest[TILES][2], weights[TILES][2];
   };
@@ -261,7 +232,7 @@ struct Decode {
     return m * 16 + (FLOAT8 ? (lane >> 2) * 2 + lower : (lane >> 2) + lower * 8);
   }
 
-  DEVICE void begin(State& s, const u32 (&q)[TILES][D / 16][2], bool has_new) const {
+  DEVICE void begin(State& s, int buffer, bool has_new) const {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       s.highest[t][0] = s.highest[t][1] = NOTHING;
@@ -270,12 +241,12 @@ struct Decode {
       for (int m = 0; m < D / 16; m++) s.sums[t][m][0] = s.sums[t][m][1] = s.sums[t][m][2] = s.sums[t][m][3] = 0;
     }
     if (!has_new) return;
-    const float *key = (const float*)(shared + NEW_AT), *value = key + D;
-    for (int query = 0; query < QUERIES; query++) {
-      if (query >= p.sharing) break;
-      const u16* row = (const u16*)(shared + Q_AT + query * Q_STRIDE);
+    const float *key = new_key(buffer), *value = key + D;
+    for (int query = 0; query < p.sharing; query++) {
+      const u16* row = (const u16*)(queries(buffer) + query * Q_STRIDE);
       float sum = 0;
-      for (int d = lane; d < D; d += 32) sum += to_float<Number>(row[d]) * key[d];
+#pragma unroll
+      for (int d = 0; d < D; d += 32) sum += d + lane < D ? to_float<Number>(row[d + lane]) * key[d + lane] : 0;
 #pragma unroll
       for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
       const float score = finish_score(sum);
@@ -295,9 +266,18 @@ struct Decode {
     }
   }
 
-  DEVICE void score_group(float (&scores)[TILES][4], const u32 (&q)[TILES][D / 16][2], u32 keys) const {
+  DEVICE void load_fragments(u32 (&q)[TILES][D / 16][2], int buffer) const {
 #pragma unroll
-    for (int t = 0; t < TILES; t++) scores[t][0] = scores[t][1] = scores[t][2] = scores[t][3] = 0;
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        const u32 at = shared_address(queries(buffer)) + (t * 8 + (lane >> 2)) * Q_STRIDE + k * 32 + (lane & 3) * (FLOAT8 ? 8 : 4);
+        q[t][k][0] = load_word(at), q[t][k][1] = load_word(at + (FLOAT8 ? 4 : 16));
+      }
+  }
+
+  DEVICE void score_group(float (&scores)[TILES][4], const u32 (&q)[TILES][D / 16][2], u32 keys) const {
+    float halves[2][TILES][4] = {};  // of even and of odd steps: half as long a chain of products
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 a[4];
@@ -307,8 +287,12 @@ struct Decode {
         a[0] = widen(upper), a[1] = widen(lower), a[2] = widen(upper >> 16), a[3] = widen(lower >> 16);
       } else load_matrices(a, place(keys, lane & 15, 2 * k + (lane >> 4)));
 #pragma unroll
-      for (int t = 0; t < TILES; t++) mma<Number>(scores[t], a[0], a[1], a[2], a[3], q[t][k][0], q[t][k][1]);
+      for (int t = 0; t < TILES; t++) mma<Number>(halves[k & 1][t], a[0], a[1], a[2], a[3], q[t][k][0], q[t][k][1]);
     }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[t][i] = halves[0][t][i] + halves[1][t][i];
   }
 
   DEVICE void add_values(State& s, const u32 (&weights)[TILES][2], u32 values) const {
@@ -316,7 +300,7 @@ struct Decode {
 #pragma unroll
       for (int m = 0; m < D / 16; m += 2) {  // two bytes of 16 tokens at 32 dimensions
         u32 r[4];
-        const int chunk = m + ((lane >> 4) & 1);
+        const int chunk = m + (lane >> 4);
         load_transposed(r, place(values, lane & 15, chunk < CHUNKS ? chunk : m));
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -375,58 +359,39 @@ struct Decode {
     add_values(s, weights, values);
   }
 
-  // Adds the warps' sums in a fixed order, and writes the item's result: the row's own, or that of its stretch.
-  DEVICE void finish(State& s, const Entry& e, int item, int head, int parity) const {
-    float2* masses = (float2*)(shared + MASSES_AT) + parity * WARPS * QUERIES;
-    float* all = (float*)(shared + SUMS_AT);
+  // Leaves the sums of all workers to the clerks, added in a fixed order.
+  DEVICE void leave(State& s, bool is_first) const {
     const int query = (lane & 3) * 2;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
+      for (int j = 0; j < 2; j++)
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) s.weights[t][j] += __shfl_xor_sync(~0u, s.weights[t][j], step);
-        if (lane < 4) masses[warp * QUERIES + t * 8 + query + j] = {s.highest[t][j], s.weights[t][j]};
-      }
-    __syncthreads();  // also: the sums of the item before are read
-    if (warp >= WARPS / 2) put_sums<false>(s, masses, all);
-    __syncthreads();
-    if (warp < WARPS / 2) put_sums<true>(s, masses, all);
-    __syncthreads();
-    const i64 place = (i64)item * p.sharing;
-    for (int i = threadIdx.x; i < p.sharing * (D / 4); i += DECODE_THREADS) {
-      const int row = i / (D / 4), d = i % (D / 4) * 4;
-      const float highest = highest_of(masses, row);
-      float4 sum = {0, 0, 0, 0};
-      float weight = 0;
+    if (!is_first) wait_at(EMPTY);
+    if (lane < 4) {
 #pragma unroll
-      for (int w = 0; w < WARPS / 2; w++) {
-        const float4 part = *(const float4*)(all + (w * QUERIES + row) * SUM_STRIDE + d);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
+      for (int t = 0; t < TILES; t++)
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        weight += masses[w * QUERIES + row].y * exp2_of(masses[w * QUERIES + row].x - highest);
-      }
-      if (e.num_splits == 1) write_row(e, head, row, d, sum, weight);
-      else {
-        __stcg((float4*)(p.sums + (place + row) * D + d), sum);
-        if (d == 0) __stcg(p.masses + place + row, make_float2(highest, weight));
-      }
+        for (int j = 0; j < 2; j++) masses()[warp * QUERIES + t * 8 + query + j] = {s.highest[t][j], s.weights[t][j]};
     }
-    if (e.num_splits > 1) join(e, head);
+    sync_threads<AMONG_WORKERS, HALF_BLOCK>();
+    if (warp >= WORKERS / 2) put_sums<false>(s);
+    sync_threads<AMONG_WORKERS, HALF_BLOCK>();
+    if (warp < WORKERS / 2) put_sums<true>(s);
+    arrive_at(FULL);
   }
-  // Two warps share a place; the second to write it adds what is there.
+  // Two workers share a place; the second to write it adds what is there.
   template <bool ADDS>
-  DEVICE void put_sums(const State& s, const float2* masses, float* all) const {
+  DEVICE void put_sums(const State& s) const {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int row = t * 8 + (lane & 3) * 2 + j;
         if (row >= p.sharing) continue;
-        const float share = exp2_of(s.highest[t][j] - highest_of(masses, row));
-        float* to = all + (warp % (WARPS / 2) * QUERIES + row) * SUM_STRIDE;
+        const float share = exp2_of(s.highest[t][j] - highest_of(row));
+        float* to = sums() + (warp % (WORKERS / 2) * QUERIES + row) * SUM_STRIDE;
 #pragma unroll
         for (int m = 0; m < D / 16; m++)
 #pragma unroll
@@ -437,35 +402,170 @@ struct Decode {
           }
       }
   }
-  DEVICE float highest_of(const float2* masses, int row) const {  // finite, where nothing has been seen
-    float highest = masses[row].x;
+  DEVICE float highest_of(int row) const {  // finite, where nothing has been seen
+    float highest = masses()[row].x;
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) highest = fmaxf(highest, masses[w * QUERIES + row].x);
+    for (int w = 1; w < WORKERS; w++) highest = fmaxf(highest, masses()[w * QUERIES + row].x);
     return highest == NOTHING ? 0 : highest;
+  }
+
+  DEVICE void work() const {
+    Cursor ahead{};
+    ahead.item = (int)blockIdx.x - (int)gridDim.x;
+    ahead.coming = read_entry(blockIdx.x);
+    advance(ahead), advance(ahead);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) fetch(ahead, s);
+    int stage = 0, buffer = 0;
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x, buffer ^= 1) {
+      wait_at(READY + buffer);
+      const Entry e = entry(buffer);
+      u32 q[TILES][D / 16][2];
+      load_fragments(q, buffer);
+      State s;
+      begin(s, buffer, warp == 0 && has_new(e));
+      for (int at = e.start + warp * GROUP; at < e.stop; at += WORKERS * GROUP) {
+        wait_copies<STAGES - 2>();
+        __syncwarp();
+        fetch(ahead, stage == 0 ? STAGES - 1 : stage - 1);
+        attend(s, q, stage, e.stop - at);
+        if (++stage == STAGES) stage = 0;
+      }
+      leave(s, item == blockIdx.x);
+    }
+    wait_copies<0>();
+  }
+
+  // ------------------------------------------------------------------------------------------------ clerks
+  static DEVICE bool has_new(const Entry& e) { return e.split == e.num_splits - 1 && !e.is_empty; }
+
+  // Pair i of a head: dimensions i and i + half where they turn, else two neighbours after those.
+  DEVICE int2 dims_of(int i) const { return i < p.half ? make_int2(i, i + p.half) : make_int2(2 * i, 2 * i + 1); }
+  DEVICE float2 load_pair(const u16* head, int i) const {
+    const int2 dims = dims_of(i);
+    return {to_float<Model>(head[dims.x]), to_float<Model>(head[dims.y])};
+  }
+  DEVICE float2 load_angle(int token, int i) const {
+    if (i >= p.half) return {0, 0};
+    return {rounded<Model>(p.cos[token * p.angle_token + i]), rounded<Model>(p.sin[token * p.angle_token + i])};
+  }
+  DEVICE float2 rotate(float2 x, float2 angle, int i) const {  // as the reference does it: each product by a cosine is rounded
+    if (i >= p.half) return x;
+    return {rounded<Model>(rounded<Model>(x.x * angle.x) - x.y * angle.y), rounded<Model>(rounded<Model>(x.y * angle.x) + x.x * angle.y)};
+  }
+  static DEVICE float limited(float x) {  // to what float16 can hold; a NaN stays one
+    return FLOAT8 && Model::is_bfloat16 ? (x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x) : x;
+  }
+
+  DEVICE void prepare(int item, int buffer) const {
+    const Entry e = p.entries[item / p.kv_heads];
+    const int head = item % p.kv_heads;
+    if (!e.is_empty) {
+      load_queries(e, head, buffer);
+      if (has_new(e)) load_new(e, head, buffer);
+    }
+    if (thread == 0) entry(buffer) = e;
+    arrive_at(READY + buffer);
+  }
+
+  DEVICE void load_queries(const Entry& e, int head, int buffer) const {
+    constexpr int COUNT = (QUERIES * PAIRS + HALF_BLOCK - 1) / HALF_BLOCK, STEP = COUNT < 4 ? COUNT : 4;  // loads under way at once
+    const u16* from = p.q + e.token * p.q_token + (i64)head * p.sharing * p.q_head;
+    for (int first = 0; first < COUNT; first += STEP) {
+      float2 x[STEP], angle[STEP];
+#pragma unroll
+      for (int n = 0; n < STEP; n++) {
+        const int i = (first + n) * HALF_BLOCK + thread, query = i / PAIRS;
+        x[n] = {0, 0};
+        if (query < p.sharing) x[n] = load_pair(from + query * p.q_head, i % PAIRS);
+        angle[n] = load_angle(e.token, i % PAIRS);
+      }
+#pragma unroll
+      for (int n = 0; n < STEP; n++) {
+        const int i = (first + n) * HALF_BLOCK + thread;
+        if (i >= QUERIES * PAIRS) break;
+        const int2 dims = dims_of(i % PAIRS);
+        const float2 turned = rotate(x[n], angle[n], i % PAIRS);
+        u16* row = (u16*)(queries(buffer) + i / PAIRS * Q_STRIDE);
+        row[dims.x] = from_float<Number>(limited(turned.x)), row[dims.y] = from_float<Number>(limited(turned.y));
+      }
+    }
+  }
+
+  // Rotates the new key, stores key and value in the cache, and keeps both as they are read from there later.
+  DEVICE void load_new(const Entry& e, int head, int buffer) const {
+    static_assert(PAIRS <= HALF_BLOCK);
+    if (thread >= PAIRS) return;
+    const i64 slot = p.slots ? p.slots[e.token] : -1;
+    const float2 k = load_pair(p.k + e.token * p.k_token + (i64)head * p.k_head, thread), angle = load_angle(e.token, thread);
+    const float2 v = load_pair(p.v + e.token * p.v_token + (i64)head * p.v_head, thread);
+    const i64 to = ((slot / p.block_size * p.kv_heads + head) * p.block_size + slot % p.block_size) * D;
+    const int2 dims = dims_of(thread);
+    const float2 turned = rotate(k, angle, thread);
+    float *key = new_key(buffer), *value = key + D;
+    key[dims.x] = store(p.k_cache, to + dims.x, turned.x, slot >= 0, p.k_scale);
+    key[dims.y] = store(p.k_cache, to + dims.y, turned.y, slot >= 0, p.k_scale);
+    value[dims.x] = store(p.v_cache, to + dims.x, v.x, slot >= 0, p.v_scale);
+    value[dims.y] = store(p.v_cache, to + dims.y, v.y, slot >= 0, p.v_scale);
+  }
+  static DEVICE float store(u8* cache, i64 at, float x, bool has_slot, float scale) {
+    if constexpr (FLOAT8) {
+      const u8 byte = narrow(__fdiv_rn(x, scale));
+      if (has_slot) cache[at] = byte;
+      return Float16::unpack(widen(byte)).x;
+    }
+    if (has_slot) ((u16*)cache)[at] = from_float<Model>(x);
+    return x;
+  }
+
+  // Writes an item's result: the row's own, or that of its stretch.
+  DEVICE void conclude(int item, int buffer, bool is_last) const {
+    wait_at(FULL);
+    const Entry e = entry(buffer);
+    const i64 place = (i64)item * p.sharing;
+    for (int i = thread; i < p.sharing * (D / 4); i += HALF_BLOCK) {
+      const int row = i / (D / 4), d = i % (D / 4) * 4;
+      const float highest = highest_of(row);
+      float4 sum = {0, 0, 0, 0};
+      float weight = 0;
+#pragma unroll
+      for (int w = 0; w < WORKERS / 2; w++) {
+        const float4 part = *(const float4*)(sums() + (w * QUERIES + row) * SUM_STRIDE + d);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+#pragma unroll
+      for (int w = 0; w < WORKERS; w++) weight += masses()[w * QUERIES + row].y * exp2_of(masses()[w * QUERIES + row].x - highest);
+      if (e.num_splits == 1) write_row(e, item % p.kv_heads, row, d, sum, weight);
+      else {
+        __stcg((float4*)(p.sums + (place + row) * D + d), sum);
+        if (d == 0) __stcg(p.masses + place + row, make_float2(highest, weight));
+      }
+    }
+    if (!is_last) arrive_at(EMPTY);
+    if (e.num_splits > 1) join(e, item % p.kv_heads);
   }
   DEVICE void write_row(const Entry& e, int head, int row, int d, float4 sum, float weight) const {
     const float share = e.is_empty ? 0 : (FLOAT8 ? p.v_scale : 1.0f) / weight;
-    u16* to = p.out + ((i64)e.token * p.kv_heads + head) * p.sharing * D + row * D + d;
+    u16* to = p.out + (((i64)e.token * p.kv_heads + head) * p.sharing + row) * D + d;
     *(uint2*)to = make_uint2(Model::pack(sum.x * share, sum.y * share), Model::pack(sum.z * share, sum.w * share));
   }
 
   // The last block to arrive adds the stretches of a sequence, in their order.
   DEVICE void join(const Entry& e, int head) const {
-    int* counter = p.counters + (i64)e.seq * p.kv_heads + head;
-    __threadfence();
-    __syncthreads();  // all have written
     __shared__ int before;
-    if (threadIdx.x == 0) before = arrive_in_turn(counter);
-    __syncthreads();
+    int* counter = p.counters + (i64)e.seq * p.kv_heads + head;
+    sync_threads<AMONG_CLERKS, HALF_BLOCK>();  // all have written
+    if (thread == 0) before = arrive_in_turn(counter);
+    sync_threads<AMONG_CLERKS, HALF_BLOCK>();
     if (before != e.num_splits - 1) return;
-    __threadfence();
     const i64 first = ((i64)e.first * p.kv_heads + head) * p.sharing, step = (i64)p.kv_heads * p.sharing;
-    for (int i = threadIdx.x; i < p.sharing * (D / 4); i += DECODE_THREADS) {
+    for (int i = thread; i < p.sharing * (D / 4); i += HALF_BLOCK) {
       const int row = i / (D / 4), d = i % (D / 4) * 4;
       float highest = NOTHING, weight = 0;
+#pragma unroll 8
       for (int s = 0; s < e.num_splits; s++) highest = fmaxf(highest, __ldcg(p.masses + first + s * step + row).x);
       float4 sum = {0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 8
       for (int s = 0; s < e.num_splits; s++) {
         const float2 mass = __ldcg(p.masses + first + s * step + row);
         const float4 part = __ldcg((const float4*)(p.sums + (first + s * step + row) * D + d));
@@ -475,44 +575,18 @@ struct Decode {
       }
       write_row(e, head, row, d, sum, weight);
     }
-    if (threadIdx.x == 0) *counter = 0;
+    if (thread == 0) *counter = 0;
   }
 
-  DEVICE void run() {
-    Cursor ahead;
-    ahead.item = blockIdx.x;
-    open(ahead);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fetch(ahead, s);
+  DEVICE void keep_books() const {
     wait_for_kernel_before();
-    int stage = 0, parity = 0;
-    for (int item = blockIdx.x; item < num_items; item += gridDim.x, parity ^= 1) {
-      const Entry e = p.entries[item / p.kv_heads];
-      const int head = item % p.kv_heads;
-      const bool is_last = e.split == e.num_splits - 1 && !e.is_empty;
-      if (!e.is_empty) load_queries(e, head);
-      if (is_last) load_new(e, head);
-      __syncthreads();
-      u32 q[TILES][D / 16][2];
-#pragma unroll
-      for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-          const u32 row = shared_address(shared) + Q_AT + (t * 8 + (lane >> 2)) * Q_STRIDE + k * 32 + (lane & 3) * (FLOAT8 ? 8 : 4);
-          q[t][k][0] = load_word(row), q[t][k][1] = load_word(row + (FLOAT8 ? 4 : 16));
-        }
-      State s;
-      begin(s, q, is_last && warp == 0);
-      for (int at = e.start + warp * GROUP; at < e.stop; at += WARPS * GROUP) {
-        wait_copies<STAGES - 2>();
-        __syncwarp();
-        fetch(ahead, stage == 0 ? STAGES - 1 : stage - 1);
-        attend(s, q, stage, e.stop - at);
-        if (++stage == STAGES) stage = 0;
-      }
-      finish(s, e, item, head, parity);
+    int buffer = 0;
+    if (blockIdx.x < num_items) prepare(blockIdx.x, 0);
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x, buffer ^= 1) {
+      const int next = item + gridDim.x;
+      if (next < num_items) prepare(next, buffer ^ 1);
+      conclude(item, buffer, next >= num_items);
     }
-    wait_copies<0>();
   }
 };
 
@@ -520,6 +594,8 @@ template <class Model, bool FLOAT8, int D, int TILES, int STAGES>
 DEVICE void decode(const DecodeArgs& p) {
   extern __shared__ __align__(128) u8 shared[];
   let_next_kernel_start();
-  Decode<Model, FLOAT8, D, TILES, STAGES> block{p, shared, (int)(threadIdx.x & 31), (int)(threadIdx.x >> 5), *p.num_entries * p.kv_heads};
-  block.run();
+  const int thread = threadIdx.x % HALF_BLOCK;
+  const Decode<Model, FLOAT8, D, TILES, STAGES> block{p, shared, thread, thread & 31, thread >> 5, *p.num_entries * p.kv_heads};
+  if (threadIdx.x < HALF_BLOCK) block.work();
+  else block.keep_books();
 }

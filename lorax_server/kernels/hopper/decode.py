@@ -6,14 +6,13 @@ from typing import NamedTuple
 import torch
 
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import NUMBERS, DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.sources import ENTRY_BYTES, NUMBERS, DecodePlanVariant, DecodeVariant
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
 STRETCH, MAX_SPLITS = 256, 32  # of decode.cu
-THREADS, PLAN_THREADS = 128, 256
-ENTRY_BYTES = 32
+THREADS, PLAN_THREADS = 256, 256
 NO_WINDOW = 2**31 - 1
 BLOCKS_PER_SM = 2
 

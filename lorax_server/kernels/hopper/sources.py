@@ -14,6 +14,7 @@ PROMPT_COLUMNS = 512  # of a block
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
 THREADS = 288
 PLAN_THREADS = 256
+ENTRY_BYTES = 32  # of a plan of decode attention
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
 TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
@@ -173,8 +174,8 @@ class DecodeVariant:
     @property
     def _fixed_bytes(self) -> int:
         queries = 8 * self.tiles
-        sums = 2 * queries * (self.head_dim + 4) * 4
-        return queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + sums + 2 * 4 * queries * 8
+        buffers = 2 * (queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + ENTRY_BYTES)
+        return buffers + 2 * queries * (self.head_dim + 4) * 4 + 4 * queries * 8
 
     @property
     def source(self) -> str:
