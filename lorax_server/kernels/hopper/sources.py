@@ -181,10 +181,9 @@ class DecodeVariant:
     def source(self) -> str:
         float8 = "true" if self.is_float8 else "false"
         arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
-        head = (
-            'extern "C" __global__ void __launch_bounds__(DECODE_THREADS) kernel(const __grid_constant__ DecodeArgs p)'
-        )
-        return "\n".join((_text("prelude.cu"), _text("decode.cu"), f"{head} {{ decode<{arguments}>(p); }}"))
+        blocks = 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
+        call = _kernel(f"DECODE_THREADS, {blocks}", "DecodeArgs", f"decode<{arguments}>(p);")
+        return "\n".join((_text("prelude.cu"), _text("decode.cu"), call))
 
 
 Variant = (

@@ -87,8 +87,11 @@ class Paged:
             reference.rotary(k, *self.angles)
         cache = self.cache[0].clone(), self.cache[1].clone()
         rows = [row for row, length in enumerate(self.lengths) if length]
-        columns = self.batch.block_tables, self.batch.input_lengths, self.batch.cache_lengths, self.batch.slots
-        reference.write_kv(k[rows], v[rows], cache, PagedBatch(*(column[rows] for column in columns)), spec)
+        batch = self.batch
+        own = PagedBatch(
+            batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots[rows]
+        )
+        reference.write_kv(k[rows], v[rows], cache, own, spec)
         scales = (spec.k_scale, spec.v_scale) if self.cache_dtype == FP8 else (1.0, 1.0)
         out = torch.zeros_like(q, dtype=torch.float32)
         for row, length in enumerate(self.lengths):
