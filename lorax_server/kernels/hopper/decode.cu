@@ -3,7 +3,7 @@
 // A sequence is cut into stretches by its own length alone. An entry of the plan is a stretch; a work item is an entry at
 // one key-value head, with all query heads that share it, eight or sixteen of them as the narrow operand of the MMA.
 //
-// A block has four workers and four clerks, which are warps. A worker takes every fourth group of 16 cached tokens, and
+// A block has four workers and four clerks, which are warps. A worker takes every fourth group of 16 or 32 cached tokens, and
 // fetches its own groups ahead of itself, across items, before the kernel waits for the one before it. Clerks rotate the
 // queries of the next item, store its new token, and add up what workers leave behind: so no worker waits for memory but
 // for its cached tokens. The new token is not read from the cache: the block of the last stretch begins its sums with it.
@@ -41,8 +41,8 @@ struct DecodeArgs {
   int* counters;              // [seqs][kv_heads] stretches that have arrived
   i64 q_token, k_token, v_token, angle_token, table_stride;
   int q_head, k_head, v_head, half;
-  int kv_heads, sharing, block_size;
-  float scale, k_scale, v_scale, soft_cap;  // scale: of scores, with that of a float8 cache
+  int kv_heads, sharing, block_size, block_shift;  // shift: by which a block's size is a power of two, else -1
+  float scale, k_scale, v_scale, soft_cap;         // scale: of scores, with that of a float8 cache
 };
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -134,7 +134,7 @@ DEVICE void plan_decode(const DecodePlanArgs& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------- attention
-constexpr int WORKERS = 4, GROUP = 16, HALF_BLOCK = 128, DECODE_THREADS = 2 * HALF_BLOCK;
+constexpr int WORKERS = 4, HALF_BLOCK = 128, DECODE_THREADS = 2 * HALF_BLOCK;
 // Barriers: an item's queries are ready (one for each of two buffers), its sums are complete, they are read; among workers,
 // among clerks.
 constexpr int READY = 1, FULL = 3, EMPTY = 4, AMONG_WORKERS = 5, AMONG_CLERKS = 6;
@@ -145,14 +145,17 @@ DEVICE void wait_at(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier
 template <class Model, bool FLOAT8, int D, int TILES, int STAGES>
 struct Decode {
   using Number = typename Select<FLOAT8, Float16, Model>::type;
+  static constexpr int GROUP = FLOAT8 ? 32 : 16, PARTS = GROUP / 16;  // tokens that are fetched together, in parts of an MMA's 16
   static constexpr int QUERIES = TILES * 8, PAIRS = D / 2, ROW = FLOAT8 ? D : 2 * D, CHUNKS = ROW / 16;
   static constexpr bool SWIZZLED = CHUNKS % 8 == 0;  // else rows are an odd number of chunks apart: either way no bank conflicts
   static constexpr int STRIDE = SWIZZLED || CHUNKS % 2 ? ROW : ROW + 16, HALF_STAGE = GROUP * STRIDE, STAGE = 2 * HALF_STAGE;
   static constexpr int Q_STRIDE = 2 * D + 16, SUM_STRIDE = D + 4;
-  // Shared memory: stages of each worker; twice the queries, new key and value, and entry; sums of two workers; masses.
+  // Shared memory: stages of each worker; twice the queries, new key and value, and entry; sums of two workers; masses; shares of
+  // stretches.
   static constexpr int Q_BYTES = QUERIES * Q_STRIDE, NEW_BYTES = 2 * D * 4, BUFFER = Q_BYTES + NEW_BYTES + sizeof(Entry);
   static constexpr int BUFFERS_AT = WORKERS * STAGES * STAGE, SUMS_AT = BUFFERS_AT + 2 * BUFFER;
-  static constexpr int MASSES_AT = SUMS_AT + WORKERS / 2 * QUERIES * SUM_STRIDE * 4, BYTES = MASSES_AT + WORKERS * QUERIES * 8;
+  static constexpr int MASSES_AT = SUMS_AT + WORKERS / 2 * QUERIES * SUM_STRIDE * 4, SHARES_AT = MASSES_AT + WORKERS * QUERIES * 8;
+  static constexpr int BYTES = SHARES_AT + QUERIES * MAX_SPLITS * 4;
   static_assert(BYTES <= 227 * 1024);
 
   const DecodeArgs& p;
@@ -165,6 +168,7 @@ struct Decode {
   DEVICE Entry& entry(int buffer) const { return *(Entry*)(queries(buffer) + Q_BYTES + NEW_BYTES); }
   DEVICE float* sums() const { return (float*)(shared + SUMS_AT); }
   DEVICE float2* masses() const { return (float2*)(shared + MASSES_AT); }
+  DEVICE float* shares() const { return (float*)(shared + SHARES_AT); }
 
   // ------------------------------------------------------------------------------------------------ workers: fetching
   // The next group of a worker to fetch, and the one after it, of which only the rows are looked up: both lookups take long.
@@ -174,17 +178,18 @@ struct Decode {
   };
   struct Cursor {
     Group next, after;
-    int item, seq;  // of `after`
+    int item, seq, head;  // of `after`
     Entry coming;   // of the item after that
   };
 
   DEVICE Entry read_entry(int item) const { return item < num_items ? p.entries[item / p.kv_heads] : Entry{}; }
   DEVICE void find_row(Cursor& c) const {
-    const int position = c.after.at + (lane & 15);
+    const int position = c.after.at + lane % GROUP;
     c.after.row = 0;
     if (position < c.after.stop) {
-      const int block = p.tables[c.seq * p.table_stride + position / p.block_size];
-      c.after.row = ((u32)block * p.kv_heads + c.item % p.kv_heads) * p.block_size + position % p.block_size;
+      const int number = p.block_shift >= 0 ? position >> p.block_shift : position / p.block_size;
+      const int block = p.tables[c.seq * p.table_stride + number];
+      c.after.row = ((u32)block * p.kv_heads + c.head) * p.block_size + (position - number * p.block_size);
     }
   }
   DEVICE void advance(Cursor& c) const {
@@ -192,7 +197,7 @@ struct Decode {
     c.after.at += WORKERS * GROUP;
     while (c.after.at >= c.after.stop && c.item < num_items) {  // on to the next item in which this worker has a group
       c.item += gridDim.x;
-      c.seq = c.coming.seq, c.after.at = c.coming.start + warp * GROUP, c.after.stop = c.coming.stop;
+      c.seq = c.coming.seq, c.head = c.item % p.kv_heads, c.after.at = c.coming.start + warp * GROUP, c.after.stop = c.coming.stop;
       c.coming = read_entry(c.item + gridDim.x);
     }
     if (c.item >= num_items) c.after.at = c.after.stop = 0;
@@ -204,7 +209,7 @@ struct Decode {
 #pragma unroll
       for (int i = 0; i < (GROUP * CHUNKS + 31) / 32; i++) {
         const int index = i * 32 + lane, row = index / CHUNKS, chunk = index % CHUNKS;
-        const u32 cached = __shfl_sync(~0u, c.next.row, row & 15);
+        const u32 cached = __shfl_sync(~0u, c.next.row, row % GROUP);
         if (GROUP * CHUNKS % 32 == 0 || row < GROUP) {
           const i64 from = (i64)cached * ROW + chunk * 16;
           const bool is_there = c.next.at + row < c.next.stop;
@@ -219,8 +224,7 @@ struct Decode {
 
   // ------------------------------------------------------------------------------------------------ workers: attention
   DEVICE float finish_score(float sum) const {
-    sum *= p.scale;
-    return (p.soft_cap > 0 ? squeeze(sum, p.soft_cap) : sum) * LOG2_E;
+    return p.soft_cap > 0 ? squeeze(sum * p.scale, p.soft_cap) * LOG2_E : sum * (p.scale * LOG2_E);
   }
 
   // Sums of one worker, transposed: of 16 dimensions, `sums[t][m]` has two at two queries. `weights` are of this thread's tokens.
@@ -276,7 +280,7 @@ struct Decode {
       }
   }
 
-  DEVICE void score_group(float (&scores)[TILES][4], const u32 (&q)[TILES][D / 16][2], u32 keys) const {
+  DEVICE void score_part(float (&scores)[TILES][4], const u32 (&q)[TILES][D / 16][2], u32 keys) const {
     float halves[2][TILES][4] = {};  // of even and of odd steps: half as long a chain of products
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
@@ -325,27 +329,38 @@ struct Decode {
 
   DEVICE void attend(State& s, const u32 (&q)[TILES][D / 16][2], int stage, int left) const {  // left: tokens of the group
     const u32 keys = shared_address(shared) + (warp * STAGES + stage) * STAGE, values = keys + HALF_STAGE;
-    float scores[TILES][4];
-    score_group(scores, q, keys);
-    u32 weights[TILES][2];
+    float scores[PARTS][TILES][4];
+    u32 weights[PARTS][TILES][2];
+#pragma unroll
+    for (int h = 0; h < PARTS; h++) score_part(scores[h], q, keys + h * 16 * STRIDE);
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
+      float fading[2], highest[2] = {s.highest[t][0], s.highest[t][1]};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float score = finish_score(scores[t][i]);
-        scores[t][i] = (lane >> 2) + (i >> 1) * 8 < left ? score : NOTHING;
-      }
-      float fading[2];
+      for (int h = 0; h < PARTS; h++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float score = finish_score(scores[h][t][i]);
+          scores[h][t][i] = h * 16 + (lane >> 2) + (i >> 1) * 8 < left ? score : NOTHING;
+          highest[i & 1] = fmaxf(highest[i & 1], scores[h][t][i]);
+        }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        float highest = fmaxf(scores[t][j], scores[t][j + 2]);
 #pragma unroll
-        for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-        highest = fmaxf(highest, s.highest[t][j]);
-        fading[j] = exp2_of(s.highest[t][j] - highest);
-        s.highest[t][j] = highest;
-        scores[t][j] = exp2_of(scores[t][j] - highest), scores[t][j + 2] = exp2_of(scores[t][j + 2] - highest);
-        s.weights[t][j] = s.weights[t][j] * fading[j] + (scores[t][j] + scores[t][j + 2]);
+        for (int step = 4; step < 32; step *= 2) highest[j] = fmaxf(highest[j], __shfl_xor_sync(~0u, highest[j], step));
+        fading[j] = exp2_of(s.highest[t][j] - highest[j]);
+        s.highest[t][j] = highest[j];
+        s.weights[t][j] *= fading[j];
+      }
+#pragma unroll
+      for (int h = 0; h < PARTS; h++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          scores[h][t][i] = exp2_of(scores[h][t][i] - highest[i & 1]);
+          s.weights[t][i & 1] += scores[h][t][i];
+        }
+        weights[h][t][0] = transpose(Number::pack(scores[h][t][0], scores[h][t][1]));
+        weights[h][t][1] = transpose(Number::pack(scores[h][t][2], scores[h][t][3]));
       }
       if (__any_sync(~0u, fading[0] != 1 || fading[1] != 1)) {
 #pragma unroll
@@ -353,10 +368,9 @@ struct Decode {
 #pragma unroll
           for (int i = 0; i < 4; i++) s.sums[t][m][i] *= fading[i & 1];
       }
-      weights[t][0] = transpose(Number::pack(scores[t][0], scores[t][1]));
-      weights[t][1] = transpose(Number::pack(scores[t][2], scores[t][3]));
     }
-    add_values(s, weights, values);
+#pragma unroll
+    for (int h = 0; h < PARTS; h++) add_values(s, weights[h], values + h * 16 * STRIDE);
   }
 
   // Leaves the sums of all workers to the clerks, added in a fixed order.
@@ -559,21 +573,29 @@ struct Decode {
     sync_threads<AMONG_CLERKS, HALF_BLOCK>();
     if (before != e.num_splits - 1) return;
     const i64 first = ((i64)e.first * p.kv_heads + head) * p.sharing, step = (i64)p.kv_heads * p.sharing;
+    for (int row = warp; row < p.sharing; row += HALF_BLOCK / 32) {  // a lane has a stretch
+      const float2 mass = lane < e.num_splits ? __ldcg(p.masses + first + lane * step + row) : make_float2(NOTHING, 0);
+      float highest = mass.x;
+#pragma unroll
+      for (int step = 16; step; step >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+      const float share = exp2_of(mass.x - highest);
+      float weight = mass.y * share;
+#pragma unroll
+      for (int step = 16; step; step >>= 1) weight += __shfl_xor_sync(~0u, weight, step);
+      shares()[row * MAX_SPLITS + lane] = share / weight;
+    }
+    sync_threads<AMONG_CLERKS, HALF_BLOCK>();
     for (int i = thread; i < p.sharing * (D / 4); i += HALF_BLOCK) {
       const int row = i / (D / 4), d = i % (D / 4) * 4;
-      float highest = NOTHING, weight = 0;
-#pragma unroll 8
-      for (int s = 0; s < e.num_splits; s++) highest = fmaxf(highest, __ldcg(p.masses + first + s * step + row).x);
+      const float* from = p.sums + (first + row) * D + d;
       float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll 16
       for (int s = 0; s < e.num_splits; s++) {
-        const float2 mass = __ldcg(p.masses + first + s * step + row);
-        const float4 part = __ldcg((const float4*)(p.sums + (first + s * step + row) * D + d));
-        const float share = exp2_of(mass.x - highest);
-        weight += mass.y * share;
+        const float4 part = __ldcg((const float4*)(from + s * step * D));
+        const float share = shares()[row * MAX_SPLITS + s];
         sum.x += part.x * share, sum.y += part.y * share, sum.z += part.z * share, sum.w += part.w * share;
       }
-      write_row(e, head, row, d, sum, weight);
+      write_row(e, head, row, d, sum, 1);
     }
     if (thread == 0) *counter = 0;
   }

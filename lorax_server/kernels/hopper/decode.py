@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import ENTRY_BYTES, NUMBERS, DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.sources import ENTRY_BYTES, MAX_SPLITS, NUMBERS, DecodePlanVariant, DecodeVariant
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
-STRETCH, MAX_SPLITS = 256, 32  # of decode.cu
+STRETCH = 256  # of decode.cu
 THREADS, PLAN_THREADS = 256, 256
 NO_WINDOW = 2**31 - 1
 BLOCKS_PER_SM = 2
@@ -34,7 +34,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "entries", "num_entries", "sums", "masses", "counters")),
         *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "angle_token", "table_stride")),
         *((name, ctypes.c_int) for name in ("q_head", "k_head", "v_head", "half")),
-        *((name, ctypes.c_int) for name in ("kv_heads", "sharing", "block_size")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "sharing", "block_size", "block_shift")),
         *((name, ctypes.c_float) for name in ("scale", "k_scale", "v_scale", "soft_cap")),
     )
 
@@ -118,6 +118,7 @@ class DecodeAttention:
         args.q_token, args.k_token, args.v_token = q.stride(0), k.stride(0), v.stride(0)
         args.q_head, args.k_head, args.v_head = q.stride(1), k.stride(1), v.stride(1)
         args.kv_heads, args.sharing, args.block_size = num_kv_heads, q.shape[1] // num_kv_heads, block_size
+        args.block_shift = block_size.bit_length() - 1 if block_size.bit_count() == 1 else -1
         variant = self.variant(q, cache)
         args.k_scale, args.v_scale = (spec.k_scale, spec.v_scale) if variant.is_float8 else (1.0, 1.0)
         args.scale, args.soft_cap = spec.scale * args.k_scale, spec.soft_cap or 0.0

@@ -14,7 +14,7 @@ PROMPT_COLUMNS = 512  # of a block
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
 THREADS = 288
 PLAN_THREADS = 256
-ENTRY_BYTES = 32  # of a plan of decode attention
+ENTRY_BYTES, MAX_SPLITS = 32, 32  # of a plan of decode attention
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
 TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
@@ -169,13 +169,14 @@ class DecodeVariant:
     def _stage_bytes(self) -> int:
         row = self.head_dim * (1 if self.is_float8 else 2)
         chunks = row // 16
-        return 4 * 2 * 16 * (row if chunks % 8 == 0 or chunks % 2 else row + 16)
+        tokens = 32 if self.is_float8 else 16
+        return 4 * 2 * tokens * (row if chunks % 8 == 0 or chunks % 2 else row + 16)
 
     @property
     def _fixed_bytes(self) -> int:
         queries = 8 * self.tiles
         buffers = 2 * (queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + ENTRY_BYTES)
-        return buffers + 2 * queries * (self.head_dim + 4) * 4 + 4 * queries * 8
+        return buffers + 2 * queries * (self.head_dim + 4) * 4 + 4 * queries * 8 + queries * MAX_SPLITS * 4
 
     @property
     def source(self) -> str:

@@ -91,7 +91,7 @@ class Paged:
         own = PagedBatch(
             batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots[rows]
         )
-        reference.write_kv(k[rows], v[rows], cache, own, spec)
+        _write_kv(k[rows], v[rows], cache, own, spec)
         scales = (spec.k_scale, spec.v_scale) if self.cache_dtype == FP8 else (1.0, 1.0)
         out = torch.zeros_like(q, dtype=torch.float32)
         for row, length in enumerate(self.lengths):
@@ -111,6 +111,16 @@ class Paged:
     def run(self, ops: HopperOps, spec: AttentionSpec) -> tuple[torch.Tensor, LayerCache]:
         cache = self.cache[0].clone(), self.cache[1].clone()
         return ops.attend(*self.split(), self.angles, cache, replace(self.batch, derived={}), spec), cache
+
+
+def _write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> None:
+    """Store as the reference does on a CPU: on a GPU torch multiplies by the inverse of a scale."""
+    host = cache[0].cpu(), cache[1].cpu()
+    columns = (x.cpu() for x in (batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots))
+    tables, new, cached, slots = columns
+    reference.write_kv(k.cpu(), v.cpu(), host, PagedBatch(tables, new, cached, slots), spec)
+    for part, stored in zip(cache, host, strict=True):
+        part.copy_(stored)
 
 
 def check(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
