@@ -1,5 +1,6 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -16,6 +17,8 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
+PREFILL_ROWS = 128  # of a block: queries times heads
+PREFILL_THREADS = 384
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
@@ -129,7 +132,44 @@ class PromptVariant(NamedTuple):
         return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
 
 
-Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
+class PrefillVariant(NamedTuple):
+    """Attention of sequences with several new tokens."""
+
+    dtype: torch.dtype
+    head_dim: int
+    soft_cap: bool
+    stages: int = 2
+    turns: bool = True
+
+    @property
+    def keys(self) -> int:
+        """Return the keys of a tile."""
+        return 128 if self.head_dim <= 128 else 64
+
+    @property
+    def shared_bytes(self) -> int:
+        chunks = -(-self.head_dim // 64)
+        return chunks * 128 * (PREFILL_ROWS + 2 * self.stages * self.keys) + 16 + 32 * self.stages
+
+    @property
+    def source(self) -> str:
+        flags = ", ".join("true" if flag else "false" for flag in (self.soft_cap, self.turns))
+        arguments = f"{NUMBERS[self.dtype]}, {self.head_dim}, {self.keys}, {self.stages}, {flags}"
+        return "\n".join(
+            (
+                _text("prelude.cu"),
+                _wgmma_attention(self.head_dim, self.keys),
+                _text("prefill.cu"),
+                f'extern "C" __global__ void __launch_bounds__({PREFILL_THREADS}, 1) kernel('
+                "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
+                "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
+                f"  prefill<{arguments}>(&q, &k, &v, p);",
+                "}",
+            )
+        )
+
+
+Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant | PrefillVariant
 
 
 @cache
@@ -152,5 +192,51 @@ def _wgmma(height: int) -> str:
 
     return (
         f"template <class Number> DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b) {{\n"
+        f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
+    )
+
+
+def _wgmma_attention(head_dim: int, keys: int) -> str:
+    """Write the matrix instructions of attention, and the waits for them, which name all their registers."""
+    rows, weights = "u64 a", "const u32* a"
+    scores = ", ".join(f'"+f"(s[{i}])' for i in range(keys // 2))
+    outputs = ", ".join(
+        (*(f'"+f"(o[{i}])' for i in range(head_dim // 2)), *(f'"+r"(w[{i}])' for i in range(keys // 4)))
+    )
+    wait = "wgmma.wait_group.sync.aligned"
+    return "\n".join(
+        (
+            _product("start_scores", keys, rows, ('"l"(a)',), accumulate=False),
+            _product("add_scores", keys, rows, ('"l"(a)',), accumulate=True),
+            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], accumulate=True),
+            f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
+            f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
+            f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
+            f'  asm volatile("{wait} 0;" : {outputs} : : "memory");\n}}',
+        )
+    )
+
+
+def _product(name: str, columns: int, argument: str, a: Sequence[str], accumulate: bool) -> str:
+    """Write a product of 64 rows: `a` is the place of a matrix in shared memory, or its registers.
+
+    With registers, the other matrix lies with its rows along K, and is transposed.
+    """
+    count = columns // 2
+    sums, first = (
+        ", ".join(f"%{i}" for i in range(start, end)) for start, end in ((0, count), (count, count + len(a)))
+    )
+    left, flags = (f"{{{first}}}", "1, 1, 1") if len(a) > 1 else (first, "1, 1, 0, 0")
+    outputs = ", ".join(f'"{"+" if accumulate else "="}f"(d[{i}])' for i in range(count))
+
+    def instruction(dtype: str) -> str:
+        return (
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {int(accumulate)}, 0;\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} "
+            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(a)}, "l"(b));'
+        )
+
+    return (
+        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b) {{\n"
         f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
     )

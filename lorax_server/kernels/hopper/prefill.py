@@ -1,0 +1,137 @@
+"""Attention of sequences with several new tokens over the paged cache, on the tensor cores."""
+
+import ctypes
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorax_server.errors import EngineError
+from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, tensor_map
+from lorax_server.kernels.hopper.sources import NUMBERS, PREFILL_ROWS, PREFILL_THREADS, PrefillVariant, Variant
+from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+NO_WINDOW = 2**30
+MAX_MAPS = 4096  # that are kept: those of the caches, and those of queries at places that come again
+MAX_IDLE_ROWS = 8
+Tiles = npt.NDArray[np.int32]
+
+
+class _PrefillArgs(ctypes.Structure):
+    """`PrefillArgs` of prefill.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tiles", "tables", "out")),
+        *((name, ctypes.c_int) for name in ("items", "heads", "group", "pack", "tokens")),
+        *((name, ctypes.c_int) for name in ("block_size", "box", "num_blocks", "table_stride", "window")),
+        *((name, ctypes.c_float) for name in ("factor", "cap")),
+    )
+
+
+class _Map(ctypes.Structure):
+    """A tensor map, as a launch takes it."""
+
+    _fields_ = (("words", ctypes.c_ubyte * MAP_BYTES),)
+
+
+class PrefillAttention:
+    """Attends from all tokens of every sequence that has more than one new token to its sequence, all in the cache.
+
+    The heads that share a KV head are packed into the 128 rows of a block, so that a short chunk fills the rows, too.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._num_sms: int = torch.cuda.get_device_properties(kernels.device).multi_processor_count
+        self._maps: dict[tuple[object, ...], _Map] = {}
+
+    def fits(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
+        """Return whether the kernel serves these tensors."""
+        keys = cache[0]
+        return (
+            q.dtype in NUMBERS
+            and q.shape[-1] in HEAD_DIMS
+            and q.shape[1] % keys.shape[1] == 0
+            and keys.shape[2] % 8 == 0
+            and all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and _can_copy(x) for x in (q, *cache))
+            and spec.scale > 0
+        )
+
+    def variants(self, dtype: torch.dtype, head_dim: int, specs: Iterable[AttentionSpec]) -> set[Variant]:
+        """Return the kernels that layers of these constants need."""
+        if dtype not in NUMBERS or head_dim not in HEAD_DIMS:
+            return set()
+        return {PrefillVariant(dtype, head_dim, spec.soft_cap is not None) for spec in specs}
+
+    def __call__(
+        self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> None:
+        """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
+        keys, heads = cache[0], q.shape[1]
+        pack = choose_pack(heads // keys.shape[1])
+        tokens = PREFILL_ROWS // pack
+        tiles = batch.once(("prefill tiles", tokens), _place_tiles, batch, tokens)
+        if not len(tiles):
+            return
+        variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
+        box = math.gcd(keys.shape[2], variant.keys)
+        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr(), out=out.data_ptr())
+        args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // keys.shape[1]
+        args.pack, args.tokens = pack, tokens
+        args.block_size, args.box, args.num_blocks = keys.shape[2], box, keys.shape[0]
+        args.table_stride, args.window = batch.block_tables.stride(0), spec.window or NO_WINDOW
+        args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
+        if spec.soft_cap is not None:
+            args.cap = 2 * math.log2(math.e) * spec.scale / spec.soft_cap
+        maps = [self._map(q, (64, pack, tokens)), *(self._map(x, (64, box, 1, 1)) for x in cache)]
+        blocks = min(args.items, self._num_sms)
+        self._kernels.get(variant).launch(blocks, PREFILL_THREADS, [*maps, args], early=True)
+
+    def _map(self, tensor: torch.Tensor, box: tuple[int, ...]) -> _Map:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
+        if key not in self._maps:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
+            strides = [stride * tensor.itemsize for stride in tensor.stride()[-2::-1]]
+            self._maps[key] = _Map.from_buffer_copy(tensor_map(tensor, tensor.shape[::-1], strides, box))
+        return self._maps[key]
+
+
+def choose_pack(group: int) -> int:
+    """Return how many of the heads that share a KV head a block packs: all, or as many as waste few rows."""
+    divisors = [pack for pack in range(1, min(group, PREFILL_ROWS) + 1) if group % pack == 0]
+    return max(pack for pack in divisors if PREFILL_ROWS % pack <= MAX_IDLE_ROWS)
+
+
+def list_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
+    """Cut the sequences with several new tokens into tiles: `[tiles, 4]`, those with the most keys first.
+
+    A tile is its sequence, its first token in the batch, that token's position, and the tokens from there to the
+    sequence's end.
+    """
+    new, before = (np.array(list(lengths), dtype=np.int64) for lengths in (inputs, cached))
+    starts = np.cumsum(new) - new
+    counts = np.where(new > 1, -(-new // tokens), 0)
+    sequence = np.repeat(np.arange(len(new)), counts)
+    offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+    position = before[sequence] + offset
+    tiles = np.stack((sequence, starts[sequence] + offset, position, new[sequence] - offset), axis=1)
+    return tiles[np.argsort(-position, kind="stable")].astype(np.int32)
+
+
+def _place_tiles(batch: PagedBatch, tokens: int) -> torch.Tensor:
+    """Copy the tiles of a batch to its device, without a wait if the host knows the lengths."""
+    if batch.block_tables.dtype != torch.int32 or batch.block_tables.stride(1) != 1:
+        raise EngineError("block tables are rows of int32")
+    inputs, cached = batch.host_lengths or (batch.input_lengths.tolist(), batch.cache_lengths.tolist())
+    tiles = torch.from_numpy(list_tiles(inputs, cached, tokens))
+    return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles
+
+
+def _can_copy(tensor: torch.Tensor) -> bool:
+    """Return whether the copy engine can read a tensor: whole elements next to each other, places of 16 bytes."""
+    strides = tensor.stride()
+    return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]) and tensor.data_ptr() % 16 == 0
