@@ -147,6 +147,13 @@ struct Softmax {
       sum[h] = sum[h] * keep[h] + (even + odd);
     }
   }
+
+  // A branch that is never taken ends a block of instructions here: within one, the assembler puts the wait for the
+  // values in front of all of the above.
+  DEVICE void finish() {
+    asm volatile("{\n.reg .pred P;\nsetp.lt.f32 P, %0, 0f00000000;\nvote.sync.any.pred P, P, 0xffffffff;\n@!P bra.uni DONE;\nnanosleep.u32 1;\nDONE:\n}" ::"f"(
+                     sum[0] + sum[1]) : "memory");
+  }
 };
 
 // tanh(x / 2 / log2(e)): its error is small against 1, where that of the instruction would show in scores.
@@ -295,6 +302,7 @@ struct Computing {
       if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
       wait_scores<1>(s);
       weigh(s, item, tile);
+      softmax.finish();
       wait_values(o, weights);
       if (lane == 0) arrive(at.v_empty + (count - 1) % STAGES * 8);
 #pragma unroll

@@ -200,9 +200,8 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
     """Write the matrix instructions of attention, and the waits for them, which name all their registers."""
     rows, weights = "u64 a", "const u32* a"
     scores = ", ".join(f'"+f"(s[{i}])' for i in range(keys // 2))
-    outputs = ", ".join(
-        (*(f'"+f"(o[{i}])' for i in range(head_dim // 2)), *(f'"+r"(w[{i}])' for i in range(keys // 4)))
-    )
+    sums = ", ".join(f'"+f"(o[{i}])' for i in range(head_dim // 2))
+    words = ", ".join(f'"+r"(w[{i}])' for i in range(keys // 4))
     wait = "wgmma.wait_group.sync.aligned"
     return "\n".join(
         (
@@ -212,7 +211,7 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
             f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
             f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
             f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
-            f'  asm volatile("{wait} 0;" : {outputs} : : "memory");\n}}',
+            f'  asm volatile("{wait} 0;" : {sums}, {words} : : "memory");\n}}',
         )
     )
 
