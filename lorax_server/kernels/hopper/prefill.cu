@@ -1,13 +1,13 @@
 // Attention of sequences with several new tokens, over the paged cache.
 //
-// A block has 128 rows: `pack` query heads, which share a KV head, of `tokens` tokens each; row = token * pack + head.
-// One warp has the copy engine bring Q, then tiles of KEYS keys and values. Two warpgroups of 64 rows each compute: the
-// scores of a tile are multiplied while the values of the one before are, and while the other warpgroup does softmax.
+// A block has rows: `pack` query heads, which share a KV head, of `tokens` tokens each; row = token * pack + head.
+// Three warps have the copy engine bring Q, and tiles of KEYS keys and of values. Warpgroups of 64 rows each compute:
+// a tile's softmax runs while the values of the tile before are multiplied.
 // Tiles begin at multiples of KEYS from the sequence's first token. A tile that a row may not see at all leaves that row
 // as it is, bit for bit. So a row's result depends neither on how a prompt is cut nor on its neighbours.
 //
 // A block takes items (rows and KV head) until none is left; the heaviest come first, and turns go to and fro.
-constexpr int ROWS = 128, PRODUCING = 128;  // threads
+constexpr int COPYING = 128;  // threads; those that compute come after them
 
 struct PrefillArgs {
   const int4* tiles;  // sequence, first token, its position, tokens from it to the sequence's end
@@ -36,76 +36,79 @@ template <int KEYS> DEVICE bool take_item(const PrefillArgs& p, int round, Item&
   return true;
 }
 
-template <int HEAD, int KEYS, int STAGES>
-struct Places {  // in shared memory: columns lie in chunks of 64, 128 bytes a row, swizzled
-  static constexpr int CHUNKS = (HEAD + 63) / 64, Q_BYTES = CHUNKS * ROWS * 128, TILE = CHUNKS * KEYS * 128;
+// Shared memory. Columns lie in chunks of 64, 128 bytes a row, swizzled, and rows in groups of eight. Of keys and values
+// all chunks of a group lie together, so that one copy brings a block of the cache as it is. Where the last chunk is not
+// full, all rows of a chunk lie together, and each chunk has its copy, which stops at the last column.
+template <int HEAD, int KEYS, int STAGES, int GROUPS>
+struct Places {
+  static constexpr int ROWS = 64 * GROUPS, CHUNKS = (HEAD + 63) / 64, Q_BYTES = CHUNKS * ROWS * 128, TILE = CHUNKS * KEYS * 128;
+  static constexpr bool WHOLE = HEAD % 64 == 0;
+  static constexpr int GROUP = WHOLE ? CHUNKS * 1024 : 1024, CHUNK = WHOLE ? 1024 : KEYS * 128, COPIES = WHOLE ? 1 : CHUNKS;
   u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty;
   DEVICE Places(u8* shared)
       : q(shared_address(shared)), k(q + Q_BYTES), v(k + STAGES * TILE), q_full(v + STAGES * TILE), q_empty(q_full + 8),
         k_full(q_full + 16), k_empty(k_full + STAGES * 8), v_full(k_empty + STAGES * 8), v_empty(v_full + STAGES * 8) {}
   DEVICE void init() {
     init_barrier(q_full, 1);
-    init_barrier(q_empty, 8);  // one thread of each computing warp
+    init_barrier(q_empty, 4 * GROUPS);  // one thread of each computing warp
     for (int s = 0; s < STAGES; s++) {
-      init_barrier(k_full + s * 8, 1); init_barrier(k_empty + s * 8, 8);
-      init_barrier(v_full + s * 8, 1); init_barrier(v_empty + s * 8, 8);
+      init_barrier(k_full + s * 8, 1); init_barrier(k_empty + s * 8, 4 * GROUPS);
+      init_barrier(v_full + s * 8, 1); init_barrier(v_empty + s * 8, 4 * GROUPS);
     }
     publish_barriers();
   }
 };
 
-// ---------------------------------------------------------------------------------------------------- the copying warp
+// ---------------------------------------------------------------------------------------------------- the copying warps
 DEVICE void copy_rows(u32 to, const TensorMap* map, u32 barrier, int column, int head, int token) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
                "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token) : "memory");
 }
-DEVICE void copy_block(u32 to, const TensorMap* map, u32 barrier, int column, int offset, int head, int block) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-               "l"(map), "r"(barrier), "r"(column), "r"(offset), "r"(head), "r"(block) : "memory");
+DEVICE void copy_block(u32 to, const TensorMap* map, u32 barrier, int column, int group, int block) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(to),
+               "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(group), "r"(block) : "memory");
 }
 
-// Bring one tile of keys or values. Each lane has a box at most. A box past the end of the sequence lies past the end of
-// the cache, so that zeros come: the block table says nothing about it.
-template <class P, int KEYS>
-DEVICE void fetch_tile(const TensorMap* map, const PrefillArgs& p, const Item& item, int tile, u32 to, u32 full, u32 empty, int parity) {
-  const int lane = threadIdx.x & 31, row = lane / P::CHUNKS * p.box, chunk = lane % P::CHUNKS, position = tile * KEYS + row;
-  int block = p.num_blocks;
-  if (row < KEYS && position < item.position + item.left) block = p.tables[(i64)item.sequence * p.table_stride + position / p.block_size];
-  wait_barrier(empty, parity ^ 1);
-  if (lane == 0) expect_bytes(full, P::TILE);
-  __syncwarp();
-  if (row < KEYS) copy_block(to + (chunk * KEYS + row) * 128, map, full, chunk * 64, position % p.block_size, item.kv_head, block);
-}
-
-template <int HEAD, int KEYS, int STAGES>
-DEVICE void fetch_items(const Places<HEAD, KEYS, STAGES>& at, const TensorMap* q, const TensorMap* k, const TensorMap* v, const PrefillArgs& p) {
-  using P = Places<HEAD, KEYS, STAGES>;
+template <int HEAD, int KEYS, int STAGES, int GROUPS>
+DEVICE void fetch_queries(const Places<HEAD, KEYS, STAGES, GROUPS>& at, const TensorMap* map, const PrefillArgs& p) {
+  using P = Places<HEAD, KEYS, STAGES, GROUPS>;
   Item item;
-  int k_count = 0, v_count = 0;
   for (int round = 0; take_item<KEYS>(p, round, item); round++) {
     wait_barrier(at.q_empty, round & 1 ^ 1);
-    if ((threadIdx.x & 31) == 0) {
-      expect_bytes(at.q_full, P::CHUNKS * p.pack * p.tokens * 128);
-      for (int c = 0; c < P::CHUNKS; c++) copy_rows(at.q + c * ROWS * 128, q, at.q_full, c * 64, item.head, item.token);
-    }
-    for (int tile = item.first; tile <= item.last + 1; tile++) {
-      if (tile <= item.last) {
-        const int stage = k_count % STAGES, parity = k_count++ / STAGES & 1;
-        fetch_tile<P, KEYS>(k, p, item, tile, at.k + stage * P::TILE, at.k_full + stage * 8, at.k_empty + stage * 8, parity);
-      }
-      if (tile > item.first) {
-        const int stage = v_count % STAGES, parity = v_count++ / STAGES & 1;
-        fetch_tile<P, KEYS>(v, p, item, tile - 1, at.v + stage * P::TILE, at.v_full + stage * 8, at.v_empty + stage * 8, parity);
-      }
+    expect_bytes(at.q_full, P::CHUNKS * p.pack * p.tokens * 128);
+    for (int c = 0; c < P::CHUNKS; c++) copy_rows(at.q + c * P::ROWS * 128, map, at.q_full, c * 64, item.head, item.token);
+  }
+}
+
+// Bring the keys or the values. Each lane has a box of a tile at most. A box past the end of the sequence lies past the
+// end of the cache, so that zeros come: the block table says nothing about it.
+template <class P, int KEYS, int STAGES>
+DEVICE void fetch_tiles(u32 to, u32 full, u32 empty, const TensorMap* map, const PrefillArgs& p) {
+  const int lane = threadIdx.x & 31, row = lane / P::COPIES * p.box, chunk = lane % P::COPIES;
+  const int place = row / 8 * P::GROUP + chunk * P::CHUNK;
+  Item item;
+  for (int round = 0, count = 0; take_item<KEYS>(p, round, item); round++) {
+    const int* table = p.tables + (i64)item.sequence * p.table_stride;
+    const int length = row < KEYS ? item.position + item.left : 0;
+    int position = item.first * KEYS + row, next = position < length ? table[position / p.block_size] : p.num_blocks;
+    for (int tile = item.first; tile <= item.last; tile++, count++, position += KEYS) {
+      const int block = next, stage = count % STAGES;
+      next = position + KEYS < length ? table[(position + KEYS) / p.block_size] : p.num_blocks;  // while this one waits
+      wait_barrier(empty + stage * 8, count / STAGES & 1 ^ 1);
+      if (lane == 0) expect_bytes(full + stage * 8, P::TILE);
+      __syncwarp();
+      if (row < KEYS)
+        copy_block(to + stage * P::TILE + place, map, full + stage * 8, chunk * 64, position % p.block_size / 8,
+                   block * (p.heads / p.group) + item.kv_head);
     }
   }
 }
 
 // ---------------------------------------------------------------------------------------------------- the computing warps
-// What the matrix instruction reads. Rows of 128 bytes lie in groups of eight, 1024 bytes apart. Where columns are the
-// operand's long side, `chunk` bytes lie between one 64 columns and the next.
-DEVICE u64 describe(u32 address, int chunk) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(chunk >> 4) << 16) | (64ull << 32) | (1ull << 62);
+// What the matrix instruction reads: so many bytes lie between one group of eight rows and the next, and, where columns
+// are not what is summed over, between one chunk of 64 columns and the next.
+DEVICE u64 describe(u32 address, int group, int chunk = 16) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(chunk >> 4) << 16) | ((u64)(group >> 4) << 32) | (1ull << 62);
 }
 DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -133,8 +136,8 @@ struct Softmax {
       a = fmaxf(a, b);
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      const float base = a == -__int_as_float(0x7f800000) ? 0 : a * factor;  // a row that has seen nothing yet
-      keep[h] = exp2_fast(fmaf(top[h], factor, -base));
+      const float base = a == -__int_as_float(0x7f800000) ? 0 : __fmul_rn(a, factor);  // a row that has seen nothing yet
+      keep[h] = exp2_fast(__fmul_rn(top[h], factor) - base);  // 1, if the highest score is the same
       top[h] = a;
       float even = 0, odd = 0;
 #pragma unroll
@@ -175,7 +178,7 @@ template <int COUNT> DEVICE void mask_scores(float (&s)[COUNT], const int (&last
 template <class P, int KEYS> DEVICE void clear_values(u32 v, int first, int group) {
   for (int i = threadIdx.x & 127; i < (KEYS - first) * P::CHUNKS * 8; i += 128) {
     const int unit = i % 8, chunk = i / 8 % P::CHUNKS, row = first + i / 8 / P::CHUNKS;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + (chunk * KEYS + row) * 128 + unit * 16), "r"(0) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + row / 8 * P::GROUP + chunk * P::CHUNK + row % 8 * 128 + unit * 16), "r"(0) : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
@@ -227,13 +230,13 @@ DEVICE void store_rows(const PrefillArgs& p, const Item& item, const float (&o)[
 }
 
 // One computing warpgroup.
-template <class Number, int HEAD, int KEYS, int STAGES, bool CAP, bool TURNS>
+template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP, bool TURNS>
 struct Computing {
-  using P = Places<HEAD, KEYS, STAGES>;
+  using P = Places<HEAD, KEYS, STAGES, GROUPS>;
   const P& at;
   const PrefillArgs& p;
-  const int group = (threadIdx.x - PRODUCING) >> 7, lane = threadIdx.x & 31;
-  const int first_row = ((threadIdx.x - PRODUCING) >> 5) * 16 + (lane >> 2);
+  const int group = (threadIdx.x - COPYING) >> 7, lane = threadIdx.x & 31;
+  const int first_row = ((threadIdx.x - COPYING) >> 5) * 16 + (lane >> 2);
   int count = 0;  // of the tiles before
   Softmax softmax;
 
@@ -243,7 +246,7 @@ struct Computing {
     fence_registers();
 #pragma unroll
     for (int i = 0; i < HEAD / 16; i++) {
-      const u64 a = describe(q + i / 4 * ROWS * 128 + i % 4 * 32, 16), b = describe(k + i / 4 * KEYS * 128 + i % 4 * 32, 16);
+      const u64 a = describe(q + i / 4 * P::ROWS * 128 + i % 4 * 32, 1024), b = describe(k + i / 4 * P::CHUNK + i % 4 * 32, P::GROUP);
       if (i == 0) start_scores<Number>(s, a, b);
       else add_scores<Number>(s, a, b);
     }
@@ -254,7 +257,7 @@ struct Computing {
     fence_registers();
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
-      add_values<Number>(o, weights + i * 4, describe(at.v + count % STAGES * P::TILE + i * 2048, KEYS * 128));
+      add_values<Number>(o, weights + i * 4, describe(at.v + count % STAGES * P::TILE + i * 2 * P::GROUP, P::GROUP, P::CHUNK));
     commit();
   }
 
@@ -328,19 +331,23 @@ struct Computing {
   }
 };
 
-template <class Number, int HEAD, int KEYS, int STAGES, bool CAP, bool TURNS>
+template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP, bool TURNS>
 DEVICE void prefill(const TensorMap* q, const TensorMap* k, const TensorMap* v, const PrefillArgs& p) {
   extern __shared__ __align__(1024) u8 shared[];
-  Places<HEAD, KEYS, STAGES> at(shared);
+  Places<HEAD, KEYS, STAGES, GROUPS> at(shared);
   if (threadIdx.x == 0) at.init();
   __syncthreads();
   let_next_kernel_start();
   wait_for_kernel_before();
-  if (threadIdx.x < PRODUCING) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x < 32) fetch_items(at, q, k, v, p);
+  if (threadIdx.x < COPYING) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
+    const int warp = threadIdx.x >> 5;
+    using P = Places<HEAD, KEYS, STAGES, GROUPS>;
+    if (warp == 0) fetch_tiles<P, KEYS, STAGES>(at.k, at.k_full, at.k_empty, k, p);
+    else if (warp == 1) fetch_tiles<P, KEYS, STAGES>(at.v, at.v_full, at.v_empty, v, p);
+    else if (threadIdx.x == 64) fetch_queries(at, q, p);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    Computing<Number, HEAD, KEYS, STAGES, CAP, TURNS>{at, p}.attend_all();
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
+    Computing<Number, HEAD, KEYS, STAGES, GROUPS, CAP, TURNS>{at, p}.attend_all();
   }
 }

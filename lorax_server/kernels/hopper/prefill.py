@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import torch
 
 from lorax_server.errors import EngineError
 from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, tensor_map
-from lorax_server.kernels.hopper.sources import NUMBERS, PREFILL_ROWS, PREFILL_THREADS, PrefillVariant, Variant
+from lorax_server.kernels.hopper.sources import NUMBERS, PrefillVariant, Variant
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -40,7 +40,7 @@ class _Map(ctypes.Structure):
 class PrefillAttention:
     """Attends from all tokens of every sequence that has more than one new token to its sequence, all in the cache.
 
-    The heads that share a KV head are packed into the 128 rows of a block, so that a short chunk fills the rows, too.
+    The heads that share a KV head are packed into the rows of a block, so that a short chunk fills the rows, too.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -57,6 +57,7 @@ class PrefillAttention:
             and q.shape[1] % keys.shape[1] == 0
             and keys.shape[2] % 8 == 0
             and all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and _can_copy(x) for x in (q, *cache))
+            and all(x.is_contiguous() for x in cache)
             and spec.scale > 0
         )
 
@@ -71,12 +72,12 @@ class PrefillAttention:
     ) -> None:
         """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
         keys, heads = cache[0], q.shape[1]
-        pack = choose_pack(heads // keys.shape[1])
-        tokens = PREFILL_ROWS // pack
+        variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
+        pack = choose_pack(heads // keys.shape[1], variant.rows)
+        tokens = variant.rows // pack
         tiles = batch.once(("prefill tiles", tokens), _place_tiles, batch, tokens)
         if not len(tiles):
             return
-        variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
         box = math.gcd(keys.shape[2], variant.keys)
         args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr(), out=out.data_ptr())
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // keys.shape[1]
@@ -86,24 +87,41 @@ class PrefillAttention:
         args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
         if spec.soft_cap is not None:
             args.cap = 2 * math.log2(math.e) * spec.scale / spec.soft_cap
-        maps = [self._map(q, (64, pack, tokens)), *(self._map(x, (64, box, 1, 1)) for x in cache)]
+        maps = [self._map(_query_map, q, (pack, tokens)), *(self._map(_cache_map, x, box) for x in cache)]
         blocks = min(args.items, self._num_sms)
-        self._kernels.get(variant).launch(blocks, PREFILL_THREADS, [*maps, args], early=True)
+        self._kernels.get(variant).launch(blocks, variant.threads, [*maps, args], early=True)
 
-    def _map(self, tensor: torch.Tensor, box: tuple[int, ...]) -> _Map:
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
+    def _map(self, make: Callable[..., bytes], tensor: torch.Tensor, box: int | tuple[int, int]) -> _Map:
+        key = (make, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
         if key not in self._maps:
             if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
-            strides = [stride * tensor.itemsize for stride in tensor.stride()[-2::-1]]
-            self._maps[key] = _Map.from_buffer_copy(tensor_map(tensor, tensor.shape[::-1], strides, box))
+            self._maps[key] = _Map.from_buffer_copy(make(tensor, box))
         return self._maps[key]
 
 
-def choose_pack(group: int) -> int:
-    """Return how many of the heads that share a KV head a block packs: all, or as many as waste few rows."""
-    divisors = [pack for pack in range(1, min(group, PREFILL_ROWS) + 1) if group % pack == 0]
-    return max(pack for pack in divisors if PREFILL_ROWS % pack <= MAX_IDLE_ROWS)
+def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:
+    """Describe boxes of some heads of some tokens, 64 columns each."""
+    strides = [stride * q.itemsize for stride in (q.stride(1), q.stride(0))]
+    return tensor_map(q, q.shape[::-1], strides, (64, *box))
+
+
+def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
+    """Describe boxes of some rows of one head of a block: groups of eight rows, in them chunks of 64 columns.
+
+    Where the last chunk is not full, a box has one chunk. Beyond the last column come zeros.
+    """
+    num_blocks, num_heads, block_size, width = cache.shape
+    chunks = width // 64 if width % 64 == 0 else 1
+    sizes = (64 if width % 64 == 0 else width, 8, chunks, block_size // 8, num_blocks * num_heads)
+    strides = [count * cache.itemsize for count in (width, 64, 8 * width, block_size * width)]
+    return tensor_map(cache, sizes, strides, (64, 8, chunks, rows // 8, 1))
+
+
+def choose_pack(group: int, rows: int) -> int:
+    """Return how many of the heads that share a KV head a block packs: all, or as many as leave few rows idle."""
+    divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
+    return max(pack for pack in divisors if rows % pack <= MAX_IDLE_ROWS)
 
 
 def list_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:

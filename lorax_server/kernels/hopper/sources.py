@@ -17,8 +17,6 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
-PREFILL_ROWS = 128  # of a block: queries times heads
-PREFILL_THREADS = 384
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
@@ -139,7 +137,8 @@ class PrefillVariant(NamedTuple):
     head_dim: int
     soft_cap: bool
     stages: int = 2
-    turns: bool = True
+    turns: bool = False
+    groups: int = 2  # of 64 rows
 
     @property
     def keys(self) -> int:
@@ -147,20 +146,29 @@ class PrefillVariant(NamedTuple):
         return 128 if self.head_dim <= 128 else 64
 
     @property
+    def rows(self) -> int:
+        """Return the rows of a block: queries times heads."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
     def shared_bytes(self) -> int:
         chunks = -(-self.head_dim // 64)
-        return chunks * 128 * (PREFILL_ROWS + 2 * self.stages * self.keys) + 16 + 32 * self.stages
+        return chunks * 128 * (self.rows + 2 * self.stages * self.keys) + 16 + 32 * self.stages
 
     @property
     def source(self) -> str:
         flags = ", ".join("true" if flag else "false" for flag in (self.soft_cap, self.turns))
-        arguments = f"{NUMBERS[self.dtype]}, {self.head_dim}, {self.keys}, {self.stages}, {flags}"
+        arguments = f"{NUMBERS[self.dtype]}, {self.head_dim}, {self.keys}, {self.stages}, {self.groups}, {flags}"
         return "\n".join(
             (
                 _text("prelude.cu"),
                 _wgmma_attention(self.head_dim, self.keys),
                 _text("prefill.cu"),
-                f'extern "C" __global__ void __launch_bounds__({PREFILL_THREADS}, 1) kernel('
+                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) kernel('
                 "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
                 "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
                 f"  prefill<{arguments}>(&q, &k, &v, p);",

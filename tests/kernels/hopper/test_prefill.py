@@ -241,4 +241,15 @@ def test_tiles_cover_each_token_once_and_the_longest_come_first() -> None:
 
 
 def test_heads_are_packed_where_they_fill_the_rows() -> None:
-    assert [choose_pack(group) for group in (1, 2, 4, 8, 16, 7, 6, 12, 71, 256)] == [1, 2, 4, 8, 16, 7, 6, 12, 1, 128]
+    assert [choose_pack(group, 128) for group in (1, 2, 4, 8, 16, 7, 6, 12, 71, 256)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        7,
+        6,
+        12,
+        1,
+        128,
+    ]

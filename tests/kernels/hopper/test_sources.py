@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorax_server.kernels.hopper.prefill import HEAD_DIMS
 from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -16,6 +17,7 @@ from lorax_server.kernels.hopper.sources import (
     LinearVariant,
     NormVariant,
     PlanVariant,
+    PrefillVariant,
     PromptVariant,
     Variant,
 )
@@ -34,6 +36,8 @@ MORE_VARIANTS: list[Variant] = [
     PromptVariant(BF16, "sum_parts"),
     PromptVariant(BF16, "expand_prompt"),
     *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
+    *(PrefillVariant(BF16, head_dim, soft_cap) for head_dim in HEAD_DIMS for soft_cap in (False, True)),
+    PrefillVariant(FP16, 128, False),
 ]
 
 
