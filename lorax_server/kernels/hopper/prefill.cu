@@ -107,9 +107,11 @@ DEVICE void fetch_tiles(u32 to, u32 full, u32 empty, const TensorMap* map, const
 // ---------------------------------------------------------------------------------------------------- the computing warps
 // What the matrix instruction reads: so many bytes lie between one group of eight rows and the next, and, where columns
 // are not what is summed over, between one chunk of 64 columns and the next.
-DEVICE u64 describe(u32 address, int group, int chunk = 16) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(chunk >> 4) << 16) | ((u64)(group >> 4) << 32) | (1ull << 62);
-}
+struct Descriptor {
+  u32 low, high;
+  DEVICE Descriptor(u32 address, int group, int chunk = 16) : low(address >> 4 | chunk >> 4 << 16), high(group >> 4 | 1 << 30) {}
+  DEVICE u64 at(int bytes) const { return (u64)high << 32 | (low + (bytes >> 4)); }
+};
 DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE float exp2_fast(float x) {
@@ -235,18 +237,17 @@ struct Computing {
   using P = Places<HEAD, KEYS, STAGES, GROUPS>;
   const P& at;
   const PrefillArgs& p;
-  const int group = (threadIdx.x - COPYING) >> 7, lane = threadIdx.x & 31;
+  const int group = __shfl_sync(~0u, (threadIdx.x - COPYING) >> 7, 0), lane = threadIdx.x & 31;
   const int first_row = ((threadIdx.x - COPYING) >> 5) * 16 + (lane >> 2);
   int count = 0;  // of the tiles before
   Softmax softmax;
 
   DEVICE void multiply_keys(float (&s)[KEYS / 2], int count) {
-    const int stage = count % STAGES;
-    const u32 q = at.q + group * 64 * 128, k = at.k + stage * P::TILE;
+    const Descriptor q(at.q + group * 64 * 128, 1024), k(at.k + count % STAGES * P::TILE, P::GROUP);
     fence_registers();
 #pragma unroll
     for (int i = 0; i < HEAD / 16; i++) {
-      const u64 a = describe(q + i / 4 * P::ROWS * 128 + i % 4 * 32, 1024), b = describe(k + i / 4 * P::CHUNK + i % 4 * 32, P::GROUP);
+      const u64 a = q.at(i / 4 * P::ROWS * 128 + i % 4 * 32), b = k.at(i / 4 * P::CHUNK + i % 4 * 32);
       if (i == 0) start_scores<Number>(s, a, b);
       else add_scores<Number>(s, a, b);
     }
@@ -254,10 +255,10 @@ struct Computing {
   }
 
   DEVICE void multiply_values(float (&o)[HEAD / 2], const u32 (&weights)[KEYS / 4], int count) {
+    const Descriptor v(at.v + count % STAGES * P::TILE, P::GROUP, P::CHUNK);
     fence_registers();
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++)
-      add_values<Number>(o, weights + i * 4, describe(at.v + count % STAGES * P::TILE + i * 2 * P::GROUP, P::GROUP, P::CHUNK));
+    for (int i = 0; i < KEYS / 16; i++) add_values<Number>(o, weights + i * 4, v.at(i * 2 * P::GROUP));
     commit();
   }
 
