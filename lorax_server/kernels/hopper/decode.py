@@ -1,20 +1,77 @@
 """Attention of sequences with one new token, from its rotation to the joined stretches, in one launch."""
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import ENTRY_BYTES, MAX_SPLITS, NUMBERS, DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.sources import NUMBERS, SHARED_BYTES, TWO_BLOCKS_BYTES, read_source, write_kernel
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
-STRETCH = 256  # of decode.cu
+STRETCH, MAX_SPLITS, ENTRY_BYTES = 256, 32, 32  # of decode.cu
 THREADS, PLAN_THREADS = 256, 256
 NO_WINDOW = 2**31 - 1
 BLOCKS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class DecodePlanVariant:
+    """The stretches of sequences with one new token."""
+
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        call = write_kernel("PLAN_THREADS", "DecodePlanArgs", "plan_decode(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("decode.cu"), call))
+
+
+@dataclass(frozen=True)
+class DecodeVariant:
+    """Attention from one new token of each sequence: `tiles` of eight query heads share a head of keys."""
+
+    dtype: torch.dtype
+    is_float8: bool  # of the cache
+    head_dim: int
+    tiles: int
+
+    @property
+    def stages(self) -> int:
+        """As many as let two blocks share a processor; of large heads, as one can have."""
+        for limit in (TWO_BLOCKS_BYTES, SHARED_BYTES):
+            stages = (limit - self._fixed_bytes) // self._stage_bytes
+            if stages >= 3:
+                break
+        return min(8, stages)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._fixed_bytes + self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        row = self.head_dim * (1 if self.is_float8 else 2)
+        chunks = row // 16
+        tokens = 32 if self.is_float8 else 16
+        return 4 * 2 * tokens * (row if chunks % 8 == 0 or chunks % 2 else row + 16)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        queries = 8 * self.tiles
+        buffers = 2 * (queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + ENTRY_BYTES)
+        return buffers + 2 * queries * (self.head_dim + 4) * 4 + 4 * queries * 8 + queries * MAX_SPLITS * 4
+
+    @property
+    def source(self) -> str:
+        float8 = "true" if self.is_float8 else "false"
+        arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
+        blocks = 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
+        call = write_kernel(f"DECODE_THREADS, {blocks}", "DecodeArgs", f"decode<{arguments}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("decode.cu"), call))
 
 
 class _PlanArgs(ctypes.Structure):

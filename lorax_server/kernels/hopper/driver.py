@@ -96,7 +96,7 @@ class Kernels:
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
     """Describe boxes of `rows` x 64 of a matrix."""
-    return _tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
+    return tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
 
 
 def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
@@ -107,12 +107,13 @@ def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
     """
     lines = (buffer.numel() - 15 * stride) // 64
     return b"".join(
-        _tensor_map(buffer, (64, rows, lines), (stride * buffer.itemsize, 128), (64, rows, width // 64))
+        tensor_map(buffer, (64, rows, lines), (stride * buffer.itemsize, 128), (64, rows, width // 64))
         for rows in (16, 8)
     )
 
 
-def _tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """Describe boxes of a tensor of these sizes, innermost first. Strides are in bytes, the innermost one left out."""
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Protocol
 
 import torch
 
@@ -14,11 +15,24 @@ PROMPT_COLUMNS = 512  # of a block
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
 THREADS = 288
 PLAN_THREADS = 256
-ENTRY_BYTES, MAX_SPLITS = 32, 32  # of a plan of decode attention
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
 TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
+
+
+class Variant(Protocol):
+    """One kernel, compiled on its own. Variants of a kind with equal fields are equal, and hashable."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory of a block."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The text of a function called `kernel`, and of all that it calls."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +59,10 @@ class LinearVariant:
         arguments = f"{NUMBERS[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
         return "\n".join(
             (
-                _text("prelude.cu"),
-                _text("lora.cu"),
+                read_source("prelude.cu"),
+                read_source("lora.cu"),
                 _wgmma(self.height),
-                _text("linear.cu"),
+                read_source("linear.cu"),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
                 f"__launch_bounds__(THREADS, {self.blocks_per_sm}) kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
@@ -70,8 +84,8 @@ class AddLoraVariant:
 
     @property
     def source(self) -> str:
-        call = _kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), call))
+        call = write_kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), call))
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class PlanVariant:
 
     @property
     def source(self) -> str:
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("plan.cu")))
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,8 @@ class NormVariant:
 
     @property
     def source(self) -> str:
-        call = _kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), call))
+        call = write_kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), call))
 
 
 @dataclass(frozen=True)
@@ -110,8 +124,8 @@ class GateVariant:
     @property
     def source(self) -> str:
         call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
-        kernel = _kernel(str(GATE_THREADS), "GateArgs", call)
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), kernel))
+        kernel = write_kernel(str(GATE_THREADS), "GateArgs", call)
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), kernel))
 
 
 @dataclass(frozen=True)
@@ -127,86 +141,18 @@ class PromptVariant:
     def source(self) -> str:
         types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
         args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
-        parts = map(_text, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
-        return "\n".join((*parts, _kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
+        parts = map(read_source, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
+        return "\n".join((*parts, write_kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-@dataclass(frozen=True)
-class DecodePlanVariant:
-    """The stretches of sequences with one new token."""
-
-    shared_bytes: int = 0
-
-    @property
-    def source(self) -> str:
-        call = _kernel("PLAN_THREADS", "DecodePlanArgs", "plan_decode(p);")
-        return "\n".join((_text("prelude.cu"), _text("decode.cu"), call))
-
-
-@dataclass(frozen=True)
-class DecodeVariant:
-    """Attention from one new token of each sequence: `tiles` of eight query heads share a head of keys."""
-
-    dtype: torch.dtype
-    is_float8: bool  # of the cache
-    head_dim: int
-    tiles: int
-
-    @property
-    def stages(self) -> int:
-        """As many as let two blocks share a processor; of large heads, as one can have."""
-        for limit in (TWO_BLOCKS_BYTES, SHARED_BYTES):
-            stages = (limit - self._fixed_bytes) // self._stage_bytes
-            if stages >= 3:
-                break
-        return min(8, stages)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._fixed_bytes + self.stages * self._stage_bytes
-
-    @property
-    def _stage_bytes(self) -> int:
-        row = self.head_dim * (1 if self.is_float8 else 2)
-        chunks = row // 16
-        tokens = 32 if self.is_float8 else 16
-        return 4 * 2 * tokens * (row if chunks % 8 == 0 or chunks % 2 else row + 16)
-
-    @property
-    def _fixed_bytes(self) -> int:
-        queries = 8 * self.tiles
-        buffers = 2 * (queries * (2 * self.head_dim + 16) + 2 * self.head_dim * 4 + ENTRY_BYTES)
-        return buffers + 2 * queries * (self.head_dim + 4) * 4 + 4 * queries * 8 + queries * MAX_SPLITS * 4
-
-    @property
-    def source(self) -> str:
-        float8 = "true" if self.is_float8 else "false"
-        arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
-        blocks = 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
-        call = _kernel(f"DECODE_THREADS, {blocks}", "DecodeArgs", f"decode<{arguments}>(p);")
-        return "\n".join((_text("prelude.cu"), _text("decode.cu"), call))
-
-
-Variant = (
-    PromptVariant
-    | LinearVariant
-    | AddLoraVariant
-    | PlanVariant
-    | NormVariant
-    | GateVariant
-    | DecodePlanVariant
-    | DecodeVariant
-)
-
-
-def _kernel(bounds: str, args: str, call: str) -> str:
+def write_kernel(bounds: str, args: str, call: str) -> str:
     """Write the kernel of a variant, which calls a function of its source."""
     head = f'extern "C" __global__ void __launch_bounds__({bounds}) kernel(const __grid_constant__ {args} p)'
     return f"{head} {{ {call} }}"
 
 
 @cache
-def _text(name: str) -> str:
+def read_source(name: str) -> str:
     return (files("lorax_server.kernels.hopper") / name).read_text()
 
 
