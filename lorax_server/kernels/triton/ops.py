@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from lorax_server.kernels.ops import Activation, EmbeddingTarget, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.reference import make_linear
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
-from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.cache import write_kv
 from lorax_server.kernels.triton.norm import rms_norm, rotary
+from lorax_server.kernels.triton.prefill import prefill_attention
 from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
-from lorax_server.kernels.triton import attention, cache
-from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from lorax_server.kernels.triton import cache
+from lorax_server.kernels.triton.attention import decode_attention
+from lorax_server.kernels.triton.prefill import prefill_attention
 from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, choose, cover_pairs
 from tests.kernels.triton.paging import BAD, FP8, fill, make_batch, move, move_cache, normal, without_bad
 
@@ -73,19 +74,6 @@ def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> N
 @pytest.mark.parametrize("lengths", [[0], [0, 9, 0], pytest.param([3, 50, *[0] * 28], marks=pytest.mark.slow)])
 def test_padding_gets_zeros(lengths: list[int], device: torch.device) -> None:
     check_decode(device, lengths, width=100)
-
-
-@pytest.mark.slow
-def test_a_stretch_may_be_one_tile_or_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TILE_BYTES", 1024)  # tiles of 16 tokens
-    for programs in (1, 4, 24):
-        monkeypatch.setattr(attention, "PROGRAMS", programs)
-        check_decode(device, [100, 15, 17])
-
-
-def test_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", 2048)
-    assert [attention.count_splits(stretches) for stretches in (1, 8, 512, 2047, 5000)] == [128, 128, 4, 2, 1]
 
 
 @pytest.mark.slow
