@@ -17,6 +17,7 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
 MAX_STRETCHES = 32
 PROGRAMS_PER_PROCESSOR = 4
+NUM_STAGES = 5
 TILE_BYTES = 16 << 10  # of keys, and as many of values; a pipeline of three fits twice into a processor's memory
 MAX_TILE = 128
 MIN_DOT = 16  # the smallest side of a product
@@ -136,7 +137,7 @@ def _launch(
         STRETCH=STRETCH,
         MOST=MAX_STRETCHES,
         num_warps=4,
-        num_stages=3,
+        num_stages=NUM_STAGES,
     )
 
 
@@ -273,9 +274,7 @@ def _decode_kernel(
     for index in range(tl.program_id(0), tl.load(items) * NUM_KV_HEADS, tl.num_programs(0)):
         item, head = tl.load(items + 1 + index // NUM_KV_HEADS), index % NUM_KV_HEADS
         seq, split = (item // MOST).to(tl.int64), item % MOST
-        first, length, stretch, number = _find_stretches(
-            input_lengths, cache_lengths, seq, True, window, STRETCH, MOST
-        )
+        first, length, stretch, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
         start = first + split * stretch
         stop = tl.minimum(start + stretch, length)
         heads = head * SHARING + queries

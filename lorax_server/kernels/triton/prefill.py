@@ -61,7 +61,7 @@ def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
     if q.is_cpu:
         return Tiling(32, 16, 4, 1)
     if product_dtype(q, cache) == tl.float32:
-        return Tiling(64, 32, 4, 2) if dim <= 128 else Tiling(32, 16, 4, 2)
+        return Tiling(64, 16, 8, 2) if dim <= 128 else Tiling(32, 16, 8, 2)
     return Tiling(128, 64, 8, 3) if dim <= 128 else Tiling(128, 32, 8, 2)
 
 
@@ -163,7 +163,7 @@ def _attend(
         places = rows[:, None] * HEAD_DIM + dims[None, :]
         # What is not loaded is 0, so nothing past the sequence's end can reach the sums, not even a NaN.
         loaded = within[:, None] & (dims < HEAD_DIM)[None, :]
-        if IS_EDGE or HEAD_DIM != query.shape[1]:
+        if IS_EDGE or query.shape[1] != HEAD_DIM:
             keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
         else:
             keys = tl.load(k_cache + places).to(query.dtype)
@@ -180,7 +180,7 @@ def _attend(
         weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
         fading = tl.exp2(highest - base)
         total = tl.fma(total, fading, tl.sum(weights, axis=1))
-        if IS_EDGE or HEAD_DIM != query.shape[1]:
+        if IS_EDGE or query.shape[1] != HEAD_DIM:
             values = tl.load(v_cache + places, mask=loaded, other=0.0).to(query.dtype)
         else:
             values = tl.load(v_cache + places).to(query.dtype)
@@ -248,4 +248,6 @@ def _prefill_kernel(
         *(True, HAS_WINDOW, HAS_CAP, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
     )
     result = (summed / total[:, None] * v_scale).to(out.dtype.element_ty)
-    tl.store(out + ((token + offsets)[:, None] * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :], result, mask=own)
+    tl.store(
+        out + ((token + offsets)[:, None] * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :], result, mask=own
+    )
