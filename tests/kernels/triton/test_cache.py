@@ -125,8 +125,9 @@ def check_rotation(
         if is_fused:
             rotate_and_write(q, k, v, angles, (keys, values), batch, spec)
         else:
-            for x in (q, k) if angles is not None else ():
-                rotary(x, *angles)
+            if angles is not None:
+                rotary(q, *angles)
+                rotary(k, *angles)
             write_kv(k, v, (keys, values), batch, spec)
         results.append([x.cpu() for x in (fused, keys, values)])
     for found, expected in zip(*results, strict=True):

@@ -59,8 +59,8 @@ def test_layer_norm(
     weight = normal(shape[-1], seed=2, dtype=dtype) if has_weight else None
     bias = normal(shape[-1], seed=3, dtype=dtype) if has_bias else None
     expected = reference.layer_norm(x, weight, bias, 1e-5)
-    on_device = (None if vector is None else vector.to(device) for vector in (weight, bias))
-    check_close(layer_norm(x.to(device), *on_device, 1e-5), expected)
+    weight, bias = (None if vector is None else vector.to(device) for vector in (weight, bias))
+    check_close(layer_norm(x.to(device), weight, bias, 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,8 +45,8 @@ class Case:
         self.q, self.k, self.v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     def attend(self, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
-        tensors = (x.to(device) for x in (self.q, self.k, self.v))
-        return prefill_attention(*tensors, move_cache(self.cache, device), move(self.batch, device), spec)
+        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
+        return prefill_attention(q, k, v, move_cache(self.cache, device), move(self.batch, device), spec)
 
     def check(self, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
         out = self.attend(spec, device)
