@@ -16,9 +16,9 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
 MAX_STRETCHES = 32
-PROGRAMS_PER_PROCESSOR = 4
-NUM_STAGES = 5
-TILE_BYTES = 16 << 10  # of keys, and as many of values; a pipeline of three fits twice into a processor's memory
+PROGRAMS_PER_PROCESSOR = 8
+NUM_WARPS, NUM_STAGES = 4, 6
+TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
 MIN_DOT = 16  # the smallest side of a product
 NO_WINDOW = 2**31 - 1
@@ -69,7 +69,14 @@ def product_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
     # Triton's interpreter, which runs on a CPU, cannot multiply bfloat16.
     if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
         return tl.float32
+    if is_rescaled(q, cache):
+        return tl.float16
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
+
+
+def is_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Return whether queries become float16, which one instruction makes of two numbers of a float8 cache."""
+    return q.dtype == torch.bfloat16 and cache.dtype.itemsize == 1
 
 
 class Scales(NamedTuple):
@@ -126,6 +133,7 @@ def _launch(
         *(window_of(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
         *Scales.of(cache[0], spec),
         HAS_CAP=spec.soft_cap is not None,
+        IS_RESCALED=is_rescaled(q, cache[0]),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         SHARING=sharing,
@@ -136,7 +144,7 @@ def _launch(
         TILE=min(MAX_TILE, max(MIN_DOT, tile)),
         STRETCH=STRETCH,
         MOST=MAX_STRETCHES,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
 
@@ -187,8 +195,30 @@ def _list_kernel(
 
 
 @triton.jit
-def squeeze(products: tl.tensor, inner: tl.tensor, HAS_CAP: tl.constexpr) -> tl.tensor:
-    """Apply the soft cap to products of queries and keys, if there is one; `Scales` says how."""
+def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
+    """Return rows of queries, and a power of two that each was divided by so that float16 holds it."""
+    query = tl.load(places, mask=mask, other=0.0)
+    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    if IS_RESCALED:
+        query = query.to(tl.float32)
+        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
+        query = query / power[:, None]
+    return query.to(COMPUTE), power
+
+
+@triton.jit
+def multiply_keys(
+    query: tl.tensor,
+    power: tl.tensor,
+    keys: tl.tensor,
+    inner: tl.tensor,
+    IS_RESCALED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+) -> tl.tensor:
+    """Return products of queries and keys, after the soft cap if there is one; `Scales` says how."""
+    products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if IS_RESCALED:
+        products *= power[:, None]
     if HAS_CAP:
         return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
     return products
@@ -197,6 +227,7 @@ def squeeze(products: tl.tensor, inner: tl.tensor, HAS_CAP: tl.constexpr) -> tl.
 @triton.jit
 def _attend(
     query: tl.tensor,
+    power: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     table: tl.tensor,
@@ -206,6 +237,7 @@ def _attend(
     inner: tl.tensor,
     scale: tl.tensor,
     HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -225,7 +257,7 @@ def _attend(
         # What is not loaded is 0, so nothing past the sequence's end can reach the sums, not even a NaN.
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
-        scores = squeeze(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, HAS_CAP) * scale
+        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
@@ -258,6 +290,7 @@ def _decode_kernel(
     scale: tl.tensor,
     v_scale: tl.tensor,
     HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SHARING: tl.constexpr,
@@ -278,10 +311,11 @@ def _decode_kernel(
         start = first + split * stretch
         stop = tl.minimum(start + stretch, length)
         heads = head * SHARING + queries
-        query = tl.load(q + seq * q_token + heads[:, None] * q_head + dims[None, :], mask=own, other=0.0).to(COMPUTE)
+        places = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
+        query, power = load_query(places, own, COMPUTE, IS_RESCALED)
         summed, total, highest = _attend(
-            *(query, k_cache, v_cache, tables + seq * table_row, start, stop, head, inner, scale),
-            *(HAS_CAP, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
+            *(query, power, k_cache, v_cache, tables + seq * table_row, start, stop, head, inner, scale),
+            *(HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
         )
         total = tl.where(stop > start, total, 1.0)
         result = summed / total[:, None] * v_scale

@@ -10,7 +10,7 @@ import triton.language as tl
 from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
 FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
-ELEMENTS_PER_WARP = 512
+ELEMENTS_PER_WARP = 1024
 ELEMENTS_PER_PROGRAM = 1024  # at least: narrow rows share a program
 ROTATED_AT_ONCE = 1024  # pairs of one program
 

@@ -19,12 +19,15 @@ from lorax_server.kernels.triton.attention import (
     check_layout,
     decode_attention,
     fill_up,
+    is_rescaled,
+    load_query,
+    multiply_keys,
     product_dtype,
-    squeeze,
     window_of,
 )
 
 MOST_PACKED = 8  # heads of one program
+LARGE_SHARED = 160 << 10  # bytes of a processor's memory that not all GPUs have
 
 
 def prefill_attention(
@@ -48,21 +51,25 @@ def prefill_attention(
 
 
 class Tiling(NamedTuple):
-    """The shape of a program's work. It depends on dtypes and the size of a head alone, so that bits do."""
+    """The shape of a program's work. It depends on dtypes, the size of a head and the GPU alone, so that bits do."""
 
     rows: int  # of queries: tokens times heads
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
-    dim = fill_up(q.shape[2])
     if q.is_cpu:
         return Tiling(32, 16, 4, 1)
+    dim = fill_up(q.shape[2])
     if product_dtype(q, cache) == tl.float32:
         return Tiling(64, 16, 8, 2) if dim <= 128 else Tiling(32, 16, 8, 2)
-    return Tiling(128, 64, 8, 3) if dim <= 128 else Tiling(128, 32, 8, 2)
+    if dim <= 128:
+        return Tiling(64, 64, 4, 3)
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    return Tiling(128, 64, 8, 2) if shared >= LARGE_SHARED else Tiling(64, 32, 4, 2)
 
 
 class _Plan(NamedTuple):
@@ -107,28 +114,34 @@ def _launch(
     packed: int,
 ) -> None:
     _, num_kv_heads, block_size, head_dim = cache[0].shape
+    compute = product_dtype(q, cache[0])
     _prefill_kernel[(q.shape[1] // packed, len(tiles))](
         *(q, *cache, tables, tiles, out, window_of(spec), q.stride(0), q.stride(1), tables.stride(0)),
         *Scales.of(cache[0], spec),
+        # Sums of float32 have another order without masks.
+        HAS_WHOLE=compute != tl.float32 or q.is_cpu,
         HAS_WINDOW=spec.window is not None,
         HAS_CAP=spec.soft_cap is not None,
+        IS_RESCALED=is_rescaled(q, cache[0]),
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         PACKED=packed,
         BLOCK_SIZE=block_size,
-        COMPUTE=product_dtype(q, cache[0]),
+        COMPUTE=compute,
         HEAD_DIM=head_dim,
         DIM=fill_up(head_dim),
         ROWS=tiling.rows,
         KEYS=tiling.keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
     )
 
 
 @triton.jit
 def _attend(
     query: tl.tensor,
+    power: tl.tensor,
     summed: tl.tensor,
     total: tl.tensor,
     highest: tl.tensor,
@@ -145,6 +158,7 @@ def _attend(
     IS_EDGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -167,7 +181,7 @@ def _attend(
             keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
         else:
             keys = tl.load(k_cache + places).to(query.dtype)
-        scores = squeeze(tl.dot(query, tl.trans(keys), input_precision="ieee"), inner, HAS_CAP)
+        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP)
         if IS_EDGE:
             visible = positions[None, :] <= at_row[:, None]
             if HAS_WINDOW:
@@ -204,8 +218,10 @@ def _prefill_kernel(
     inner: tl.tensor,
     scale: tl.tensor,
     v_scale: tl.tensor,
+    HAS_WHOLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -224,28 +240,31 @@ def _prefill_kernel(
     offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
     own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
     places = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
-    query = tl.load(places, mask=own, other=0.0).to(COMPUTE)
+    query, power = load_query(places, own, COMPUTE, IS_RESCALED)
     at_row, end = position + tl.minimum(offsets, count - 1), position + count
     summed, total = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     keys, values = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = tables + seq * table_row
-    # All rows see all keys from `whole` to `edge`.
-    first, whole, edge = 0, 0, (position + 1) // KEYS * KEYS
+    first = 0
     if HAS_WINDOW:
         first = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
-        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
+    edge = first
+    if HAS_WHOLE:  # all rows see all keys from `whole` to `edge`
+        whole, edge = first, (position + 1) // KEYS * KEYS
+        if HAS_WINDOW:
+            whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
+            summed, total, highest = _attend(
+                *(query, power, summed, total, highest, keys, values, table, at_row, first, whole, end, window),
+                *(inner, scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+            )
         summed, total, highest = _attend(
-            *(query, summed, total, highest, keys, values, table, at_row, first, whole, end, window, inner, scale),
-            *(True, HAS_WINDOW, HAS_CAP, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+            *(query, power, summed, total, highest, keys, values, table, at_row, whole, edge, end, window),
+            *(inner, scale, False, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
         )
     summed, total, highest = _attend(
-        *(query, summed, total, highest, keys, values, table, at_row, whole, edge, end, window, inner, scale),
-        *(False, HAS_WINDOW, HAS_CAP, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
-    )
-    summed, total, highest = _attend(
-        *(query, summed, total, highest, keys, values, table, at_row, edge, end, end, window, inner, scale),
-        *(True, HAS_WINDOW, HAS_CAP, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+        *(query, power, summed, total, highest, keys, values, table, at_row, edge, end, end, window),
+        *(inner, scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
     )
     result = (summed / total[:, None] * v_scale).to(out.dtype.element_ty)
     tl.store(
