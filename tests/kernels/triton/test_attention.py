@@ -81,9 +81,20 @@ def test_decode_with_blocks_of_any_size(block_size: int, device: torch.device) -
     check_decode(device, [7, 40, 24], block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", choose([FP16, BF16], DTYPES, fast=1))
+@pytest.mark.parametrize("dtype", choose([BF16, FP16], DTYPES, fast=1))
 def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
     check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_queries_of_any_size_over_a_float8_cache(size: float, device: torch.device) -> None:
+    """Float16, in which they are multiplied, could not hold these."""
+    batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
+    kv = fill(batch, (num_blocks, 2, 8, 16), FP8, bad=BAD, seed=1)
+    q, spec = normal(2, 4, 16, seed=3).mul(size).to(BF16), AttentionSpec(0.3 / size)
+    expected = attend_plainly(q, kv, batch, spec)
+    out = decode_attention(q.to(device), move_cache(kv, device), move(batch, device), spec)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 9, 0], pytest.param([3, 50, *[0] * 28], marks=pytest.mark.slow)])

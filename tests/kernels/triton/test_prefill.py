@@ -103,6 +103,28 @@ def test_nothing_is_read_back(device: torch.device) -> None:
     assert torch.equal(case.attend(AttentionSpec(0.3), device), expected)
 
 
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_device() -> None:
+    case, device = Case(MIXED, (4, 2, 16), FP32, FP32), torch.device("cuda")
+    kv, batch = move_cache(case.cache, device), move(case.batch, device)
+    q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
+    expected = prefill_attention(q, k, v, kv, replace(batch, derived={}), AttentionSpec(0.3))  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_queries_of_any_size_over_a_float8_cache(size: float, device: torch.device) -> None:
+    """Float16, in which they are multiplied, could not hold these."""
+    case = Case([(5, 3), (3, 0)], (4, 2, 16), BF16, FP8)
+    case.q = case.q * size
+    case.check(AttentionSpec(0.3 / size), device)
+
+
 def cut(case: Case, row: int, first: int, stop: int) -> Case:
     """Return a case of some tokens of one sequence, of which those before are in the cache."""
     part = object.__new__(Case)
