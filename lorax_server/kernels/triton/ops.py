@@ -23,9 +23,10 @@ from lorax_server.kernels.ops import (
 from lorax_server.kernels.reference import make_linear
 from lorax_server.kernels.steps import attend_in_steps
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
-from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.cache import write_kv
-from lorax_server.kernels.triton.norm import rms_norm, rotary
+from lorax_server.kernels.triton.norm import layer_norm, rms_norm, rotary
+from lorax_server.kernels.triton.prefill import prefill_attention
 from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
 
 
@@ -82,10 +83,7 @@ class TritonOps:
         lora: LoraBatch | None = None,
         targets: Sequence[LoraTarget] = (),
     ) -> torch.Tensor:
-        normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        if lora is not None:
-            self.scale_and_shift(normed, lora, targets)
-        return normed
+        return layer_norm(x, weight, bias, eps, lora, targets)
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
