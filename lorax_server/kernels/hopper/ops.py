@@ -9,6 +9,7 @@ from lorax_server.kernels.hopper import prompt, small
 from lorax_server.kernels.hopper.decode import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
+from lorax_server.kernels.hopper.prefill import PrefillAttention
 from lorax_server.kernels.hopper.settings import LONG_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -30,6 +31,8 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.triton import prefill
+from lorax_server.kernels.triton.cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
 
 FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
@@ -48,6 +51,7 @@ class HopperOps(TritonOps):
             [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], LONG_STAGES[HEIGHTS[0]], 2, True)]
         )
         self._decode = DecodeAttention(self._kernels)
+        self._prefill = PrefillAttention(self._kernels)
         self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
@@ -77,10 +81,18 @@ class HopperOps(TritonOps):
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        if batch.cu_seqlens is not None or not len(q) or not self._decode.fits(q, k, v, cache, batch):
+        is_decode = batch.cu_seqlens is None
+        if not len(q) or not (is_decode or batch.stores_all) or not self._decode.fits(q, k, v, cache, batch):
             return super().attend(q, k, v, angles, cache, batch, spec)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode(out, q, k, v, angles, cache, batch, spec, stores=True)
+        if is_decode:
+            self._decode(out, q, k, v, angles, cache, batch, spec, stores=True)
+            return out
+        rotate_and_write(q, k, v, angles, cache, batch, spec)
+        attend_prompts = self._prefill if self._prefill.fits(q, cache, spec) else prefill.attend_prompts
+        attend_prompts(out, q, cache, batch, spec)
+        if batch.once("has singles", _has_singles, batch):
+            self._decode(out, q, k, v, None, cache, batch, spec, stores=False)
         return out
 
     def linear(
@@ -153,3 +165,8 @@ class HopperOps(TritonOps):
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
+
+
+def _has_singles(batch: PagedBatch) -> bool:
+    """Return whether any sequence has one new token."""
+    return 1 in (batch.host_lengths.inputs if batch.host_lengths is not None else batch.input_lengths.tolist())

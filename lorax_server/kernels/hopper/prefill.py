@@ -124,7 +124,7 @@ class PrefillAttention:
         variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
         pack = choose_pack(heads // keys.shape[1], variant.rows)
         tokens = variant.rows // pack
-        tiles = batch.once(("prefill tiles", tokens), _place_tiles, batch, tokens)
+        tiles = batch.once(("packed tiles", tokens), _place_tiles, batch, tokens)
         if not len(tiles):
             return
         box = math.gcd(keys.shape[2], variant.keys)

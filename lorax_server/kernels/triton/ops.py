@@ -21,11 +21,10 @@ from lorax_server.kernels.ops import (
     PagedBatch,
 )
 from lorax_server.kernels.reference import make_linear
-from lorax_server.kernels.steps import attend_in_steps
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention
-from lorax_server.kernels.triton.cache import write_kv
-from lorax_server.kernels.triton.norm import layer_norm, rms_norm, rotary
+from lorax_server.kernels.triton.cache import rotate_and_write
+from lorax_server.kernels.triton.norm import layer_norm, rms_norm
 from lorax_server.kernels.triton.prefill import prefill_attention
 from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
 
@@ -42,10 +41,6 @@ class TritonOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    write_kv = staticmethod(write_kv)
-    prefill_attention = staticmethod(prefill_attention)
-    decode_attention = staticmethod(decode_attention)
-    rotary = staticmethod(rotary)
     make_linear = staticmethod(make_linear)
 
     def attend(
@@ -58,7 +53,10 @@ class TritonOps:
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        return attend_in_steps(self, q, k, v, angles, cache, batch, spec)
+        rotate_and_write(q, k, v, angles, cache, batch, spec)
+        if batch.cu_seqlens is None:
+            return decode_attention(q, cache, batch, spec)
+        return prefill_attention(q, k, v, cache, batch, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Compile nothing yet: Triton does when a kernel is first launched."""
