@@ -60,7 +60,7 @@ class PrefillVariant:
                 read_source("prelude.cu"),
                 _wgmma_attention(self.head_dim, self.keys),
                 read_source("prefill.cu"),
-                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) kernel('
+                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) prefill_kernel('
                 "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
                 "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
                 f"  prefill<{arguments}>(&q, &k, &v, p);",

@@ -1,5 +1,6 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -31,7 +32,7 @@ class Variant(Protocol):
 
     @property
     def source(self) -> str:
-        """The text of a function called `kernel`, and of all that it calls."""
+        """The text of one kernel, and of all that it calls."""
         ...
 
 
@@ -64,7 +65,7 @@ class LinearVariant:
                 _wgmma(self.height),
                 read_source("linear.cu"),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
-                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) kernel(const __grid_constant__ TensorMap w, "
+                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
                 f"  linear<{arguments}>(&w, &x, p);",
                 "}",
@@ -146,9 +147,16 @@ class PromptVariant:
 
 
 def write_kernel(bounds: str, args: str, call: str) -> str:
-    """Write the kernel of a variant, which calls a function of its source."""
-    head = f'extern "C" __global__ void __launch_bounds__({bounds}) kernel(const __grid_constant__ {args} p)'
+    """Write the kernel of a variant, which calls a function of its source, and is named after it."""
+    name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args} p)'
     return f"{head} {{ {call} }}"
+
+
+def find_kernel(source: str) -> str:
+    """Return the name of the kernel of a source, under which profilers show it."""
+    (name,) = re.findall(r"(\w+_kernel)\(const __grid_constant__", source)
+    return str(name)
 
 
 @cache
