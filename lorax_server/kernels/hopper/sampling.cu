@@ -19,6 +19,7 @@ struct RowParams {  // `_ROW` of sampling.py, field by field
   float repetition, frequency, presence;
   int biases, biases_end, forbidden, forbidden_end, pad;  // stretches of the entries
 };
+static_assert(sizeof(RowParams) == 80, "as in sampling.py");
 
 struct ChooseArgs {
   const void* logits;
@@ -55,7 +56,7 @@ struct Float32 {};
 
 PASS float divide_slowly(float x, float y) { return __fdiv_rn(x, y); }
 
-// ------------------------------------------------------------------------------------------------------------ a row
+// ---------------------------------------------------------------------------------------------------- a row
 // Eight tokens as they lie in memory.
 template <class Number> struct Chunk {
   uint4 words;
@@ -100,7 +101,6 @@ template <class Number> struct Row {
   bool is_aligned;
   float temperature, reciprocal;
 
-  static constexpr int SIZE = sizeof(Chunk<Number>) / 8;
   DEVICE Row(const void* row, const u32* mask, int vocab, float temperature)
       : at(row), mask((const u8*)mask), vocab(vocab), is_aligned((u64)row % 16 == 0), temperature(temperature), reciprocal(__frcp_rn(temperature)) {}
 
@@ -169,16 +169,15 @@ template <class Number> struct Row {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------------ a block
+// ---------------------------------------------------------------------------------------------------- a block
 struct Shared {
   u64 list[LISTED];
   u64 segments[MAX_SEGMENTS];
   u32 low[BINS], high[BINS];  // of the bins' masses
   u64 parts[WARPS];
   double sums[WARPS];
-  u64 total, above, crossed;
+  u64 above, crossed;
   int bin, count;
-  float least, most;
 };
 
 struct Sum { static DEVICE u64 of(u64 a, u64 b) { return a + b; } };
@@ -228,7 +227,7 @@ DEVICE u64 sum_before(Shared& sh, u64 x, u64& total) {
   return before + __shfl_sync(~0u, earlier, threadIdx.x / 32);
 }
 
-// ------------------------------------------------------------------------------------------------------------ numbers
+// ---------------------------------------------------------------------------------------------------- numbers
 DEVICE u32 order_bits(float x) {  // larger for a larger number; a NaN is the largest
   if (x != x) return ~0u;
   const u32 bits = __float_as_uint(x + 0.0f);  // -0.0 becomes 0.0, which it equals
@@ -281,7 +280,7 @@ DEVICE u32 draw_bits(u64 seed, i64 position) {
   return (u32)(mix(mix(seed + step) + (u64)(position + 1) * step) >> 32);
 }
 
-// ------------------------------------------------------------------------------------------------------------ what is kept
+// ---------------------------------------------------------------------------------------------------- what is kept
 // The scores of kept tokens are within two limits; those that equal the lower one have no lower id than `cut_id`.
 struct Kept {
   float top, ceiling;  // the highest score of all, and of what is kept
@@ -475,7 +474,7 @@ PASS void sort_list(Shared& sh, int count) {  // the highest first
   __syncthreads();
 }
 
-// ------------------------------------------------------------------------------------------------------------ in the order of the vocabulary
+// ---------------------------------------------------------------------------------------------------- in the order of the vocabulary
 // Sum the weights of stretches of SEGMENT tokens, or the number of tokens that are kept. Return the sum of all.
 template <class Number> PASS u64 sum_segments(Shared& sh, const Row<Number> row, const Kept kept, bool is_count) {
   __syncthreads();
@@ -536,7 +535,7 @@ template <class Number> PASS int find_token(Shared& sh, const Row<Number> row, c
   return sh.count;
 }
 
-// ------------------------------------------------------------------------------------------------------------ select
+// ---------------------------------------------------------------------------------------------------- select
 struct Cut {
   float value;
   int id;
@@ -591,7 +590,7 @@ DEVICE bool select(Shared& sh, const Row<Number>& row, const By& by, Range range
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ greedy
+// ---------------------------------------------------------------------------------------------------- greedy
 struct Likeliest {
   int token;
   float top;      // NaN where any score is
@@ -649,7 +648,7 @@ template <class Number> PASS float find_top(Shared& sh, const Row<Number> row) {
   return order == ~0u ? nan() : from_order(order);
 }
 
-// ------------------------------------------------------------------------------------------------------------ sampled
+// ---------------------------------------------------------------------------------------------------- sampled
 // The mean distance of kept tokens to the top, by their weights; `log_sum` of the weights.
 template <class Number> PASS double find_mean(Shared& sh, const Row<Number> row, const Kept kept, double& log_sum) {
   u64 total = 0, sum = 0;
@@ -694,7 +693,7 @@ DEVICE void cut_row(Shared& sh, const Row<Number>& row, const RowParams& p, Kept
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ alternatives
+// ---------------------------------------------------------------------------------------------------- alternatives
 // List the likeliest of the kept tokens in the order of their scores, the first of equals above the others; then
 // tokens that are not kept.
 template <class Number>
@@ -744,7 +743,7 @@ PASS void list_likeliest(Shared& sh, const Row<Number> row, const Kept kept, dou
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ all together
+// ---------------------------------------------------------------------------------------------------- all together
 template <class Number, class Given>
 DEVICE void choose_row(Shared& sh, const ChooseArgs& a, const RowParams& p, const Row<Number>& row, const Row<Given>& raw, bool is_raw) {
   const int number = blockIdx.x;
@@ -753,7 +752,10 @@ DEVICE void choose_row(Shared& sh, const ChooseArgs& a, const RowParams& p, cons
   double log_sum;
   float score;
   if (p.flags & SAMPLED) {
-    kept.top = kept.ceiling = find_top(sh, row);
+    Row<Number> undivided = row;  // dividing does not change which is the highest
+    undivided.temperature = 1;
+    const float top = find_top(sh, undivided);
+    kept.top = kept.ceiling = row.temperature == 1 ? top : divide_slowly(top, row.temperature);
     token = row.vocab - 1;
     score = kept.top;
     log_sum = 0;
@@ -822,7 +824,7 @@ template <class Number> DEVICE void choose(const ChooseArgs& a) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ penalties
+// ---------------------------------------------------------------------------------------------------- penalties
 DEVICE u32 hash_token(u32 x) {  // as watermark.py
   x = (x ^ x >> 16) * 0x7FEB352Du;
   x = (x ^ x >> 15) * 0x846CA68Bu;

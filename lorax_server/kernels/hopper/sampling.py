@@ -1,17 +1,20 @@
 """Launch the kernels that choose tokens."""
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from lorax_server.kernels.hopper.sources import LOGITS, SampleVariant
+from lorax_server.kernels.hopper.sources import NUMBERS, read_source, write_kernel
 
 if TYPE_CHECKING:  # who describes rows need not have a GPU
     from lorax_server.kernels.hopper.driver import Kernels
 
+LOGITS = {**NUMBERS, torch.float32: "Float32"}
 THREADS = 1024
+SHARED_BYTES = 50 * 1024  # at least those of `Shared` of sampling.cu
 MAX_VOCAB = 2048 * 256  # segments of a row, and tokens of a segment
 MAX_LISTED = 2048  # alternatives of a row
 SAMPLED, RAW, WATERMARK = 1, 2, 4  # flags
@@ -25,6 +28,20 @@ ROW = np.dtype(
         *((name, np.int32) for name in ("biases", "biases_end", "forbidden", "forbidden_end", "pad")),
     ]
 )
+
+
+@dataclass(frozen=True)
+class SampleVariant:
+    """A step of sampling by logits of a type: `change` scores by penalties, or `choose` tokens."""
+
+    dtype: torch.dtype
+    step: str
+    shared_bytes: int = SHARED_BYTES
+
+    @property
+    def source(self) -> str:
+        call = write_kernel(str(THREADS), "ChooseArgs", f"{self.step}<{LOGITS[self.dtype]}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("sampling.cu"), call))
 
 
 class RowBatch(NamedTuple):
