@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # who describes rows need not have a GPU
 
 LOGITS = {**NUMBERS, torch.float32: "Float32"}
 THREADS = 1024
-SHARED_BYTES = 50 * 1024  # at least those of `Shared` of sampling.cu
+SHARED_BYTES = 50 * 1024  # at least those of `Shared` of rows.cu
 MAX_VOCAB = 2048 * 256  # segments of a row, and tokens of a segment
 MAX_LISTED = 2048  # alternatives of a row
 SAMPLED, RAW, WATERMARK = 1, 2, 4  # flags
@@ -41,7 +41,8 @@ class SampleVariant:
     @property
     def source(self) -> str:
         call = write_kernel(str(THREADS), "ChooseArgs", f"{self.step}<{LOGITS[self.dtype]}>(p);")
-        return "\n".join((read_source("prelude.cu"), read_source("sampling.cu"), call))
+        parts = map(read_source, ("prelude.cu", "rows.cu", "select.cu", "sampling.cu"))
+        return "\n".join((*parts, call))
 
 
 class RowBatch(NamedTuple):
@@ -56,7 +57,7 @@ class RowBatch(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What changes from step to step. Without a comment, int64 and by row, or None if no row looks at it."""
+    """The tensors that change from step to step. Without a comment, int64 and by row, or None if no row looks at it."""
 
     logits: torch.Tensor  # [rows, vocabulary]
     lengths: torch.Tensor | None = None
@@ -67,6 +68,8 @@ class RowInputs(NamedTuple):
 
 
 class ChosenRows(NamedTuple):
+    """The chosen tokens, and the alternatives of rows that ask for them."""
+
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32
     listed_ids: torch.Tensor  # [asking rows, most]
