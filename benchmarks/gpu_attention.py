@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu_kernels import BYTES_PER_MS, capture, measure
+from gpu_timing import BYTES_PER_MS, capture, measure
 from report import Record, report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

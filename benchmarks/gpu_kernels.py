@@ -1,5 +1,8 @@
 """The linears of a Llama-3.1-8B on a GPU, with and without adapters: our kernels against cuBLAS and against the bytes.
 
+With `--all`, every other kernel follows: attention (gpu_attention.py), norms and gates (gpu_small.py), sampling
+(gpu_sampling.py), each against its byte or compute floor.
+
 Decode: all linears of 32 layers, with a norm and a gate between them, as one CUDA graph; a copy stands for attention.
 The peer is the same chain with cuBLAS and without adapters, in the same run. Goals are the figures of the study that
 our kernels follow, 5 % more at most. The floor is the time to read all weights and factors at 4.1 TB/s.
@@ -10,13 +13,13 @@ Prefill: a few layers, times 8; the goal is the share that adapters add to the s
 import argparse
 import itertools
 import re
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gpu_timing import BYTES_PER_MS, capture, measure, measure_in_turns
 from report import Record, report
 
 from lorax_server.kernels import Activation, Field, LinearWeights, LoraBatch, LoraTarget, Ops, select_ops
@@ -32,7 +35,6 @@ LINEARS = {
 }
 WIDTHS = [(inputs, width) for inputs, widths in LINEARS.values() for width in widths]  # of a layer's targets
 ADAPTER_ELEMENTS = 16 * LAYERS * sum(map(sum, WIDTHS))  # of rank 16
-BYTES_PER_MS = 4.1e9
 UNIT = 128
 SILU = Activation("silu", torch.nn.functional.silu)
 PREFILL_LAYERS = 4
@@ -145,40 +147,6 @@ class Chain:
                 gated = self.ops.gated_linear(x, layer.weights["gate_up"], SILU, lora, layer.targets["gate_up"])
             x = linear("down", gated)
         return x
-
-
-def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def measure_in_turns(graphs: Sequence[torch.cuda.CUDAGraph], count: int) -> list[float]:
-    """Return the median milliseconds of each graph. Long products lower the chip's clock, for all alike in this way."""
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(count):
-        for graph, taken in zip(graphs, times, strict=True):
-            taken.append(measure(graph, count=1, warm=0))
-    return [statistics.median(taken[1:]) for taken in times]
-
-
-def measure(graph: torch.cuda.CUDAGraph, count: int = 25, warm: int = 3) -> float:
-    """Return the median milliseconds of replays in a row."""
-    times = []
-    for _ in range(count + warm):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[warm:])
 
 
 def time_chain(chain: Chain, x: torch.Tensor, lora: LoraBatch | None, is_plain: bool = False) -> float:
