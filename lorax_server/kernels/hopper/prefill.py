@@ -3,13 +3,14 @@
 import ctypes
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, tensor_map
+from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
 from lorax_server.kernels.hopper.sources import NUMBERS, PrefillVariant, Variant
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
@@ -35,6 +36,17 @@ class _Map(ctypes.Structure):
     """A tensor map, as a launch takes it."""
 
     _fields_ = (("words", ctypes.c_ubyte * MAP_BYTES),)
+
+
+class _Launch(NamedTuple):
+    """What all layers of a batch have in common."""
+
+    kernel: Kernel
+    tiles: torch.Tensor
+    args: _PrefillArgs
+    blocks: int
+    threads: int
+    query_box: tuple[int, int]  # heads and tokens
 
 
 class PrefillAttention:
@@ -71,25 +83,31 @@ class PrefillAttention:
         self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
         """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
-        keys, heads = cache[0], q.shape[1]
-        variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
-        pack = choose_pack(heads // keys.shape[1], variant.rows)
+        key = ("prefill", q.dtype, q.shape, cache[0].shape, spec)
+        launch = batch.once(key, self._prepare, q, cache, batch, spec)
+        if not len(launch.tiles):
+            return
+        maps = [self._map(_query_map, q, launch.query_box), *(self._map(_cache_map, x, launch.args.box) for x in cache)]
+        args = _PrefillArgs.from_buffer_copy(launch.args)
+        args.out = out.data_ptr()
+        launch.kernel.launch(launch.blocks, launch.threads, [*maps, args], early=True)
+
+    def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> "_Launch":
+        """Work out what all layers of a batch have in common."""
+        num_blocks, num_kv_heads, block_size, head_dim = cache[0].shape
+        variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
+        pack = choose_pack(heads // num_kv_heads, variant.rows)
         tokens = variant.rows // pack
         tiles = batch.once(("prefill tiles", tokens), _place_tiles, batch, tokens)
-        if not len(tiles):
-            return
-        box = math.gcd(keys.shape[2], variant.keys)
-        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr(), out=out.data_ptr())
-        args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // keys.shape[1]
+        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
+        args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
-        args.block_size, args.box, args.num_blocks = keys.shape[2], box, keys.shape[0]
+        args.block_size, args.box, args.num_blocks = block_size, math.gcd(block_size, variant.keys), num_blocks
         args.table_stride, args.window = batch.block_tables.stride(0), spec.window or NO_WINDOW
         args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
-        if spec.soft_cap is not None:
-            args.cap = 2 * math.log2(math.e) * spec.scale / spec.soft_cap
-        maps = [self._map(_query_map, q, (pack, tokens)), *(self._map(_cache_map, x, box) for x in cache)]
+        args.cap = 2 * math.log2(math.e) * spec.scale / (spec.soft_cap or 1)
         blocks = min(args.items, self._num_sms)
-        self._kernels.get(variant).launch(blocks, variant.threads, [*maps, args], early=True)
+        return _Launch(self._kernels.get(variant), tiles, args, blocks, variant.threads, (pack, tokens))
 
     def _map(self, make: Callable[..., bytes], tensor: torch.Tensor, box: int | tuple[int, int]) -> _Map:
         key = (make, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)

@@ -17,6 +17,7 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
+PREFILL_STAGES = 2  # of keys and values
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
@@ -136,14 +137,16 @@ class PrefillVariant(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     soft_cap: bool
-    stages: int = 2
-    turns: bool = False
-    groups: int = 2  # of 64 rows
+
+    @property
+    def groups(self) -> int:
+        """Return the warpgroups that compute, each with 64 rows: three where registers allow."""
+        return 3 if self.head_dim <= 64 else 2
 
     @property
     def keys(self) -> int:
-        """Return the keys of a tile."""
-        return 128 if self.head_dim <= 128 else 64
+        """Return the keys of a tile: as many as registers allow."""
+        return {64: 96, 256: 64}.get(self.head_dim, 128)
 
     @property
     def rows(self) -> int:
@@ -157,12 +160,15 @@ class PrefillVariant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         chunks = -(-self.head_dim // 64)
-        return chunks * 128 * (self.rows + 2 * self.stages * self.keys) + 16 + 32 * self.stages
+        query_stages = 2 if self.head_dim <= 128 else 1
+        barriers = 2 * query_stages + 4 * PREFILL_STAGES
+        return chunks * 128 * (query_stages * self.rows + 2 * PREFILL_STAGES * self.keys) + 8 * barriers
 
     @property
     def source(self) -> str:
-        flags = ", ".join("true" if flag else "false" for flag in (self.soft_cap, self.turns))
-        arguments = f"{NUMBERS[self.dtype]}, {self.head_dim}, {self.keys}, {self.stages}, {self.groups}, {flags}"
+        soft_cap = "true" if self.soft_cap else "false"
+        sizes = f"{self.head_dim}, {self.keys}, {PREFILL_STAGES}, {self.groups}"
+        arguments = f"{NUMBERS[self.dtype]}, {sizes}, {soft_cap}"
         return "\n".join(
             (
                 _text("prelude.cu"),
@@ -213,9 +219,9 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
     wait = "wgmma.wait_group.sync.aligned"
     return "\n".join(
         (
-            _product("start_scores", keys, rows, ('"l"(a)',), accumulate=False),
-            _product("add_scores", keys, rows, ('"l"(a)',), accumulate=True),
-            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], accumulate=True),
+            _product("start_scores", keys, rows, ('"l"(a)',), "0"),
+            _product("add_scores", keys, rows, ('"l"(a)',), "1"),
+            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], None),
             f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
             f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
             f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
@@ -224,26 +230,30 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
     )
 
 
-def _product(name: str, columns: int, argument: str, a: Sequence[str], accumulate: bool) -> str:
+def _product(name: str, columns: int, argument: str, a: Sequence[str], adds: str | None) -> str:
     """Write a product of 64 rows: `a` is the place of a matrix in shared memory, or its registers.
 
-    With registers, the other matrix lies with its rows along K, and is transposed.
+    With registers, the other matrix lies with its rows along K, and is transposed. `adds`: 1 to add to what the sums
+    are, 0 to write them, None if the caller says.
     """
     count = columns // 2
     sums, first = (
         ", ".join(f"%{i}" for i in range(start, end)) for start, end in ((0, count), (count, count + len(a)))
     )
     left, flags = (f"{{{first}}}", "1, 1, 1") if len(a) > 1 else (first, "1, 1, 0, 0")
-    outputs = ", ".join(f'"{"+" if accumulate else "="}f"(d[{i}])' for i in range(count))
+    outputs = ", ".join(f'"{"=" if adds == "0" else "+"}f"(d[{i}])' for i in range(count))
+
+    inputs = (*a, '"l"(b)') if adds else (*a, '"l"(b)', '"r"(adds)')
+    last = "" if adds else ", int adds"
 
     def instruction(dtype: str) -> str:
         return (
-            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {int(accumulate)}, 0;\\n'
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds or f"%{count + len(a) + 1}"}, 0;\\n'
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} "
-            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(a)}, "l"(b));'
+            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(inputs)});'
         )
 
     return (
-        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b) {{\n"
+        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b{last}) {{\n"
         f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
     )
