@@ -55,7 +55,12 @@ def token(cache: torch.Tensor, table: Sequence[int], position: int, scale: float
 
 
 def attend_one(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float, window: int | None
+    q: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Attend with one query `[heads, head_dim]`, the last among its keys, each `[kv_heads, head_dim]`."""
     num_heads, num_kv_heads = len(q), len(keys[0])
@@ -63,9 +68,12 @@ def attend_one(
     out = torch.zeros(q.shape, dtype=torch.float64)
     for head in range(num_heads):
         shared = head * num_kv_heads // num_heads
-        scores = [math.exp(float(q[head].double() @ key[shared]) * scale) for key in keys[first:]]
-        for score, value in zip(scores, values[first:], strict=True):
-            out[head] += score / sum(scores) * value[shared]
+        scores = [float(q[head].double() @ key[shared]) * scale for key in keys[first:]]
+        if soft_cap is not None:
+            scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+        weights = [math.exp(score) for score in scores]
+        for weight, value in zip(weights, values[first:], strict=True):
+            out[head] += weight / sum(weights) * value[shared]
     return out
 
 
@@ -242,6 +250,7 @@ def check_decode(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    soft_cap: float | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -249,13 +258,13 @@ def check_decode(
     q = normal(len(lengths), num_heads, 16, seed=5, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 6, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 7, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap)
     out = reference.decode_attention(q, (k_cache, v_cache), decode_batch(tables, lengths, block_size), spec)
     expected = []
     for row, length in enumerate(lengths):
         keys = [token(k_cache, tables[row], position, scales[0]) for position in range(length)]
         values = [token(v_cache, tables[row], position, scales[1]) for position in range(length)]
-        expected.append(attend_one(q[row], keys, values, 0.3, window))
+        expected.append(attend_one(q[row], keys, values, 0.3, window, soft_cap))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -288,6 +297,15 @@ def test_decode_of_one_sequence(length: int, layout: Layout, window: int | None)
 def test_decode_over_a_float8_cache(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, cache_dtype=FP8, scales=scales, window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0])
+@pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_with_a_soft_cap(soft_cap: float, layout: Layout, window: int | None) -> None:
+    lengths = [7, 1, 10, 4]
+    check_decode(layout(lengths, 4), lengths, 4, soft_cap=soft_cap, window=window)
+    check_decode(layout([9], 4), [9], 4, soft_cap=soft_cap, window=window, cache_dtype=FP8, scales=(0.05, 0.02))
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -382,6 +400,7 @@ def check_prefill(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    soft_cap: float | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -395,14 +414,14 @@ def check_prefill(
     v = normal(len(tokens), num_kv_heads, 16, seed=7, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 8, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 9, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap)
     reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
     out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     expected = []
     for index, (row, position) in enumerate(tokens):
         keys = [token(k_cache, tables[row], earlier, scales[0]) for earlier in range(position + 1)]
         values = [token(v_cache, tables[row], earlier, scales[1]) for earlier in range(position + 1)]
-        expected.append(attend_one(q[index], keys, values, 0.3, window))
+        expected.append(attend_one(q[index], keys, values, 0.3, window, soft_cap))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -430,6 +449,27 @@ def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int 
 def test_prefill_in_pieces_as_a_gpu_needs_it(count: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_count_at_once", lambda *_: count)
     check_prefill(MIXED, window=window)
+
+
+@pytest.mark.parametrize("max_scores", [1, 200, 2**27])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_prefill_with_a_soft_cap(
+    heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "MAX_SCORES", max_scores)
+    check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5)
+    check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+def test_prefill_asks_for_no_slots_where_all_tokens_are_stored() -> None:
+    """Slots are wrong here: whoever read them would take keys that are given, which are NaNs."""
+    q, k_cache, v_cache = normal(1, 2, 8, seed=1), random_cache(2, 4, 8, 4), random_cache(2, 4, 8, 5)
+    nothing = torch.full((1, 2, 8), math.nan)
+    batch = PagedBatch(torch.tensor([[7]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([-1]), stores_all=True)
+    out = reference.prefill_attention(q, nothing, nothing, (k_cache, v_cache), batch, AttentionSpec(1.0))
+    keys, values = ([token(cache, [7], position) for position in range(3)] for cache in (k_cache, v_cache))
+    torch.testing.assert_close(out[0].double(), attend_one(q[0], keys, values, 1.0, None), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])

@@ -1,7 +1,7 @@
 """Rotation, the cache of keys and values, and attention over it: one native call each.
 
 A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write
-only the model's own dtype.
+only the model's own dtype. So does attention with a soft cap, which they lack.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def write_kv(
 ) -> None:
     """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
     keys, values = cache
-    if keys.dtype != k.dtype:
+    if not _is_native(k, keys, spec):  # the reference's attention asks that fresh blocks are cleared, as it does
         return reference_cache.write_kv(k, v, cache, batch, spec)
     library.write_kv(
         _describe(batch, keys).address,
@@ -78,7 +78,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
     keys, values = cache
-    if keys.dtype != q.dtype:
+    if not _is_native(q, keys, spec):
         return reference_decode.decode_attention(q, cache, batch, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.decode_attention(
@@ -110,7 +110,7 @@ def prefill_attention(
     of `decode_attention`, which adds in another order.
     """
     keys, values = cache
-    if keys.dtype != q.dtype:
+    if not _is_native(q, keys, spec):
         return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.prefill_attention(
@@ -129,6 +129,10 @@ def prefill_attention(
         spec.window or WHOLE,
     )
     return out
+
+
+def _is_native(new: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> bool:
+    return new.dtype == keys.dtype and spec.soft_cap is None
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:

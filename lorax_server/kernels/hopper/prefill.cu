@@ -312,10 +312,11 @@ struct Computing {
     pack_weights(weights, s);
   }
 
-  // The scores of a tile, and the values of the one before. `fresh`: which is of the item before.
-  DEVICE void attend(float (&o)[HEAD / 2], u32 (&weights)[KEYS / 4], const Item& item, int tile, bool fresh, int end) {
+  // The scores of a tile, and the values of the one before. FRESH: which is of the item before.
+  template <bool FRESH>
+  DEVICE void attend(float (&o)[HEAD / 2], u32 (&weights)[KEYS / 4], const Item& item, int tile, int end) {
     float s[KEYS / 2];
-    if (fresh) wait_queries();
+    if (FRESH) wait_queries();
     wait_keys();
     if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
     multiply_keys(s);
@@ -324,15 +325,16 @@ struct Computing {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
     wait_scores<1>(s);
     const float sums[2] = {softmax.sum[0], softmax.sum[1]};
-    if (fresh) softmax.init();
+    if (FRESH) softmax.init();
     weigh(s, item, tile);
     softmax.finish();
     wait_values(o, weights);
     if (lane == 0) arrive(at.v_empty + (count - 1) % STAGES * 8);
-    if (fresh) store(o, sums, round - 1);
+    if (FRESH) store(o, sums, round - 1);
 #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) o[i] *= softmax.keep[i / 2 % 2];
-    begun = !fresh;
+    begun = !FRESH;
+    count++;
     pack_weights(weights, s);
   }
 
@@ -346,12 +348,13 @@ struct Computing {
     start(weights, item, tile);
 #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
-    for (count = 1;; count++) {
-      const bool fresh = tile == item.last;
-      end = fresh ? item.position + item.left - item.last * KEYS : KEYS;
-      if (fresh && !take_item<KEYS>(p, ++round, item)) break;
-      tile = fresh ? item.first : tile + 1;
-      attend(o, weights, item, tile, fresh, end);
+    count = 1;
+    while (true) {
+      while (++tile <= item.last) attend<false>(o, weights, item, tile, KEYS);
+      end = item.position + item.left - item.last * KEYS;
+      if (!take_item<KEYS>(p, ++round, item)) break;
+      tile = item.first;
+      attend<true>(o, weights, item, tile, end);
     }
     wait_values_before(end);
     multiply_values(o, weights);

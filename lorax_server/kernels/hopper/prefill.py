@@ -2,7 +2,8 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +12,68 @@ import torch
 
 from lorax_server.errors import EngineError
 from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
-from lorax_server.kernels.hopper.sources import NUMBERS, PrefillVariant, Variant
+from lorax_server.kernels.hopper.sources import NUMBERS, Variant, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 NO_WINDOW = 2**30
 MAX_MAPS = 4096  # that are kept: those of the caches, and those of queries at places that come again
 MAX_IDLE_ROWS = 8
+STAGES = 2  # of keys and values
 Tiles = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PrefillVariant:
+    """Attention of sequences with several new tokens."""
+
+    dtype: torch.dtype
+    head_dim: int
+    soft_cap: bool
+
+    @property
+    def groups(self) -> int:
+        """Return the warpgroups that compute, each with 64 rows: three where registers allow."""
+        return 3 if self.head_dim <= 64 else 2
+
+    @property
+    def keys(self) -> int:
+        """Return the keys of a tile: as many as registers allow."""
+        return {64: 112, 256: 64}.get(self.head_dim, 128)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a block: queries times heads."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        chunks = -(-self.head_dim // 64)
+        query_stages = 2 if self.head_dim <= 128 else 1
+        barriers = 2 * query_stages + 4 * STAGES
+        return chunks * 128 * (query_stages * self.rows + 2 * STAGES * self.keys) + 8 * barriers
+
+    @property
+    def source(self) -> str:
+        soft_cap = "true" if self.soft_cap else "false"
+        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.groups}"
+        arguments = f"{NUMBERS[self.dtype]}, {sizes}, {soft_cap}"
+        return "\n".join(
+            (
+                read_source("prelude.cu"),
+                _wgmma_attention(self.head_dim, self.keys),
+                read_source("prefill.cu"),
+                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) prefill_kernel('
+                "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
+                "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
+                f"  prefill<{arguments}>(&q, &k, &v, p);",
+                "}",
+            )
+        )
 
 
 class _PrefillArgs(ctypes.Structure):
@@ -62,14 +117,19 @@ class PrefillAttention:
 
     def fits(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         """Return whether the kernel serves these tensors."""
-        keys = cache[0]
+        keys, values = cache
         return (
             q.dtype in NUMBERS
-            and q.shape[-1] in HEAD_DIMS
+            and q.dtype == keys.dtype == values.dtype
+            and q.shape[2] in HEAD_DIMS
+            and q.shape[2] == keys.shape[3]
             and q.shape[1] % keys.shape[1] == 0
             and keys.shape[2] % 8 == 0
-            and all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and _can_copy(x) for x in (q, *cache))
-            and all(x.is_contiguous() for x in cache)
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            and q.stride(2) == 1
+            and (q.stride(0) | q.stride(1)) % 8 == 0
+            and (q.data_ptr() | keys.data_ptr() | values.data_ptr()) % 16 == 0  # as the copy engine asks
             and spec.scale > 0
         )
 
@@ -83,7 +143,7 @@ class PrefillAttention:
         self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
         """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
-        key = ("prefill", q.dtype, q.shape, cache[0].shape, spec)
+        key = ("packed prefill", q.dtype, q.shape, cache[0].shape, spec)
         launch = batch.once(key, self._prepare, q, cache, batch, spec)
         if not len(launch.tiles):
             return
@@ -98,7 +158,7 @@ class PrefillAttention:
         variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
         pack = choose_pack(heads // num_kv_heads, variant.rows)
         tokens = variant.rows // pack
-        tiles = batch.once(("prefill tiles", tokens), _place_tiles, batch, tokens)
+        tiles = batch.once(("packed tiles", tokens), _place_tiles, batch, tokens)
         args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
@@ -167,7 +227,50 @@ def _place_tiles(batch: PagedBatch, tokens: int) -> torch.Tensor:
     return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles
 
 
-def _can_copy(tensor: torch.Tensor) -> bool:
-    """Return whether the copy engine can read a tensor: whole elements next to each other, places of 16 bytes."""
-    strides = tensor.stride()
-    return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]) and tensor.data_ptr() % 16 == 0
+def _wgmma_attention(head_dim: int, keys: int) -> str:
+    """Write the matrix instructions of attention, and the waits for them, which name all their registers."""
+    rows, weights = "u64 a", "const u32* a"
+    scores = ", ".join(f'"+f"(s[{i}])' for i in range(keys // 2))
+    sums = ", ".join(f'"+f"(o[{i}])' for i in range(head_dim // 2))
+    words = ", ".join(f'"+r"(w[{i}])' for i in range(keys // 4))
+    wait = "wgmma.wait_group.sync.aligned"
+    return "\n".join(
+        (
+            _product("start_scores", keys, rows, ('"l"(a)',), "0"),
+            _product("add_scores", keys, rows, ('"l"(a)',), "1"),
+            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], None),
+            f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
+            f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
+            f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
+            f'  asm volatile("{wait} 0;" : {sums}, {words} : : "memory");\n}}',
+        )
+    )
+
+
+def _product(name: str, columns: int, argument: str, a: Sequence[str], adds: str | None) -> str:
+    """Write a product of 64 rows: `a` is the place of a matrix in shared memory, or its registers.
+
+    With registers, the other matrix lies with its rows along K, and is transposed. `adds`: 1 to add to what the sums
+    are, 0 to write them, None if the caller says.
+    """
+    count = columns // 2
+    sums, first = (
+        ", ".join(f"%{i}" for i in range(start, end)) for start, end in ((0, count), (count, count + len(a)))
+    )
+    left, flags = (f"{{{first}}}", "1, 1, 1") if len(a) > 1 else (first, "1, 1, 0, 0")
+    outputs = ", ".join(f'"{"=" if adds == "0" else "+"}f"(d[{i}])' for i in range(count))
+
+    inputs = (*a, '"l"(b)') if adds else (*a, '"l"(b)', '"r"(adds)')
+    last = "" if adds else ", int adds"
+
+    def instruction(dtype: str) -> str:
+        return (
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds or f"%{count + len(a) + 1}"}, 0;\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} "
+            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(inputs)});'
+        )
+
+    return (
+        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b{last}) {{\n"
+        f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
+    )

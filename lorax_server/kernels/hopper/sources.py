@@ -1,9 +1,10 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
-from collections.abc import Sequence
+import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
@@ -17,11 +18,26 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
-PREFILL_STAGES = 2  # of keys and values
+TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
-class LinearVariant(NamedTuple):
+class Variant(Protocol):
+    """One kernel, compiled on its own. Variants of a kind with equal fields are equal, and hashable."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory of a block."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The text of one kernel, and of all that it calls."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearVariant:
     """The product of up to `height` rows, with or without LoRA beside it."""
 
     dtype: torch.dtype
@@ -44,12 +60,12 @@ class LinearVariant(NamedTuple):
         arguments = f"{NUMBERS[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
         return "\n".join(
             (
-                _text("prelude.cu"),
-                _text("lora.cu"),
+                read_source("prelude.cu"),
+                read_source("lora.cu"),
                 _wgmma(self.height),
-                _text("linear.cu"),
+                read_source("linear.cu"),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
-                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) kernel(const __grid_constant__ TensorMap w, "
+                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
                 f"  linear<{arguments}>(&w, &x, p);",
                 "}",
@@ -57,7 +73,8 @@ class LinearVariant(NamedTuple):
         )
 
 
-class AddLoraVariant(NamedTuple):
+@dataclass(frozen=True)
+class AddLoraVariant:
     """LoRA alone, added to what another library has computed."""
 
     dtype: torch.dtype
@@ -68,21 +85,23 @@ class AddLoraVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        head = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ Args p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), f"{head} {{ add_lora<{NUMBERS[self.dtype]}>(p); }}"))
+        call = write_kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), call))
 
 
-class PlanVariant(NamedTuple):
+@dataclass(frozen=True)
+class PlanVariant:
     """The plan of a batch, which LoRA follows."""
 
     shared_bytes: int = 0
 
     @property
     def source(self) -> str:
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("plan.cu")))
 
 
-class NormVariant(NamedTuple):
+@dataclass(frozen=True)
+class NormVariant:
     """The norm of rows, of which a thread has some times eight elements."""
 
     dtype: torch.dtype
@@ -91,12 +110,12 @@ class NormVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        call = f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);"
-        head = 'extern "C" __global__ void __launch_bounds__(1024) kernel(const __grid_constant__ NormArgs p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        call = write_kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), call))
 
 
-class GateVariant(NamedTuple):
+@dataclass(frozen=True)
+class GateVariant:
     """`activation(gate) * up`."""
 
     dtype: torch.dtype
@@ -106,13 +125,12 @@ class GateVariant(NamedTuple):
     @property
     def source(self) -> str:
         call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__({GATE_THREADS}) kernel(const __grid_constant__ GateArgs p)'
-        )
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        kernel = write_kernel(str(GATE_THREADS), "GateArgs", call)
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), kernel))
 
 
-class PromptVariant(NamedTuple):
+@dataclass(frozen=True)
+class PromptVariant:
     """A step of the LoRA of prompts: `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
 
     dtype: torch.dtype
@@ -124,70 +142,25 @@ class PromptVariant(NamedTuple):
     def source(self) -> str:
         types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
         args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__(PROMPT_THREADS, 2) kernel(const __grid_constant__ {args} p)'
-        )
-        parts = map(_text, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
-        return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
+        parts = map(read_source, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
+        return "\n".join((*parts, write_kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-class PrefillVariant(NamedTuple):
-    """Attention of sequences with several new tokens."""
-
-    dtype: torch.dtype
-    head_dim: int
-    soft_cap: bool
-
-    @property
-    def groups(self) -> int:
-        """Return the warpgroups that compute, each with 64 rows: three where registers allow."""
-        return 3 if self.head_dim <= 64 else 2
-
-    @property
-    def keys(self) -> int:
-        """Return the keys of a tile: as many as registers allow."""
-        return {64: 96, 256: 64}.get(self.head_dim, 128)
-
-    @property
-    def rows(self) -> int:
-        """Return the rows of a block: queries times heads."""
-        return 64 * self.groups
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.groups + 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        chunks = -(-self.head_dim // 64)
-        query_stages = 2 if self.head_dim <= 128 else 1
-        barriers = 2 * query_stages + 4 * PREFILL_STAGES
-        return chunks * 128 * (query_stages * self.rows + 2 * PREFILL_STAGES * self.keys) + 8 * barriers
-
-    @property
-    def source(self) -> str:
-        soft_cap = "true" if self.soft_cap else "false"
-        sizes = f"{self.head_dim}, {self.keys}, {PREFILL_STAGES}, {self.groups}"
-        arguments = f"{NUMBERS[self.dtype]}, {sizes}, {soft_cap}"
-        return "\n".join(
-            (
-                _text("prelude.cu"),
-                _wgmma_attention(self.head_dim, self.keys),
-                _text("prefill.cu"),
-                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) kernel('
-                "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
-                "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
-                f"  prefill<{arguments}>(&q, &k, &v, p);",
-                "}",
-            )
-        )
+def write_kernel(bounds: str, args: str, call: str) -> str:
+    """Write the kernel of a variant, which calls a function of its source, and is named after it."""
+    name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args} p)'
+    return f"{head} {{ {call} }}"
 
 
-Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant | PrefillVariant
+def find_kernel(source: str) -> str:
+    """Return the name of the kernel of a source, under which profilers show it."""
+    (name,) = re.findall(r"(\w+_kernel)\(const __grid_constant__", source)
+    return str(name)
 
 
 @cache
-def _text(name: str) -> str:
+def read_source(name: str) -> str:
     return (files("lorax_server.kernels.hopper") / name).read_text()
 
 
@@ -206,54 +179,5 @@ def _wgmma(height: int) -> str:
 
     return (
         f"template <class Number> DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
-    )
-
-
-def _wgmma_attention(head_dim: int, keys: int) -> str:
-    """Write the matrix instructions of attention, and the waits for them, which name all their registers."""
-    rows, weights = "u64 a", "const u32* a"
-    scores = ", ".join(f'"+f"(s[{i}])' for i in range(keys // 2))
-    sums = ", ".join(f'"+f"(o[{i}])' for i in range(head_dim // 2))
-    words = ", ".join(f'"+r"(w[{i}])' for i in range(keys // 4))
-    wait = "wgmma.wait_group.sync.aligned"
-    return "\n".join(
-        (
-            _product("start_scores", keys, rows, ('"l"(a)',), "0"),
-            _product("add_scores", keys, rows, ('"l"(a)',), "1"),
-            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], None),
-            f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
-            f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
-            f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
-            f'  asm volatile("{wait} 0;" : {sums}, {words} : : "memory");\n}}',
-        )
-    )
-
-
-def _product(name: str, columns: int, argument: str, a: Sequence[str], adds: str | None) -> str:
-    """Write a product of 64 rows: `a` is the place of a matrix in shared memory, or its registers.
-
-    With registers, the other matrix lies with its rows along K, and is transposed. `adds`: 1 to add to what the sums
-    are, 0 to write them, None if the caller says.
-    """
-    count = columns // 2
-    sums, first = (
-        ", ".join(f"%{i}" for i in range(start, end)) for start, end in ((0, count), (count, count + len(a)))
-    )
-    left, flags = (f"{{{first}}}", "1, 1, 1") if len(a) > 1 else (first, "1, 1, 0, 0")
-    outputs = ", ".join(f'"{"=" if adds == "0" else "+"}f"(d[{i}])' for i in range(count))
-
-    inputs = (*a, '"l"(b)') if adds else (*a, '"l"(b)', '"r"(adds)')
-    last = "" if adds else ", int adds"
-
-    def instruction(dtype: str) -> str:
-        return (
-            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds or f"%{count + len(a) + 1}"}, 0;\\n'
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} "
-            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(inputs)});'
-        )
-
-    return (
-        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b{last}) {{\n"
         f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
     )

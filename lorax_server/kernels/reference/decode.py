@@ -21,7 +21,7 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
     queries = grouped.expand(len(tiles.rows), -1, -1, -1) if num_seqs == 1 else grouped.index_select(0, tiles.rows)
     k = _read_tiles(cache[0], tiles, spec.k_scale)
     v = _read_tiles(cache[1], tiles, spec.v_scale)
-    out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec.scale)
+    out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec)
     out, mass, rows = out.reshape(-1, num_heads, head_dim), mass.reshape(-1, num_heads), tiles.rows
     if tiles.owned is not None:
         out, mass, rows = (x.index_select(0, tiles.owned) for x in (out, mass, rows))
@@ -80,15 +80,21 @@ def _read_tiles(cache: torch.Tensor, tiles: _Tiles, scale: float) -> torch.Tenso
 
 
 def _attend_with_mass(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention `[tiles, kv_heads, queries, head_dim]` and the log of its softmax mass, in float32."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and spec.soft_cap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
-    scores = q @ k.transpose(-1, -2) * scale + mask
+        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)  # type: ignore[no-any-return]
+    scores = score(q, k, spec) + mask
     mass = scores.logsumexp(-1)
     return (scores - mass[..., None]).exp() @ v, mass
+
+
+def score(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Return `[..., queries, keys]`, squeezed by the soft cap where there is one."""
+    scores = q @ k.transpose(-1, -2) * spec.scale
+    return scores if spec.soft_cap is None else spec.soft_cap * torch.tanh(scores / spec.soft_cap)
 
 
 def _merge_tiles(out: torch.Tensor, mass: torch.Tensor, rows: torch.Tensor, num_seqs: int) -> torch.Tensor:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.reference.cache import dequantize, quantize
-from lorax_server.kernels.reference.decode import decode_attention
+from lorax_server.kernels.reference.decode import decode_attention, score
 
 Decode = Callable[[torch.Tensor, LayerCache, PagedBatch, AttentionSpec], torch.Tensor]
 
-MAX_SCORES = 2**27  # at once, on a GPU
+MAX_SCORES = 2**27  # at once, where they are written out
 
 
 def prefill_attention(
@@ -95,8 +95,8 @@ def _plan_prefill(batch: PagedBatch, block_size: int) -> _PrefillPlan:
 def _find_singles(batch: PagedBatch, shapes: dict[int, tuple[int, int]], starts: list[int]) -> list[int]:
     """Return the sequences with one new token, which is stored, and others in the cache."""
     single = [row for row, (num_new, num_cached) in shapes.items() if num_new == 1 and num_cached]
-    if not single:
-        return []  # and the device need not be asked what is stored
+    if not single or batch.stores_all:
+        return single  # and the device need not be asked what is stored
     has_slot = (batch.slots >= 0).cpu()
     if batch.stored is None:
         is_stored = has_slot
@@ -139,11 +139,13 @@ def _attend(
     """Return `[sequences, new tokens, heads, head_dim]`."""
     queries = _split_sequences(q, group)
     attend = partial(F.scaled_dot_product_attention, scale=spec.scale, enable_gqa=keys.shape[1] != queries.shape[1])
-    if group.num_cached == 0 and spec.window is None:
+    if spec.soft_cap is not None:
+        attend = partial(_attend_with_cap, spec=spec)
+    elif group.num_cached == 0 and spec.window is None:
         return attend(queries, keys, values, is_causal=True).transpose(1, 2)
     num_keys = keys.shape[2]
     positions = torch.arange(group.num_cached, num_keys, device=q.device)
-    count = _count_at_once(queries, num_keys)
+    count = _count_at_once(queries, num_keys, spec.soft_cap)
     out = [
         attend(piece, keys, values, attn_mask=_causal_mask(at, num_keys, spec.window))
         for piece, at in zip(queries.split(count, dim=2), positions.split(count), strict=True)
@@ -151,9 +153,22 @@ def _attend(
     return (out[0] if len(out) == 1 else torch.cat(out, dim=2)).transpose(1, 2)
 
 
-def _count_at_once(queries: torch.Tensor, num_keys: int) -> int:
-    """Limit the queries of one call: a GPU writes out all scores where there is a mask and heads share keys."""
-    if not queries.is_cuda:
+def _attend_with_cap(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attend in plain torch, in float32: torch's own attention has no soft cap."""
+    num_kv_heads = keys.shape[1]
+    grouped = queries.float().unflatten(1, (num_kv_heads, -1))
+    scores = score(grouped, keys.float()[:, :, None], spec).masked_fill_(~attn_mask, -torch.inf)
+    return (scores.softmax(-1) @ values.float()[:, :, None]).flatten(1, 2).to(queries.dtype)
+
+
+def _count_at_once(queries: torch.Tensor, num_keys: int, soft_cap: float | None) -> int:
+    """Limit the queries of one call where all scores are written out.
+
+    A GPU does so where there is a mask and heads share keys, and a soft cap needs it.
+    """
+    if not queries.is_cuda and soft_cap is None:
         return queries.shape[2]
     return max(1, MAX_SCORES // (queries.shape[0] * queries.shape[1] * num_keys))
 

@@ -1,8 +1,8 @@
-"""Attention over the paged cache.
+"""Decode attention over the paged cache: flash-decoding.
 
-Decode is flash-decoding: one program attends with all query heads that share a key and value head of one sequence, to
-one stretch of it. A second kernel merges the stretches. Their number depends on the number of sequences only, and their
-bounds on the sequence's own length, so a sequence's result is the same to the bit whatever its neighbours are.
+A sequence is cut into stretches, whose bounds depend on its own length alone. One program attends with all query heads
+that share a key and value head, to one stretch after another, as a list says that a first kernel writes once for a
+batch. A last kernel merges the stretches. So a sequence's result is the same to the bit alone and in any batch.
 """
 
 import math
@@ -13,58 +13,107 @@ import triton
 import triton.language as tl
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.reference.prefill import prefill_with
 
-PROGRAMS = 2048  # enough that long and short sequences even out over the processors of a GPU
-MAX_SPLITS = 128
-TILE_BYTES = 16 << 10  # of keys, and as many of values; a pipeline of three fits twice into a processor's memory
+STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
+MAX_STRETCHES = 32
+PROGRAMS_PER_PROCESSOR = 8
+NUM_WARPS, NUM_STAGES = 4, 6
+TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
 MIN_DOT = 16  # the smallest side of a product
 NO_WINDOW = 2**31 - 1
-
-
-def prefill_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
-) -> torch.Tensor:
-    return prefill_with(decode_attention, q, k, v, cache, batch, spec)
+COUNTED = tl.constexpr(1024)  # sequences whose stretches are counted at once
 
 
 def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
     num_seqs, num_heads, head_dim = q.shape
-    lengths = batch.input_lengths, batch.cache_lengths
-    if not all(x.is_contiguous() for x in (*cache, *lengths)) or q.stride(2) != 1 or batch.block_tables.stride(1) != 1:
-        raise ValueError("decode_attention needs caches, lengths, heads and block tables without gaps")
+    check_layout(q, cache, batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
-    num_splits = count_splits(num_seqs * cache[0].shape[1])
-    shape = _Shape.of(q, cache[0], num_splits)
-    if num_splits == 1:
-        _launch(q, cache, batch, spec, shape, out, out)
-        return out
-    partial = torch.empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
-    mass = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
-    _launch(q, cache, batch, spec, shape, partial, mass)
-    _merge_kernel[(num_heads, num_seqs)](
-        partial, mass, *lengths, out, _window(spec), head_dim, shape.dim, shape.tile, num_splits
-    )
+    block_size = cache[0].shape[2]
+    work = batch.once(("stretches", block_size, spec.window), _list_work, batch, block_size, spec)
+    partial = mass = out  # not written where no sequence can be so long that it is cut
+    if work.room > 1:
+        partial = torch.empty(num_seqs, num_heads, work.room, head_dim, dtype=torch.float32, device=q.device)
+        mass = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
+    _launch(q, cache, batch, spec, work, (out, partial, mass))
+    if work.room > 1:
+        _merge_kernel[(num_heads, num_seqs)](
+            *(partial, mass, batch.input_lengths, batch.cache_lengths, out, window_of(spec), work.room),
+            HEAD_DIM=head_dim,
+            DIM=fill_up(head_dim),
+            STRETCH=STRETCH,
+            MOST=MAX_STRETCHES,
+        )
     return out
 
 
-class _Shape(NamedTuple):
-    """The constants that choose a compiled kernel."""
+def check_layout(q: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> None:
+    plain = *cache, batch.input_lengths, batch.cache_lengths
+    if not all(x.is_contiguous() for x in plain) or q.stride(2) != 1 or batch.block_tables.stride(1) != 1:
+        raise ValueError("attention needs caches, lengths, heads and block tables without gaps")
 
-    dim: int  # of a head, filled up to a power of two
-    tile: int  # tokens that are loaded together
-    num_splits: int
-    compute: tl.dtype
+
+def window_of(spec: AttentionSpec) -> int:
+    return NO_WINDOW if spec.window is None else spec.window
+
+
+def fill_up(head_dim: int) -> int:
+    """Return the power of two that a kernel computes with instead of the size of a head."""
+    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
+
+
+def product_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
+    """Return the dtype that queries, keys, weights and values are multiplied in; the sums are float32."""
+    # Triton's interpreter, which runs on a CPU, cannot multiply bfloat16.
+    if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
+        return tl.float32
+    if is_rescaled(q, cache):
+        return tl.float16
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
+
+
+def is_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Return whether queries become float16, which one instruction makes of two numbers of a float8 cache."""
+    return q.dtype == torch.bfloat16 and cache.dtype.itemsize == 1
+
+
+class Scales(NamedTuple):
+    """What products of queries and keys, and sums of values, are multiplied by. A score's weight is `2 ** score`."""
+
+    inner: float  # before the soft cap, which is `1 - 2 / (1 + 2 ** x)`: the same as `tanh` of half of `log(2) * x`
+    score: float
+    value: float
 
     @classmethod
-    def of(cls, q: torch.Tensor, cache: torch.Tensor, num_splits: int) -> "_Shape":
-        dim = max(MIN_DOT, triton.next_power_of_2(q.shape[2]))
-        compute = _product_dtype(q, cache)
-        tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else 2))
-        return cls(dim, min(MAX_TILE, max(MIN_DOT, tile)), num_splits, compute)
+    def of(cls, cache: torch.Tensor, spec: AttentionSpec) -> "Scales":
+        k_scale, v_scale = (spec.k_scale, spec.v_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
+        score = spec.scale * k_scale * math.log2(math.e)
+        if spec.soft_cap is None:
+            return cls(1.0, score, v_scale)
+        return cls(2 * score / spec.soft_cap, spec.soft_cap * math.log2(math.e), v_scale)
+
+
+class _Work(NamedTuple):
+    """The stretches of a batch: their number, then `sequence * MAX_STRETCHES + stretch` of each."""
+
+    items: torch.Tensor
+    room: int  # the most stretches of a sequence that fits into the block tables
+    programs: int
+
+
+def _list_work(batch: PagedBatch, block_size: int, spec: AttentionSpec) -> _Work:
+    """Launch the kernel that writes the list. In a graph it is captured with the batch's first layer."""
+    num_seqs, width = batch.block_tables.shape
+    room = max(1, min(MAX_STRETCHES, triton.cdiv(min(width * block_size, window_of(spec)), STRETCH)))
+    device = batch.block_tables.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    items = torch.empty(1 + num_seqs * room, dtype=torch.int32, device=device)
+    _list_kernel[(num_seqs,)](
+        *(batch.input_lengths, batch.cache_lengths, items, window_of(spec)), STRETCH=STRETCH, MOST=MAX_STRETCHES
+    )
+    return _Work(items, room, PROGRAMS_PER_PROCESSOR * processors)
 
 
 def _launch(
@@ -72,75 +121,123 @@ def _launch(
     cache: LayerCache,
     batch: PagedBatch,
     spec: AttentionSpec,
-    shape: _Shape,
-    partial: torch.Tensor,
-    mass: torch.Tensor,
+    work: _Work,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     _, num_kv_heads, block_size, head_dim = cache[0].shape
     sharing = q.shape[1] // num_kv_heads
-    k_scale, v_scale = (spec.k_scale, spec.v_scale) if cache[0].dtype.itemsize == 1 else (1.0, 1.0)
-    _decode_kernel[(num_kv_heads, len(q), shape.num_splits)](
-        *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, partial, mass),
-        *(_window(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0)),
-        *(spec.scale * k_scale * math.log2(math.e), v_scale),
+    compute, dim = product_dtype(q, cache[0]), fill_up(head_dim)
+    tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else 2))
+    _decode_kernel[(min(work.programs, len(q) * work.room * num_kv_heads),)](
+        *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
+        *(window_of(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
+        *Scales.of(cache[0], spec),
+        HAS_CAP=spec.soft_cap is not None,
+        IS_RESCALED=is_rescaled(q, cache[0]),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         SHARING=sharing,
         QUERIES=max(MIN_DOT, triton.next_power_of_2(sharing)),
-        COMPUTE=shape.compute,
+        COMPUTE=compute,
         HEAD_DIM=head_dim,
-        DIM=shape.dim,
-        TILE=shape.tile,
-        NUM_SPLITS=shape.num_splits,
-        num_warps=4,
-        num_stages=3,
+        DIM=dim,
+        TILE=min(MAX_TILE, max(MIN_DOT, tile)),
+        STRETCH=STRETCH,
+        MOST=MAX_STRETCHES,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
 
 
-def _window(spec: AttentionSpec) -> int:
-    return NO_WINDOW if spec.window is None else spec.window
+@triton.jit
+def _find_stretches(
+    input_lengths: tl.tensor,
+    cache_lengths: tl.tensor,
+    seqs: tl.tensor,
+    mask: tl.tensor,
+    window: tl.tensor,
+    STRETCH: tl.constexpr,
+    MOST: tl.constexpr,
+) -> tl.tensor:
+    """Return a sequence's first visible position, its end, the tokens of a stretch, and the number of stretches.
+
+    An empty sequence has one, in which there is nothing.
+    """
+    cached = tl.load(cache_lengths + seqs, mask=mask, other=0)
+    length = (tl.load(input_lengths + seqs, mask=mask, other=0) + cached).to(tl.int32)
+    first = tl.maximum(length - window, 0)
+    stretch = tl.maximum(tl.cdiv(length - first, STRETCH * MOST), 1) * STRETCH
+    return first, length, stretch, tl.maximum(tl.cdiv(length - first, stretch), 1)
 
 
-def count_splits(num_stretches: int) -> int:
-    """Return the number of stretches that each sequence is cut into: a power of two, one where there are many."""
-    wanted: int = triton.next_power_of_2(triton.cdiv(PROGRAMS, num_stretches))
-    return min(MAX_SPLITS, wanted)
-
-
-def _product_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype that queries, keys, weights and values are multiplied in; the sums are float32."""
-    # Triton's interpreter, which runs on a CPU, cannot multiply bfloat16.
-    if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "items", "window"])
+def _list_kernel(
+    input_lengths: tl.tensor,
+    cache_lengths: tl.tensor,
+    items: tl.tensor,
+    window: tl.tensor,
+    STRETCH: tl.constexpr,
+    MOST: tl.constexpr,
+) -> None:
+    """List the stretches of one sequence. Their place is after those of all sequences before it."""
+    seq = tl.program_id(0)
+    before = 0
+    for at in range(0, seq, COUNTED):
+        others = at + tl.arange(0, COUNTED)
+        mask = others < seq
+        _, _, _, numbers = _find_stretches(input_lengths, cache_lengths, others, mask, window, STRETCH, MOST)
+        before += tl.sum(tl.where(mask, numbers, 0), axis=0)
+    _, _, _, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
+    splits = tl.arange(0, MOST)
+    tl.store(items + 1 + before + splits, seq * MOST + splits, mask=splits < number)
+    if seq == tl.num_programs(0) - 1:
+        tl.store(items, before + number)
 
 
 @triton.jit
-def _find_stretch(
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    seq: tl.tensor,
-    window: tl.tensor,
-    TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
+    """Return rows of queries, and a power of two that each was divided by so that float16 holds it."""
+    query = tl.load(places, mask=mask, other=0.0)
+    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    if IS_RESCALED:
+        query = query.to(tl.float32)
+        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
+        query = query / power[:, None]
+    return query.to(COMPUTE), power
+
+
+@triton.jit
+def multiply_keys(
+    query: tl.tensor,
+    power: tl.tensor,
+    keys: tl.tensor,
+    inner: tl.tensor,
+    IS_RESCALED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ) -> tl.tensor:
-    """Return a sequence's first visible position, its end, and the number of tokens of a stretch, at least a tile."""
-    length = (tl.load(input_lengths + seq) + tl.load(cache_lengths + seq)).to(tl.int32)
-    first = tl.maximum(length - window, 0)
-    tiles = tl.cdiv(length - first, TILE)
-    return first, length, tl.maximum(tl.cdiv(tiles, NUM_SPLITS), 1) * TILE
+    """Return products of queries and keys, after the soft cap if there is one; `Scales` says how."""
+    products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if IS_RESCALED:
+        products *= power[:, None]
+    if HAS_CAP:
+        return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
+    return products
 
 
 @triton.jit
 def _attend(
     query: tl.tensor,
+    power: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     table: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
     head: tl.tensor,
+    inner: tl.tensor,
     scale: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -160,7 +257,7 @@ def _attend(
         # What is not loaded is 0, so nothing past the sequence's end can reach the sums, not even a NaN.
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
@@ -172,7 +269,7 @@ def _attend(
     return summed, total, highest
 
 
-@triton.jit(do_not_specialize=["tables", "input_lengths", "cache_lengths", "window", "table_row"])
+@triton.jit(do_not_specialize=["tables", "input_lengths", "cache_lengths", "items", "window", "table_row", "room"])
 def _decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -180,14 +277,20 @@ def _decode_kernel(
     tables: tl.tensor,
     input_lengths: tl.tensor,
     cache_lengths: tl.tensor,
+    items: tl.tensor,
+    out: tl.tensor,
     partial: tl.tensor,
     mass: tl.tensor,
     window: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
     table_row: tl.tensor,
+    room: tl.tensor,
+    inner: tl.tensor,
     scale: tl.tensor,
     v_scale: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SHARING: tl.constexpr,
@@ -196,31 +299,36 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    STRETCH: tl.constexpr,
+    MOST: tl.constexpr,
 ) -> None:
-    head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    first, length, stretch = _find_stretch(input_lengths, cache_lengths, seq, window, TILE, NUM_SPLITS)
-    start = first + split * stretch
-    stop = tl.minimum(start + stretch, length)
-    if NUM_SPLITS > 1 and start >= stop:
-        return
     queries, dims = tl.arange(0, QUERIES), tl.arange(0, DIM)
     own = (queries < SHARING)[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = head * SHARING + queries
-    query = tl.load(q + seq * q_token + heads[:, None] * q_head + dims[None, :], mask=own, other=0.0).to(COMPUTE)
-    table = tables + seq * table_row
-    summed, total, highest = _attend(
-        query, k_cache, v_cache, table, start, stop, head, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE
-    )
-    total = tl.where(stop > start, total, 1.0)
-    result = summed / total[:, None] * v_scale
-    rows = (seq * NUM_KV_HEADS * SHARING + heads) * NUM_SPLITS + split
-    tl.store(partial + rows[:, None] * HEAD_DIM + dims[None, :], result.to(partial.dtype.element_ty), mask=own)
-    if NUM_SPLITS > 1:
-        tl.store(mass + rows, highest + tl.log2(total), mask=queries < SHARING)
+    for index in range(tl.program_id(0), tl.load(items) * NUM_KV_HEADS, tl.num_programs(0)):
+        item, head = tl.load(items + 1 + index // NUM_KV_HEADS), index % NUM_KV_HEADS
+        seq, split = (item // MOST).to(tl.int64), item % MOST
+        first, length, stretch, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
+        start = first + split * stretch
+        stop = tl.minimum(start + stretch, length)
+        heads = head * SHARING + queries
+        places = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
+        query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+        summed, total, highest = _attend(
+            *(query, power, k_cache, v_cache, tables + seq * table_row, start, stop, head, inner, scale),
+            *(HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
+        )
+        total = tl.where(stop > start, total, 1.0)
+        result = summed / total[:, None] * v_scale
+        rows = seq * NUM_KV_HEADS * SHARING + heads
+        if number == 1:
+            tl.store(out + rows[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=own)
+        else:
+            rows = rows * room + split
+            tl.store(partial + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=own)
+            tl.store(mass + rows, highest + tl.log2(total), mask=queries < SHARING)
 
 
-@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "window"])
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "window", "room"])
 def _merge_kernel(
     partial: tl.tensor,
     mass: tl.tensor,
@@ -228,22 +336,23 @@ def _merge_kernel(
     cache_lengths: tl.tensor,
     out: tl.tensor,
     window: tl.tensor,
+    room: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    STRETCH: tl.constexpr,
+    MOST: tl.constexpr,
 ) -> None:
-    """Join the stretches of one head of one sequence. A short sequence has fewer than there is room for."""
+    """Join the stretches of one head of one sequence. What has one stretch is written already."""
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, length, stretch = _find_stretch(input_lengths, cache_lengths, seq, window, TILE, NUM_SPLITS)
-    splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM)
-    written = first + splits * stretch < length
+    _, _, _, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
+    if number == 1:
+        return
+    splits, dims = tl.arange(0, MOST), tl.arange(0, DIM)
+    written = splits < number
     row = seq * tl.num_programs(0) + head
-    masses = tl.load(mass + row * NUM_SPLITS + splits, mask=written, other=float("-inf"))
-    highest = tl.where(length > 0, tl.max(masses, axis=0), 0.0)
-    weights = tl.exp2(masses - highest)
-    places = (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    masses = tl.load(mass + row * room + splits, mask=written, other=float("-inf"))
+    weights = tl.exp2(masses - tl.max(masses, axis=0))
+    places = (row * room + splits)[:, None] * HEAD_DIM + dims[None, :]
     parts = tl.load(partial + places, mask=written[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    total = tl.where(length > 0, tl.sum(weights, axis=0), 1.0)
-    result = tl.sum(parts * weights[:, None], axis=0) / total
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,6 +1,7 @@
-"""Norm and rotation. One program normalises one row; one program rotates some heads of one token."""
+"""Norms and rotation. One program normalises a row, or a few narrow ones, or rotates some heads of one token."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -9,7 +10,8 @@ import triton.language as tl
 from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
 FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
-ELEMENTS_PER_WARP = 512
+ELEMENTS_PER_WARP = 1024
+ELEMENTS_PER_PROGRAM = 1024  # at least: narrow rows share a program
 ROTATED_AT_ONCE = 1024  # pairs of one program
 
 
@@ -21,31 +23,69 @@ def rms_norm(
     lora: LoraBatch | None = None,
     targets: Sequence[LoraTarget] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    size = x.shape[-1]
-    target = _find_target(x, targets) if lora is not None else None
     if x.stride(-1) != 1 or (residual is not None and (residual.shape != x.shape or residual.stride(-1) != 1)):
         raise ValueError("rms_norm needs rows without gaps, and a residual of the same shape")
+    adapters, constants = _choose(x, eps, lora, targets)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if not normed.numel():
         return normed, total
     added = x if residual is None else residual
-    adapters = (eps, eps, weight, 0, 0, 0)  # which are not read
+    num_rows = normed.numel() // x.shape[-1]
+    _rms_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
+        *(x, added, weight, eps, normed, total, *adapters, num_rows),
+        *(x.stride(0), x.stride(-2), added.stride(0), added.stride(-2)),
+        HAS_RESIDUAL=residual is not None,
+        **constants,
+    )
+    return normed, total
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    lora: LoraBatch | None = None,
+    targets: Sequence[LoraTarget] = (),
+) -> torch.Tensor:
+    if x.stride(-1) != 1:
+        raise ValueError("layer_norm needs rows without gaps")
+    adapters, constants = _choose(x, x, lora, targets)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not normed.numel():
+        return normed
+    num_rows = normed.numel() // x.shape[-1]
+    _layer_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
+        *(x, x if weight is None else weight, x if bias is None else bias, normed, *adapters, num_rows),
+        *(x.stride(0), x.stride(-2), eps),
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        **constants,
+    )
+    return normed
+
+
+def _choose(
+    x: torch.Tensor, unread: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a kernel's arguments about adapters, and its constants."""
+    target = _find_target(x, targets) if lora is not None else None
+    adapters: tuple[Any, ...] = (unread, unread, unread, 0, 0, 0)
     if lora is not None and target is not None:
         strides = lora.table.stride(0), lora.table.stride(1)
         adapters = lora.adapter_indices, lora.table, lora.buffer, target.index, *strides
+    size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _norm_kernel[(normed.numel() // size,)](
-        *(x, added, weight, eps, normed, total, *adapters),
-        *(x.stride(0), x.stride(-2), added.stride(0), added.stride(-2)),
-        HAS_RESIDUAL=residual is not None,
-        HAS_TARGET=target is not None,
-        HEADS=x.shape[1] if x.dim() == 3 else 1,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // ELEMENTS_PER_WARP)),
-    )
-    return normed, total
+    rows = max(1, ELEMENTS_PER_PROGRAM // block)
+    return adapters, {
+        "HAS_TARGET": target is not None,
+        "HEADS": x.shape[1] if x.dim() == 3 else 1,
+        "SIZE": size,
+        "BLOCK": block,
+        "ROWS": rows,
+        "num_warps": min(16, max(1, rows * block // ELEMENTS_PER_WARP)),
+    }
 
 
 def _find_target(x: torch.Tensor, targets: Sequence[LoraTarget]) -> LoraTarget | None:
@@ -60,8 +100,11 @@ def _find_target(x: torch.Tensor, targets: Sequence[LoraTarget]) -> LoraTarget |
 
 # Layers differ in `target_index`, and the runner's small tensors lie anywhere in a larger one: neither must choose a
 # kernel.
-@triton.jit(do_not_specialize=["eps", "adapter_indices", "table", "target_index", "table_adapter", "table_target"])
-def _norm_kernel(
+UNSPECIALIZED = ["adapter_indices", "table", "target_index", "table_adapter", "table_target", "num_rows"]
+
+
+@triton.jit(do_not_specialize=["eps", *UNSPECIALIZED])
+def _rms_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
@@ -74,6 +117,7 @@ def _norm_kernel(
     target_index: tl.tensor,
     table_adapter: tl.tensor,
     table_target: tl.tensor,
+    num_rows: tl.tensor,
     x_token: tl.tensor,
     x_head: tl.tensor,
     residual_token: tl.tensor,
@@ -83,31 +127,98 @@ def _norm_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    token, head = row // HEADS, row % HEADS
-    columns = tl.arange(0, BLOCK)
-    mask = columns < SIZE
+    rows, columns = _find_rows(BLOCK, ROWS)
+    is_column = columns < SIZE
+    mask = (rows < num_rows) & is_column
     dtype: tl.constexpr = x.dtype.element_ty
+    token, head = rows // HEADS, rows % HEADS
     wide = tl.load(x + token * x_token + head * x_head + columns, mask=mask, other=0.0).to(tl.float32)
+    # Loaded before the sum is waited for, which all else depends on.
+    factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    small = tl.load(eps)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * residual_token + head * residual_head + columns, mask=mask, other=0.0)
         rounded = (wide + added.to(tl.float32)).to(dtype)
-        tl.store(total + row * SIZE + columns, rounded, mask=mask)
+        tl.store(total + rows * SIZE + columns, rounded, mask=mask)
         wide = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + tl.load(eps))
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + small)[:, None]
     result = (wide * scale).to(dtype).to(tl.float32)
-    result = (result * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    result = (result * factor).to(dtype)
     if HAS_TARGET:
-        fields = table + tl.load(adapter_indices + token) * table_adapter + target_index * table_target
-        result = _scale_and_shift(result, buffer + columns, tl.load(fields + FACTOR), tl.load(fields + SHIFT), mask)
-    tl.store(normed + row * SIZE + columns, result, mask=mask)
+        fields = _find_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
+        result = _scale_and_shift(result, buffer + columns, fields, mask)
+    tl.store(normed + rows * SIZE + columns, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["eps", *UNSPECIALIZED])
+def _layer_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    normed: tl.tensor,
+    adapter_indices: tl.tensor,
+    table: tl.tensor,
+    buffer: tl.tensor,
+    target_index: tl.tensor,
+    table_adapter: tl.tensor,
+    table_target: tl.tensor,
+    num_rows: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    eps: tl.tensor,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    rows, columns = _find_rows(BLOCK, ROWS)
+    is_column = columns < SIZE
+    mask = (rows < num_rows) & is_column
+    token, head = rows // HEADS, rows % HEADS
+    wide = tl.load(x + token * x_token + head * x_head + columns, mask=mask, other=0.0).to(tl.float32)
+    factor, shift = 1.0, 0.0
+    if HAS_WEIGHT:
+        factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    mean = tl.sum(wide, axis=1)[:, None] / SIZE
+    centred = tl.where(is_column, wide - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / SIZE + eps)[:, None]
+    result = (centred * scale * factor + shift).to(x.dtype.element_ty)
+    if HAS_TARGET:
+        fields = _find_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)
+        result = _scale_and_shift(result, buffer + columns, fields, mask)
+    tl.store(normed + rows * SIZE + columns, result, mask=mask)
 
 
 @triton.jit
-def _scale_and_shift(
-    x: tl.tensor, buffer: tl.tensor, factor_at: tl.tensor, shift_at: tl.tensor, mask: tl.tensor
+def _find_rows(BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Return a program's rows as a column, and all columns as a row."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return rows[:, None], tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _find_fields(
+    adapter_indices: tl.tensor,
+    table: tl.tensor,
+    token: tl.tensor,
+    num_rows: tl.tensor,
+    table_adapter: tl.tensor,
+    target_at: tl.tensor,
 ) -> tl.tensor:
+    """Return where the table says of each token's adapter what it has here; a norm with adapters has no heads."""
+    return table + tl.load(adapter_indices + token, mask=token < num_rows, other=0) * table_adapter + target_at
+
+
+@triton.jit
+def _scale_and_shift(x: tl.tensor, buffer: tl.tensor, fields: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    factor_at, shift_at = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
     factor = tl.load(buffer + factor_at, mask=mask & (factor_at >= 0), other=1.0).to(tl.float32)
     shift = tl.load(buffer + shift_at, mask=mask & (shift_at >= 0), other=0.0).to(tl.float32)
     return ((x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) + shift).to(x.dtype)
@@ -151,15 +262,25 @@ def _rotary_kernel(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    dims = tl.arange(0, BLOCK)
+    at = x + token * x_token + heads * x_head
+    rotate(at, cos + token * angle_token, sin + token * angle_token, heads < NUM_HEADS, HALF, BLOCK)
+
+
+@triton.jit
+def rotate(
+    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Rotate heads of one token in place, and return their halves. `x` and `mask` have a row for each head."""
+    pairs = tl.arange(0, BLOCK)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
-    turns = dims < HALF
-    c = tl.load(cos + token * angle_token + dims, mask=turns, other=0.0).to(dtype).to(tl.float32)[None, :]
-    s = tl.load(sin + token * angle_token + dims, mask=turns, other=0.0).to(dtype).to(tl.float32)[None, :]
-    mask = (heads < NUM_HEADS) & turns[None, :]
-    firsts = x + token * x_token + heads * x_head + dims[None, :]
-    first = tl.load(firsts, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(firsts + HALF, mask=mask, other=0.0).to(tl.float32)
+    turns = pairs < HALF
+    c = tl.load(cos + pairs, mask=turns, other=0.0).to(dtype).to(tl.float32)
+    s = tl.load(sin + pairs, mask=turns, other=0.0).to(dtype).to(tl.float32)
+    first = tl.load(x + pairs, mask=mask & turns, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + pairs, mask=mask & turns, other=0.0).to(tl.float32)
     # Each product by a cosine is rounded before the other is added, as in the reference.
-    tl.store(firsts, ((first * c).to(dtype).to(tl.float32) - second * s).to(dtype), mask=mask)
-    tl.store(firsts + HALF, ((second * c).to(dtype).to(tl.float32) + first * s).to(dtype), mask=mask)
+    turned = ((first * c).to(dtype).to(tl.float32) - second * s).to(dtype)
+    turned_second = ((second * c).to(dtype).to(tl.float32) + first * s).to(dtype)
+    tl.store(x + pairs, turned, mask=mask & turns)
+    tl.store(x + HALF + pairs, turned_second, mask=mask & turns)
+    return turned, turned_second

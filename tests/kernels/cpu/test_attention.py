@@ -11,7 +11,7 @@ from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBa
 from lorax_server.kernels.cpu.attention import decode_attention, prefill_attention, rotary, write_kv
 from lorax_server.kernels.cpu.library import Library
 from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, cover_pairs
-from tests.kernels.triton.paging import BAD, FP8, check_bits, fill, make_batch, normal, without_bad
+from tests.kernels.triton.paging import BAD, FP8, attend_plainly, check_bits, fill, make_batch, normal, without_bad
 
 Heads = tuple[int, int, int]  # query heads, key heads, head_dim
 Shapes = list[tuple[int, int]]  # new and cached tokens of each sequence
@@ -267,6 +267,23 @@ def test_a_float8_cache_goes_through_the_reference(library: Library) -> None:
     check_bits(case.cache[0], same.cache[0])
     expected = reference.prefill_attention(same.q, same.k, same.v, same.cache, same.batch, same.spec)
     check_bits(case.prefill(library), expected)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_soft_cap_goes_through_the_reference(library: Library, window: int | None) -> None:
+    """Caches are NaN all over: the reference needs blocks that are cleared when a first token is stored there."""
+    case = Case([(20, 0), (3, 0), (1, 0), (33, 0)])
+    case.spec = AttentionSpec(0.9, window, soft_cap=1.5)
+    for cache in case.cache:
+        cache.fill_(BAD)
+    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)
+    expected = attend_plainly(case.q, case.cache, case.batch, case.spec)
+    check_close(case.prefill(library), expected.float(), FP32)
+    ends = case.batch.input_lengths.cumsum(0) - 1
+    one = torch.ones_like(ends)
+    step = PagedBatch(case.batch.block_tables, one, case.batch.input_lengths - 1, case.batch.slots[ends])
+    found = decode_attention(library, case.q[ends], case.cache, step, case.spec)
+    check_close(found, expected[ends].float(), FP32)
 
 
 def test_numbers_of_a_head_lie_side_by_side(library: Library) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorax_server.kernels.hopper.prefill import HEAD_DIMS
 from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -17,13 +16,14 @@ from lorax_server.kernels.hopper.sources import (
     LinearVariant,
     NormVariant,
     PlanVariant,
-    PrefillVariant,
     PromptVariant,
     Variant,
 )
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.compiler import Compiler, cache_folder
+from lorax_server.kernels.hopper.decode import DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillVariant
 
 BF16, FP16 = torch.bfloat16, torch.float16
 VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptVariant(FP16, "expand_prompt")]
@@ -38,6 +38,14 @@ MORE_VARIANTS: list[Variant] = [
     *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
     *(PrefillVariant(BF16, head_dim, soft_cap) for head_dim in HEAD_DIMS for soft_cap in (False, True)),
     PrefillVariant(FP16, 128, False),
+    DecodePlanVariant(),
+    *(
+        DecodeVariant(BF16, is_float8, head_dim, tiles)
+        for is_float8 in (False, True)
+        for head_dim in HEAD_DIMS
+        for tiles in (1, 2)
+    ),
+    DecodeVariant(FP16, False, 128, 1),
 ]
 
 

@@ -39,7 +39,7 @@ def cut_small_shapes() -> None:
     """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
     from lorax_server.kernels.triton import attention, decode, embedding, ops, prompt
 
-    attention.PROGRAMS = 24
+    attention.STRETCH = 16
     for module in (embedding, ops):
         vars(module)["DECODE_ROWS"] = SMALL_DECODE_ROWS
     decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32

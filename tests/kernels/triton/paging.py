@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from lorax_server.kernels import LayerCache, PagedBatch
+from lorax_server.kernels import AttentionSpec, LayerCache, PagedBatch
 
 FP8 = torch.float8_e4m3fn
 
@@ -45,11 +46,38 @@ def fill(batch: PagedBatch, shape: Sequence[int], dtype: torch.dtype, *, bad: fl
     _, num_kv_heads, block_size, head_dim = shape
     keys, values = (torch.full(tuple(shape), bad) for _ in range(2))
     for row, length in enumerate((batch.input_lengths + batch.cache_lengths).tolist()):
+        blocks, offsets = places_of(batch, row, length, block_size)
         for cache, offset in ((keys, 0), (values, 1000)):
-            tokens = normal(length, num_kv_heads, head_dim, seed=seed + row + offset)
-            for position in range(length):
-                cache[batch.block_tables[row, position // block_size], :, position % block_size] = tokens[position]
+            cache[blocks, :, offsets] = normal(length, num_kv_heads, head_dim, seed=seed + row + offset)
     return keys.to(dtype), values.to(dtype)
+
+
+def places_of(batch: PagedBatch, row: int, length: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks of a sequence's first tokens, and their offsets there."""
+    positions = torch.arange(length)
+    return batch.block_tables[row, positions // block_size].long(), positions % block_size
+
+
+def attend_plainly(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
+    """Restate attention in float64, one sequence at a time; all of its tokens are in the cache, on a CPU."""
+    block_size = cache[0].shape[2]
+    out, start = torch.zeros(q.shape, dtype=torch.float64), 0
+    lengths = zip(batch.input_lengths.tolist(), batch.cache_lengths.tolist(), strict=True)
+    for row, (new, cached) in enumerate(lengths):
+        blocks, offsets = places_of(batch, row, new + cached, block_size)
+        keys, values = (x[blocks, :, offsets].double() for x in cache)
+        if cache[0].dtype == FP8:
+            keys, values = keys * spec.k_scale, values * spec.v_scale
+        grouped = q[start : start + new].double().unflatten(1, (keys.shape[1], -1))
+        scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+        behind = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)[None]
+        hidden = (behind < 0) | (behind >= (spec.window or cached + new))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out[start : start + new] = torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)
+        start += new
+    return out
 
 
 def without_bad(cache: LayerCache) -> LayerCache:
@@ -59,15 +87,15 @@ def without_bad(cache: LayerCache) -> LayerCache:
 
 
 def move(batch: PagedBatch, device: torch.device) -> PagedBatch:
-    stored = None if batch.stored is None else batch.stored.to(device)
-    return PagedBatch(
+    """Return the batch on a device, with nothing derived."""
+    return replace(
+        batch,
         block_tables=batch.block_tables.to(device),
         input_lengths=batch.input_lengths.to(device),
         cache_lengths=batch.cache_lengths.to(device),
         slots=batch.slots.to(device),
-        stored=stored,
-        cu_seqlens=batch.cu_seqlens,
-        host_lengths=batch.host_lengths,
+        stored=None if batch.stored is None else batch.stored.to(device),
+        derived={},
     )
 
 

@@ -1,18 +1,30 @@
-"""Attention in Triton against the reference, which runs on a CPU."""
+"""Decode attention in Triton against the reference, or a plain restatement, which run on a CPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
+from lorax_server.kernels import AttentionSpec, LayerCache, PagedBatch, reference
 from lorax_server.kernels.triton import attention, cache
-from lorax_server.kernels.triton.attention import decode_attention, prefill_attention
+from lorax_server.kernels.triton.attention import decode_attention
 from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, choose, cover_pairs
-from tests.kernels.triton.paging import BAD, FP8, fill, make_batch, move, move_cache, normal, without_bad
+from tests.kernels.triton.paging import (
+    BAD,
+    FP8,
+    attend_plainly,
+    fill,
+    make_batch,
+    move,
+    move_cache,
+    normal,
+    without_bad,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SPEC = AttentionSpec(0.3)
 HEADS = [(3, 3, 20), (20, 1, 16), *(pytest.param(heads, marks=pytest.mark.slow) for heads in [(6, 2, 8), (4, 1, 40)])]
-MODEL_HEADS = [(32, 8, 128), (8, 8, 64), (12, 2, 96), (16, 1, 256), (14, 2, 80), (32, 8, 128)]
+MODEL_HEADS = [(32, 8, 128), (8, 8, 64), (12, 2, 96), (8, 1, 256), (14, 2, 80), (32, 8, 128)]
 LENGTHS = [5, 1, 70, 33, 64]
 
 
@@ -27,7 +39,7 @@ def check_decode(
     cache_dtype: torch.dtype | None = None,
     width: int = 0,
 ) -> torch.Tensor:
-    """Compare with the reference, in caches that are NaN wherever no sequence has a token."""
+    """Compare with a plain restatement, in caches that are NaN wherever no sequence has a token."""
     num_heads, num_kv_heads, head_dim = heads
     batch, num_blocks = make_batch(
         [(1, length - 1) if length else (0, 0) for length in lengths], block_size, width=width
@@ -40,10 +52,14 @@ def check_decode(
     assert not out[[row for row, length in enumerate(lengths) if not length]].any()
     if not rows:
         return out
-    alone = PagedBatch(batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots)
-    expected = reference.decode_attention(fused[rows, :num_heads], without_bad(kv), alone, spec)
-    torch.testing.assert_close(out[rows], expected, rtol=0, atol=TOLERANCE[dtype])
+    expected = attend_plainly(fused[rows, :num_heads], kv, take(batch, rows), spec)
+    torch.testing.assert_close(out[rows].double(), expected, rtol=0, atol=TOLERANCE[dtype])
     return out
+
+
+def take(batch: PagedBatch, rows: list[int]) -> PagedBatch:
+    """Return a batch of some of the sequences, with nothing derived."""
+    return PagedBatch(batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +81,20 @@ def test_decode_with_blocks_of_any_size(block_size: int, device: torch.device) -
     check_decode(device, [7, 40, 24], block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", choose([FP16, BF16], DTYPES, fast=1))
+@pytest.mark.parametrize("dtype", choose([BF16, FP16], DTYPES, fast=1))
 def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
     check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_queries_of_any_size_over_a_float8_cache(size: float, device: torch.device) -> None:
+    """Float16, in which they are multiplied, could not hold these."""
+    batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
+    kv = fill(batch, (num_blocks, 2, 8, 16), FP8, bad=BAD, seed=1)
+    q, spec = normal(2, 4, 16, seed=3).mul(size).to(BF16), AttentionSpec(0.3 / size)
+    expected = attend_plainly(q, kv, batch, spec)
+    out = decode_attention(q.to(device), move_cache(kv, device), move(batch, device), spec)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 9, 0], pytest.param([3, 50, *[0] * 28], marks=pytest.mark.slow)])
@@ -75,24 +102,35 @@ def test_padding_gets_zeros(lengths: list[int], device: torch.device) -> None:
     check_decode(device, lengths, width=100)
 
 
-@pytest.mark.slow
-def test_a_stretch_may_be_one_tile_or_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TILE_BYTES", 1024)  # tiles of 16 tokens
-    for programs in (1, 4, 24):
-        monkeypatch.setattr(attention, "PROGRAMS", programs)
-        check_decode(device, [100, 15, 17])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, 2.0), pytest.param(20, 0.5, marks=pytest.mark.slow)])
+def test_decode_with_a_soft_cap(window: int | None, soft_cap: float, device: torch.device) -> None:
+    spec = AttentionSpec(0.9, window, 0.5, 0.3, soft_cap)
+    check_decode(device, [7, 40], spec=spec)
+    check_decode(device, [7, 40], spec=spec, cache_dtype=FP8)
 
 
-def test_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", 2048)
-    assert [attention.count_splits(stretches) for stretches in (1, 8, 512, 2047, 5000)] == [128, 128, 4, 2, 1]
+@pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.slow)])
+def test_stretches_grow_with_a_sequence_and_are_all_listed(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths around the bounds of stretches, of which there are four at most here."""
+    monkeypatch.setattr(attention, "STRETCH", 4)
+    monkeypatch.setattr(attention, "MAX_STRETCHES", 4)
+    check_decode(
+        device, [4, 5, 0, 16, 17, 1, 32, 33, 40, 8], heads=(2, 1, 16), spec=AttentionSpec(0.3, window), width=9
+    )
 
 
-@pytest.mark.slow
 def test_neighbours_change_no_bit(device: torch.device) -> None:
-    kept = check_decode(device, [40, 60, 9])[0]
-    assert torch.equal(kept, check_decode(device, [40, 1, 0])[0])
-    assert torch.equal(kept, check_decode(device, [40, 100, 77], width=50)[0])
+    lengths = (
+        [40, 0, 9, 16, 1, 33] if device.type == "cpu" else [3000, 0, 9, 256, 1, 513, 9000, 8193, *range(1, 900, 14)]
+    )
+    batch, num_blocks = make_batch([(1, length - 1) if length else (0, 0) for length in lengths], 8, width=8)
+    kv = move_cache(fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1), device)
+    q, held = normal(len(lengths), 4, 16, seed=2).to(device), move(batch, device)
+    together = decode_attention(q, kv, held, SPEC)
+    for rows in ([0], [3, 0], [5, 4, 1, 0], *([[row] for row in range(6, len(lengths))])):
+        assert torch.equal(decode_attention(q[rows], kv, take(held, rows), SPEC), together[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -106,39 +144,6 @@ def test_lengths_of_either_width(dtype: torch.dtype, device: torch.device) -> No
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-5)
 
 
-# --- prefill
-
-PREFILLS = cover_pairs([None, 4], [FP32, FP8], [False, True])
-MIXED = [(5, 0), (1, 7), (3, 6), (5, 0), (1, 1), (2, 9), (3, 6), (1, 0), (4, 4)]
-
-
-@pytest.mark.parametrize(("window", "cache_dtype", "has_host_lengths"), PREFILLS, ids=str)
-def test_prefill(window: int | None, cache_dtype: torch.dtype, has_host_lengths: bool, device: torch.device) -> None:
-    batch, num_blocks = make_batch(MIXED, 8)
-    kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), cache_dtype, bad=BAD, seed=1))
-    q, k, v = normal(25, 8, 16, seed=5).split([4, 2, 2], dim=1)
-    spec = AttentionSpec(0.3, window, 0.5, 0.25)
-    reference.write_kv(k, v, kv, batch, spec)
-    expected = reference.prefill_attention(q, k, v, kv, batch, spec)
-    lengths = HostLengths(*map(list, zip(*MIXED, strict=True))) if has_host_lengths else None
-    given = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots, host_lengths=lengths)
-    out = prefill_attention(q.to(device), k.to(device), v.to(device), move_cache(kv, device), move(given, device), spec)
-    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
-
-
-def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
-    """Lengths on the device are wrong here: whoever read them would fail."""
-    batch, num_blocks = make_batch([(5, 0), (3, 0)], 8)
-    q, k, v = normal(8, 8, 16, seed=5).split([4, 2, 2], dim=1)
-    kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1))
-    expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
-    wrong = torch.full((2,), 10**6)
-    given = PagedBatch(batch.block_tables, wrong, wrong, wrong, host_lengths=HostLengths([5, 3], [0, 0]))
-    q, k, v = q.to(device), k.to(device), v.to(device)
-    out = prefill_attention(q, k, v, move_cache(kv, device), move(given, device), AttentionSpec(0.3))
-    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
-
-
 # --- on a GPU only
 
 
@@ -148,18 +153,21 @@ def test_prefill_of_prompts_reads_nothing_back(device: torch.device) -> None:
 )
 def test_decode_as_models_do(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
     device = torch.device("cuda")
-    for num_seqs in (1, 5, 70):
-        lengths = [1 + 97 * row % 700 for row in range(num_seqs)]
+    for lengths in (
+        [20000 if heads[2] > 128 else 32768],
+        [8193, 1, 8192, 256, 257],
+        [1 + 97 * row % 700 for row in range(70)],
+    ):
         for window in (None, 128):
-            spec = AttentionSpec(heads[2] ** -0.5, window)
+            spec = AttentionSpec(heads[2] ** -0.5, window, soft_cap=None if window else 3.0)
             check_decode(device, lengths, heads=heads, block_size=block_size, dtype=dtype, spec=spec, width=200)
             fp8 = AttentionSpec(heads[2] ** -0.5, window, 0.1, 0.2)
             check_decode(device, lengths, heads=heads, block_size=block_size, dtype=dtype, spec=fp8, cache_dtype=FP8)
 
 
 def step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.Tensor) -> torch.Tensor:
-    """Store one token per sequence and attend from it."""
-    spec = AttentionSpec(0.3, 100)
+    """Store one token per sequence and attend from it. Nothing is derived yet, as at a capture."""
+    spec, batch = AttentionSpec(0.3), replace(batch, derived={})
     cache.write_kv(new[:, :2], new[:, 2:], kv, batch, spec)
     return decode_attention(q, kv, batch, spec)
 
@@ -170,9 +178,9 @@ def test_a_captured_step_is_replayed_with_other_lengths_and_blocks(num_seqs: int
     device = torch.device("cuda")
     batches = [
         make_batch(
-            [(1, (step * 37 + row * 11) % 90) if (row + step) % 3 else (0, 0) for row in range(num_seqs)],
+            [(1, (step * 370 + row * 11) % 900) if (row + step) % 3 else (0, 0) for row in range(num_seqs)],
             16,
-            width=8,
+            width=60,
             seed=step,
         )
         for step in range(3)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lorax_server.kernels import AttentionSpec, PagedBatch, reference
-from lorax_server.kernels.triton.cache import write_kv
+from lorax_server.kernels.triton.cache import rotate_and_write, write_kv
+from lorax_server.kernels.triton.norm import rotary
 from tests.kernels.triton.paging import FP8, check_bits, make_batch, move, move_cache, normal
 
 SHAPES = [(5, 0), (1, 7), (3, 6), (0, 0), (1, 16), (9, 3)]
@@ -95,6 +96,78 @@ def write_four(values: list[float], scale: float, device: torch.device) -> list[
 def test_large_values_stay_finite_in_float8(device: torch.device) -> None:
     assert write_four([3.0, 1e6, -1e6, 0.25], 0.5, device) == [6.0, 448.0, -448.0, 0.5]
     assert write_four([1.0, 2.0, -320.0, 0.0], 4.0, device) == [0.25, 0.5, -80.0, 0.0]
+
+
+# --- with a rotation
+
+
+def check_rotation(
+    batch: PagedBatch,
+    num_blocks: int,
+    heads: tuple[int, int, int],
+    turning: int | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> None:
+    """Compare with one op after the other, bit for bit. Both have tests of their own."""
+    num_heads, num_kv_heads, head_dim = heads
+    tokens = int(batch.input_lengths.sum()) + int((batch.input_lengths == 0).sum())
+    spec, batch = AttentionSpec(1.0, None, 0.5, 0.25), move(batch, device)
+    angles = None
+    if turning is not None:
+        wide = normal(tokens, turning // 2, seed=9).to(device)
+        angles = wide.cos(), wide.sin()
+    results = []
+    for is_fused in (False, True):
+        fused = normal(tokens, num_heads + 2 * num_kv_heads + 1, head_dim, seed=1, dtype=dtypes[0]).to(device)
+        q, k, v, _ = fused.split([num_heads, num_kv_heads, num_kv_heads, 1], dim=1)
+        keys, values = (torch.full((num_blocks, num_kv_heads, 8, head_dim), 7.0).to(device, dtypes[1]) for _ in "kv")
+        if is_fused:
+            rotate_and_write(q, k, v, angles, (keys, values), batch, spec)
+        else:
+            if angles is not None:
+                rotary(q, *angles)
+                rotary(k, *angles)
+            write_kv(k, v, (keys, values), batch, spec)
+        results.append([x.cpu() for x in (fused, keys, values)])
+    for found, expected in zip(*results, strict=True):
+        check_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "turning", "dtypes"),
+    [
+        ((4, 2, 16), 16, (torch.float32, torch.float32)),
+        ((3, 3, 20), 12, (torch.float16, FP8)),
+        ((5, 1, 6), 2, (torch.bfloat16, torch.bfloat16)),
+        ((2, 2, 4), 0, (torch.float32, torch.float32)),
+        ((2, 2, 4), None, (torch.float32, FP8)),
+        ((40, 33, 128), 128, (torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_rotation_and_write(
+    heads: tuple[int, int, int],
+    turning: int | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> None:
+    batch, num_blocks = make_batch(SHAPES, 8)  # one sequence is padding, whose slot is -1
+    check_rotation(batch, num_blocks, heads, turning, dtypes, device)
+
+
+def test_rotation_where_few_tokens_are_stored(device: torch.device) -> None:
+    batch, num_blocks = make_batch([(9, 3), (6, 0)], 8)
+    kept = torch.tensor([0, 4, 9, 14])
+    batch = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots[kept], kept)
+    check_rotation(batch, num_blocks, (4, 2, 16), 16, (torch.float32, torch.float32), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("heads", "turning"), [((32, 8, 128), 128), ((32, 32, 80), 32), ((8, 1, 256), 256)])
+def test_rotation_and_write_of_models(heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype) -> None:
+    batch, num_blocks = make_batch([(100, 0), (1, 30), (0, 0)], 8)
+    check_rotation(batch, num_blocks, heads, turning, (torch.bfloat16, cache_dtype), torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
-from lorax_server.kernels.triton.norm import rms_norm, rotary
+from lorax_server.kernels.triton.norm import layer_norm, rms_norm, rotary
 from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import cover_pairs
 from tests.kernels.triton.paging import normal
@@ -45,6 +45,29 @@ def test_rms_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> Non
     check_close(found, expected)
     assert torch.equal(given.cpu(), x)
     assert torch.equal(same.cpu(), x[:, 1:4])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_weight", "has_bias"),
+    cover_pairs([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True], [False, True]),
+)
+def test_layer_norm(
+    dtype: torch.dtype, has_weight: bool, has_bias: bool, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Rows are far from zero, as those are whose squares lose their digits."""
+    x = normal(*shape, seed=1).add(30).to(dtype)
+    weight = normal(shape[-1], seed=2, dtype=dtype) if has_weight else None
+    bias = normal(shape[-1], seed=3, dtype=dtype) if has_bias else None
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    weight, bias = (None if vector is None else vector.to(device) for vector in (weight, bias))
+    check_close(layer_norm(x.to(device), weight, bias, 1e-5), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
+    expected = reference.layer_norm(x[:, 1:4], weight, None, 1e-5)
+    check_close(layer_norm(x.to(device)[:, 1:4], weight.to(device), None, 1e-5), expected)
 
 
 def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
@@ -141,6 +164,30 @@ def test_rms_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
     assert torch.equal(found[1].cpu(), expected[1])
     one_place = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     torch.testing.assert_close(found[0].cpu(), expected[0], rtol=one_place, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "dtype"), list(zip([64, 768, 768, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
+)
+def test_layer_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
+    shapes = [(70, size), (size,), (size,)]
+    x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+    expected = reference.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
+    found = layer_norm(x.cuda(), weight.cuda(), bias.cuda(), 1e-5).cpu().float()
+    half_place = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
+    torch.testing.assert_close(found, expected, rtol=half_place, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (4096, torch.bfloat16), (1000, torch.float32)])
+def test_neighbours_change_no_bit_of_a_norm(dtype: torch.dtype, size: int) -> None:
+    x, weight = normal(70, size, seed=1, dtype=dtype).cuda(), normal(size, seed=2, dtype=dtype).cuda()
+    together = rms_norm(x, x, weight, EPS.cuda())[0], layer_norm(x, weight, weight, 1e-5)
+    for row in range(70):
+        one = x[row : row + 1]
+        assert torch.equal(rms_norm(one, one, weight, EPS.cuda())[0][0], together[0][row])
+        assert torch.equal(layer_norm(one, weight, weight, 1e-5)[0], together[1][row])
 
 
 @pytest.mark.gpu

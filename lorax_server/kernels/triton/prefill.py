@@ -1,0 +1,292 @@
+"""Prefill attention over the paged cache, which holds the keys and values of this forward too.
+
+One program attends with a few query tokens of one sequence, and with several heads that share a key and value head, to
+all keys before them. Keys are read in tiles that begin at multiples of a tile's size, and a row of a tile's product
+depends on no other row: so a token's result is the same to the bit however its prompt was cut, and in any batch.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lorax_server.kernels.ops import AttentionSpec, HostLengths, LayerCache, PagedBatch
+from lorax_server.kernels.reference.prefill import prefill_with
+from lorax_server.kernels.triton.attention import (
+    Scales,
+    check_layout,
+    decode_attention,
+    fill_up,
+    is_rescaled,
+    load_query,
+    multiply_keys,
+    product_dtype,
+    window_of,
+)
+
+MOST_PACKED = 8  # heads of one program
+LARGE_SHARED = 160 << 10  # bytes of a processor's memory that not all GPUs have
+
+
+def prefill_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attend as the op table says; a sequence with one new token has the bits of a decode step."""
+    if not batch.stores_all:
+        return prefill_with(decode_attention, q, k, v, cache, batch, spec)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    attend_prompts(out, q, cache, batch, spec)
+    singles = batch.once("singles", _find_singles, batch)
+    if singles is not None:
+        out[singles.tokens] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
+    return out
+
+
+def attend_prompts(
+    out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+) -> None:
+    """Write the rows of `out` that belong to sequences with several new tokens."""
+    check_layout(q, cache, batch)
+    sharing = q.shape[1] // cache[0].shape[1]
+    packed = max(count for count in range(1, MOST_PACKED + 1) if sharing % count == 0)
+    tiling = choose_tiling(q, cache[0])
+    height = tiling.rows // packed
+    tiles = batch.once(("tiles", height), _cut_tiles, batch, height)
+    if len(tiles):
+        _launch(q, cache, batch.block_tables, tiles, out, spec, tiling, packed)
+
+
+class Tiling(NamedTuple):
+    """The shape of a program's work. It depends on dtypes, the size of a head and the GPU alone, so that bits do."""
+
+    rows: int  # of queries: tokens times heads
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
+    if q.is_cpu:
+        return Tiling(32, 16, 4, 1)
+    dim = fill_up(q.shape[2])
+    if product_dtype(q, cache) == tl.float32:
+        return Tiling(64, 16, 8, 2) if dim <= 128 else Tiling(32, 16, 8, 2)
+    if dim <= 128:
+        return Tiling(64, 64, 4, 3)
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    return Tiling(128, 64, 8, 2) if shared >= LARGE_SHARED else Tiling(64, 32, 4, 2)
+
+
+class _Singles(NamedTuple):
+    """The sequences with one new token."""
+
+    batch: PagedBatch
+    tokens: torch.Tensor
+
+
+def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
+    """Cut the new tokens into tiles, those with the most keys first, so that no long one is left for the end.
+
+    Return [num_tiles, 4]: sequence, first token of the forward, its position, number of tokens.
+    """
+    new, cached = _lengths(batch)
+    starts = [0, *accumulate(new)]
+    tiles = [
+        (row, starts[row] + at, cached[row] + at, min(height, count - at))
+        for row, count in enumerate(new)
+        if count > 1
+        for at in range(0, count, height)
+    ]
+    tiles.sort(key=lambda tile: -tile[2] - tile[3])
+    return _send(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), batch.block_tables.device)
+
+
+def _find_singles(batch: PagedBatch) -> _Singles | None:
+    new, _ = _lengths(batch)
+    starts, device = [0, *accumulate(new)], batch.block_tables.device
+    single = [row for row, count in enumerate(new) if count == 1]
+    if not single:
+        return None
+    at = _send(torch.tensor(single), device)
+    own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
+    return _Singles(own, _send(torch.tensor([starts[row] for row in single]), device))
+
+
+def _lengths(batch: PagedBatch) -> HostLengths:
+    return batch.host_lengths or HostLengths(batch.input_lengths.tolist(), batch.cache_lengths.tolist())
+
+
+def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _launch(
+    q: torch.Tensor,
+    cache: LayerCache,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    spec: AttentionSpec,
+    tiling: Tiling,
+    packed: int,
+) -> None:
+    _, num_kv_heads, block_size, head_dim = cache[0].shape
+    compute = product_dtype(q, cache[0])
+    _prefill_kernel[(q.shape[1] // packed, len(tiles))](
+        *(q, *cache, tables, tiles, out, window_of(spec), q.stride(0), q.stride(1), tables.stride(0)),
+        *Scales.of(cache[0], spec),
+        # Sums of float32 have another order without masks.
+        HAS_WHOLE=compute != tl.float32 or q.is_cpu,
+        HAS_WINDOW=spec.window is not None,
+        HAS_CAP=spec.soft_cap is not None,
+        IS_RESCALED=is_rescaled(q, cache[0]),
+        NUM_HEADS=q.shape[1],
+        NUM_KV_HEADS=num_kv_heads,
+        PACKED=packed,
+        BLOCK_SIZE=block_size,
+        COMPUTE=compute,
+        HEAD_DIM=head_dim,
+        DIM=fill_up(head_dim),
+        ROWS=tiling.rows,
+        KEYS=tiling.keys,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
+    )
+
+
+@triton.jit
+def _attend(
+    query: tl.tensor,
+    power: tl.tensor,
+    summed: tl.tensor,
+    total: tl.tensor,
+    highest: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    table: tl.tensor,
+    at_row: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    inner: tl.tensor,
+    scale: tl.tensor,
+    IS_EDGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tl.tensor:
+    """Attend to the keys from `start` to `stop`. At an edge, each row has its own view of them.
+
+    All sums are the same operations in the same order with and without an edge, so that their bits are too.
+    """
+    dims = tl.arange(0, query.shape[1])
+    for at in range(start, stop, KEYS):
+        positions = at + tl.arange(0, KEYS)
+        within = positions < end
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=within if IS_EDGE else None).to(tl.int64)
+        rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
+        places = rows[:, None] * HEAD_DIM + dims[None, :]
+        # What is not loaded is 0, so nothing past the sequence's end can reach the sums, not even a NaN.
+        loaded = within[:, None] & (dims < HEAD_DIM)[None, :]
+        if IS_EDGE or query.shape[1] != HEAD_DIM:
+            keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
+        else:
+            keys = tl.load(k_cache + places).to(query.dtype)
+        scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP)
+        if IS_EDGE:
+            visible = positions[None, :] <= at_row[:, None]
+            if HAS_WINDOW:
+                visible = visible & (positions[None, :] > at_row[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+        base = higher
+        if HAS_WINDOW:  # a row may have seen nothing so far
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
+        fading = tl.exp2(highest - base)
+        total = tl.fma(total, fading, tl.sum(weights, axis=1))
+        if IS_EDGE or query.shape[1] != HEAD_DIM:
+            values = tl.load(v_cache + places, mask=loaded, other=0.0).to(query.dtype)
+        else:
+            values = tl.load(v_cache + places).to(query.dtype)
+        summed = tl.dot(weights.to(query.dtype), values, summed * fading[:, None], input_precision="ieee")
+        highest = higher
+    return summed, total, highest
+
+
+@triton.jit(do_not_specialize=["tables", "tiles", "window", "table_row"])
+def _prefill_kernel(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    tables: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    window: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    table_row: tl.tensor,
+    inner: tl.tensor,
+    scale: tl.tensor,
+    v_scale: tl.tensor,
+    HAS_WHOLE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    group, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
+    seq, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
+    position, count = tl.load(tile + 2), tl.load(tile + 3)
+    kv_head = (group * PACKED // (NUM_HEADS // NUM_KV_HEADS)).to(tl.int64)
+    lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
+    offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
+    own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
+    query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+    at_row, end = position + tl.minimum(offsets, count - 1), position + count
+    summed, total = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS], tl.float32)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    keys, values = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    table = tables + seq * table_row
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
+    edge = first
+    if HAS_WHOLE:  # all rows see all keys from `whole` to `edge`
+        whole, edge = first, (position + 1) // KEYS * KEYS
+        if HAS_WINDOW:
+            whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
+            summed, total, highest = _attend(
+                *(query, power, summed, total, highest, keys, values, table, at_row, first, whole, end, window),
+                *(inner, scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+            )
+        summed, total, highest = _attend(
+            *(query, power, summed, total, highest, keys, values, table, at_row, whole, edge, end, window),
+            *(inner, scale, False, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+        )
+    summed, total, highest = _attend(
+        *(query, power, summed, total, highest, keys, values, table, at_row, edge, end, end, window),
+        *(inner, scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS),
+    )
+    result = (summed / total[:, None] * v_scale).to(out.dtype.element_ty)
+    tl.store(
+        out + ((token + offsets)[:, None] * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :], result, mask=own
+    )
