@@ -7,7 +7,7 @@ one to the next; rotation and the write to the cache are part of it. Its floor i
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -71,28 +71,13 @@ def time_layers(ops: Ops, batch: PagedBatch, caches: Sequence[LayerCache], num_t
     angles = turns.cos(), turns.sin()
 
     def forward() -> None:
-        batch.derived.clear()
+        if batch.cu_seqlens is None:
+            batch.derived.clear()  # so that a graph works it out; that of prompts comes from the host
         for cache in caches:
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             ops.attend(q, k, v, angles, cache, batch, SPEC)
 
-    if batch.cu_seqlens is None:
-        return 1000 * measure(capture(forward)) / len(caches)
-    return 1000 * measure_calls(forward) / len(caches)
-
-
-def measure_calls(function: Callable[[], object], count: int = 5) -> float:
-    """Return the milliseconds of a call whose work the host cannot put into a graph; the least of some."""
-    times = []
-    for _ in range(count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
+    return 1000 * measure(capture(forward)) / len(caches)
 
 
 def decode_records(ops: Ops, cases: Sequence[tuple[int, int]]) -> list[Record]:
@@ -121,9 +106,10 @@ def time_torch(tokens: int, backend: SDPBackend) -> float:
 
     def forward() -> None:
         with sdpa_kernel([backend]):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            for _ in range(LAYERS):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    return measure_calls(forward, 10)
+    return measure(capture(forward)) / LAYERS
 
 
 def prefill_records(ops: Ops, cases: Sequence[int]) -> list[Record]:

@@ -134,7 +134,7 @@ DEVICE void plan_decode(const DecodePlanArgs& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------- attention
-constexpr int WORKERS = 4, HALF_BLOCK = 128, DECODE_THREADS = 2 * HALF_BLOCK;
+constexpr int WORKERS = 4, HALF_BLOCK = 128, AT_ONCE = 16, DECODE_THREADS = 2 * HALF_BLOCK;
 // Barriers: an item's queries are ready (one for each of two buffers), its sums are complete, they are read; among workers,
 // among clerks.
 constexpr int READY = 1, FULL = 3, EMPTY = 4, AMONG_WORKERS = 5, AMONG_CLERKS = 6;
@@ -589,11 +589,16 @@ struct Decode {
       const int row = i / (D / 4), d = i % (D / 4) * 4;
       const float* from = p.sums + (first + row) * D + d;
       float4 sum = {0, 0, 0, 0};
-#pragma unroll 16
-      for (int s = 0; s < e.num_splits; s++) {
-        const float4 part = __ldcg((const float4*)(from + s * step * D));
-        const float share = shares()[row * MAX_SPLITS + s];
-        sum.x += part.x * share, sum.y += part.y * share, sum.z += part.z * share, sum.w += part.w * share;
+      for (int s = 0; s < e.num_splits; s += AT_ONCE) {
+        float4 parts[AT_ONCE];  // all loads are under way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          parts[i] = s + i < e.num_splits ? __ldcg((const float4*)(from + (s + i) * step * D)) : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const float share = shares()[row * MAX_SPLITS + s + i];
+          sum.x += parts[i].x * share, sum.y += parts[i].y * share, sum.z += parts[i].z * share, sum.w += parts[i].w * share;
+        }
       }
       write_row(e, head, row, d, sum, 1);
     }
