@@ -17,7 +17,8 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 NO_WINDOW = 2**30
-MAX_MAPS = 4096  # that are kept: those of the caches, and those of queries at places that come again
+MAX_SHAPES = 256  # of which maps are kept
+MAX_MAPS = 4096  # of one shape
 MAX_IDLE_ROWS = 8
 STAGES = 2  # of keys and values
 Tiles = npt.NDArray[np.int32]
@@ -102,6 +103,8 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     query_box: tuple[int, int]  # heads and tokens
+    query_maps: dict[int, _Map]  # of tensors of one shape, by their places
+    cache_maps: dict[int, _Map]
 
 
 class PrefillAttention:
@@ -113,7 +116,7 @@ class PrefillAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._num_sms: int = torch.cuda.get_device_properties(kernels.device).multi_processor_count
-        self._maps: dict[tuple[object, ...], _Map] = {}
+        self._maps: dict[tuple[object, ...], dict[int, _Map]] = {}
 
     def fits(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         """Return whether the kernel serves these tensors."""
@@ -143,16 +146,17 @@ class PrefillAttention:
         self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
         """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
-        key = ("packed prefill", q.dtype, q.shape, cache[0].shape, spec)
+        key = ("packed prefill", q.dtype, q.shape, q.stride(), cache[0].shape, spec)
         launch = batch.once(key, self._prepare, q, cache, batch, spec)
         if not len(launch.tiles):
             return
-        maps = [self._map(_query_map, q, launch.query_box), *(self._map(_cache_map, x, launch.args.box) for x in cache)]
         args = _PrefillArgs.from_buffer_copy(launch.args)
         args.out = out.data_ptr()
-        launch.kernel.launch(launch.blocks, launch.threads, [*maps, args], early=True)
+        queries = _find_map(launch.query_maps, _query_map, q, launch.query_box)
+        keys, values = (_find_map(launch.cache_maps, _cache_map, x, args.box) for x in cache)
+        launch.kernel.launch(launch.blocks, launch.threads, [queries, keys, values, args], early=True)
 
-    def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> "_Launch":
+    def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> _Launch:
         """Work out what all layers of a batch have in common."""
         num_blocks, num_kv_heads, block_size, head_dim = cache[0].shape
         variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
@@ -166,16 +170,23 @@ class PrefillAttention:
         args.table_stride, args.window = batch.block_tables.stride(0), spec.window or NO_WINDOW
         args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
         args.cap = 2 * math.log2(math.e) * spec.scale / (spec.soft_cap or 1)
-        blocks = min(args.items, self._num_sms)
-        return _Launch(self._kernels.get(variant), tiles, args, blocks, variant.threads, (pack, tokens))
+        if len(self._maps) >= MAX_SHAPES:
+            self._maps.clear()
+        query_maps = self._maps.setdefault((q.dtype, q.shape, q.stride(), pack, tokens), {})
+        cache_maps = self._maps.setdefault((q.dtype, cache[0].shape, args.box), {})
+        kernel, blocks = self._kernels.get(variant), min(args.items, self._num_sms)
+        return _Launch(kernel, tiles, args, blocks, variant.threads, (pack, tokens), query_maps, cache_maps)
 
-    def _map(self, make: Callable[..., bytes], tensor: torch.Tensor, box: int | tuple[int, int]) -> _Map:
-        key = (make, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
-        if key not in self._maps:
-            if len(self._maps) >= MAX_MAPS:
-                self._maps.clear()
-            self._maps[key] = _Map.from_buffer_copy(make(tensor, box))
-        return self._maps[key]
+
+def _find_map(maps: dict[int, _Map], make: Callable[..., bytes], tensor: torch.Tensor, box: object) -> _Map:
+    """Return the map of a tensor; the same places come again and again."""
+    place = tensor.data_ptr()
+    found = maps.get(place)
+    if found is None:
+        if len(maps) >= MAX_MAPS:
+            maps.clear()
+        found = maps[place] = _Map.from_buffer_copy(make(tensor, box))
+    return found
 
 
 def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:
