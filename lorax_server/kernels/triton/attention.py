@@ -5,7 +5,6 @@ that share a key and value head, to one stretch after another, as a list says th
 batch. A last kernel merges the stretches. So a sequence's result is the same to the bit alone and in any batch.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,17 @@ import triton
 import triton.language as tl
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
+from lorax_server.kernels.triton.scores import (
+    MIN_DOT,
+    Scales,
+    check_layout,
+    fill_up,
+    is_rescaled,
+    load_query,
+    multiply_keys,
+    product_dtype,
+    window_of,
+)
 
 STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
 MAX_STRETCHES = 32
@@ -20,9 +30,8 @@ PROGRAMS_PER_PROCESSOR = 8
 NUM_WARPS, NUM_STAGES = 4, 6
 TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
-MIN_DOT = 16  # the smallest side of a product
-NO_WINDOW = 2**31 - 1
 COUNTED = tl.constexpr(1024)  # sequences whose stretches are counted at once
+MERGED = tl.constexpr(4)  # stretches that are added at once
 
 
 def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
@@ -45,54 +54,9 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
             DIM=fill_up(head_dim),
             STRETCH=STRETCH,
             MOST=MAX_STRETCHES,
+            num_warps=1,
         )
     return out
-
-
-def check_layout(q: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> None:
-    plain = *cache, batch.input_lengths, batch.cache_lengths
-    if not all(x.is_contiguous() for x in plain) or q.stride(2) != 1 or batch.block_tables.stride(1) != 1:
-        raise ValueError("attention needs caches, lengths, heads and block tables without gaps")
-
-
-def window_of(spec: AttentionSpec) -> int:
-    return NO_WINDOW if spec.window is None else spec.window
-
-
-def fill_up(head_dim: int) -> int:
-    """Return the power of two that a kernel computes with instead of the size of a head."""
-    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
-
-
-def product_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype that queries, keys, weights and values are multiplied in; the sums are float32."""
-    # Triton's interpreter, which runs on a CPU, cannot multiply bfloat16.
-    if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
-        return tl.float32
-    if is_rescaled(q, cache):
-        return tl.float16
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
-
-
-def is_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Return whether queries become float16, which one instruction makes of two numbers of a float8 cache."""
-    return q.dtype == torch.bfloat16 and cache.dtype.itemsize == 1
-
-
-class Scales(NamedTuple):
-    """What products of queries and keys, and sums of values, are multiplied by. A score's weight is `2 ** score`."""
-
-    inner: float  # before the soft cap, which is `1 - 2 / (1 + 2 ** x)`: the same as `tanh` of half of `log(2) * x`
-    score: float
-    value: float
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, spec: AttentionSpec) -> "Scales":
-        k_scale, v_scale = (spec.k_scale, spec.v_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
-        score = spec.scale * k_scale * math.log2(math.e)
-        if spec.soft_cap is None:
-            return cls(1.0, score, v_scale)
-        return cls(2 * score / spec.soft_cap, spec.soft_cap * math.log2(math.e), v_scale)
 
 
 class _Work(NamedTuple):
@@ -192,36 +156,6 @@ def _list_kernel(
     tl.store(items + 1 + before + splits, seq * MOST + splits, mask=splits < number)
     if seq == tl.num_programs(0) - 1:
         tl.store(items, before + number)
-
-
-@triton.jit
-def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
-    """Return rows of queries, and a power of two that each was divided by so that float16 holds it."""
-    query = tl.load(places, mask=mask, other=0.0)
-    power = tl.full([query.shape[0]], 1.0, tl.float32)
-    if IS_RESCALED:
-        query = query.to(tl.float32)
-        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
-        query = query / power[:, None]
-    return query.to(COMPUTE), power
-
-
-@triton.jit
-def multiply_keys(
-    query: tl.tensor,
-    power: tl.tensor,
-    keys: tl.tensor,
-    inner: tl.tensor,
-    IS_RESCALED: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-) -> tl.tensor:
-    """Return products of queries and keys, after the soft cap if there is one; `Scales` says how."""
-    products = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if IS_RESCALED:
-        products *= power[:, None]
-    if HAS_CAP:
-        return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
-    return products
 
 
 @triton.jit
@@ -348,11 +282,17 @@ def _merge_kernel(
     if number == 1:
         return
     splits, dims = tl.arange(0, MOST), tl.arange(0, DIM)
-    written = splits < number
     row = seq * tl.num_programs(0) + head
-    masses = tl.load(mass + row * room + splits, mask=written, other=float("-inf"))
-    weights = tl.exp2(masses - tl.max(masses, axis=0))
-    places = (row * room + splits)[:, None] * HEAD_DIM + dims[None, :]
-    parts = tl.load(partial + places, mask=written[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    partial += row * room * HEAD_DIM
+    mass += row * room
+    masses = tl.load(mass + splits, mask=splits < number, other=float("-inf"))
+    highest = tl.max(masses, axis=0)
+    summed = tl.zeros([DIM], tl.float32)
+    for at in range(0, number, MERGED):
+        some = at + tl.arange(0, MERGED)
+        weights = tl.exp2(tl.load(mass + some, mask=some < number, other=float("-inf")) - highest)
+        mask = (some < number)[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(partial + some[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        summed += tl.sum(parts * weights[:, None], axis=0)
+    result = summed / tl.sum(tl.exp2(masses - highest), axis=0)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

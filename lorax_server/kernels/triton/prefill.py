@@ -14,10 +14,10 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.reference.prefill import prefill_with
-from lorax_server.kernels.triton.attention import (
+from lorax_server.kernels.triton.attention import decode_attention
+from lorax_server.kernels.triton.scores import (
     Scales,
     check_layout,
-    decode_attention,
     fill_up,
     is_rescaled,
     load_query,
