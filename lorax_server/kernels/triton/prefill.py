@@ -27,7 +27,7 @@ from lorax_server.kernels.triton.scores import (
 )
 
 MOST_PACKED = 8  # heads of one program
-LARGE_SHARED = 160 << 10  # bytes of a processor's memory that not all GPUs have
+LARGE_SHARED = 160 << 10  # bytes of memory of a processor, which not all GPUs have
 
 
 def prefill_attention(
@@ -68,7 +68,7 @@ def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
         return Tiling(64, 16, 8, 2) if dim <= 128 else Tiling(32, 16, 8, 2)
     if dim <= 128:
         return Tiling(64, 64, 4, 3)
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     return Tiling(128, 64, 8, 2) if shared >= LARGE_SHARED else Tiling(64, 32, 4, 2)
 
 
