@@ -133,7 +133,7 @@ class Chain:
 
             def linear(name: str, x: torch.Tensor, layer: Layer = layer) -> torch.Tensor:
                 if is_plain:
-                    return torch.nn.functional.linear(x, layer.weights[name].weight)
+                    return torch.nn.functional.linear(x, layer.weights[name].plain)
                 return self.ops.linear(x, layer.weights[name], lora, layer.targets[name])
 
             x, residual = self.ops.rms_norm(x, residual, self.norm, self.eps, lora, ())

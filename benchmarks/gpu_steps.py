@@ -9,6 +9,7 @@ it cannot run beside us.
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=False,
     architectures=["LlamaForCausalLM"],
 )
-RANK, PROMPT, STEPS = 16, 128, 60
+RANK, PROMPT, STEPS, PROFILED = 16, 128, 60, 20
 UNIT = UNIT_BYTES // 2
 ADAPTER_BYTES = 84 * 2**20
 
@@ -160,8 +161,8 @@ def make_engine(max_rows: int, max_adapters: int, graphs: bool | None) -> Engine
     return assemble(config, worker)
 
 
-def measure(engine: Engine, case: Case, first_id: int) -> float:
-    """Return the median milliseconds of a step in which all sequences decode."""
+def start(engine: Engine, case: Case, first_id: int) -> None:
+    """Add the sequences of a case, and run until all of them decode."""
     for i in range(case.rows):
         identity = f"adapter {i * case.adapters // case.rows}" if case.adapters else ""
         prompt = [(i * 31 + j) % 1000 + 3 for j in range(PROMPT)]
@@ -177,30 +178,74 @@ def measure(engine: Engine, case: Case, first_id: int) -> float:
         )
     while engine.status().running < case.rows:
         engine.step()
-    times, counts = [], []
-    while len(times) < STEPS + 20:
-        start = time.perf_counter()
-        counts.append(len(engine.step()))
-        times.append(time.perf_counter() - start)
-    assert set(counts[-STEPS:]) == {case.rows}, "not all sequences decode in every step"
+
+
+def stop(engine: Engine, case: Case, first_id: int) -> None:
     for i in range(case.rows):
         engine.abort(first_id + i)
     while engine.status().running:
         engine.step()
+
+
+def measure(engine: Engine, case: Case, first_id: int) -> float:
+    """Return the median milliseconds of a step in which all sequences decode."""
+    start(engine, case, first_id)
+    times, counts = [], []
+    while len(times) < STEPS + 20:
+        begin = time.perf_counter()
+        counts.append(len(engine.step()))
+        times.append(time.perf_counter() - begin)
+    assert set(counts[-STEPS:]) == {case.rows}, "not all sequences decode in every step"
+    stop(engine, case, first_id)
     return statistics.median(times[-STEPS:]) * 1e3
+
+
+def profile(engine: Engine, case: Case, first_id: int) -> None:
+    """Print the time of a step by kernel, and the time in which no kernel runs. Kernels may overlap."""
+    start(engine, case, first_id)
+    for _ in range(10):
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.synchronize()
+    stop(engine, case, first_id)
+    events = [event for event in profiler.events() if event.device_type == torch._C._autograd.DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        sums[event.name] += event.time_range.end - event.time_range.start
+        counts[event.name] += 1
+    step = (end - spans[0][0]) / PROFILED
+    print(f"\n{case.rows} rows, {case.adapters or 'no'} adapters: a step of {step:.0f} us; a kernel runs in", end=" ")
+    print(f"{busy / PROFILED:.0f} of them ({busy / PROFILED / step:.1%}); all kernels {sums.total() / PROFILED:.0f} us")
+    for name, total in sums.most_common(14):
+        print(f"  {total / PROFILED:8.1f} us {counts[name] / PROFILED:6.1f} x  {name[:90]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of some steps instead")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel on its own")
     args = parser.parse_args()
     torch.manual_seed(0)
-    start = time.monotonic()
+    begin = time.monotonic()
     engine = make_engine(256, 256, False if args.no_graphs else None)
-    print(f"engine made in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"engine made in {time.monotonic() - begin:.0f} s", flush=True)
     for i in range(256):
         engine._table.register(AdapterSpec(f"adapter {i}", f"adapter {i}", (), 1))
+    if args.profile:
+        for number, case in enumerate(CASES):
+            if case.rows < 256:
+                profile(engine, case, number * 1000)
+        return engine.close()
     records = []
     for number, case in enumerate(CASES):
         value = measure(engine, case, number * 1000)
@@ -211,6 +256,7 @@ def main() -> None:
         print(f"{name}: {value:.2f} ms ({peer})", flush=True)
     engine.close()
     report(records, args.json)
+    return None
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from lorax_server.kernels.panels import PanelMatrix
 T = TypeVar("T")
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+CosSin = tuple[torch.Tensor, torch.Tensor]  # of the angles that heads are rotated by: each [num_tokens, half], float32
 
 
 @dataclass(frozen=True)
@@ -192,28 +193,22 @@ class Ops(Protocol):
     `[num_tokens, num_kv_heads, head_dim]`.
     """
 
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
-    ) -> None:
-        """Store this forward's keys and values in their slots."""
-        ...
-
-    def prefill_attention(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        angles: CosSin | None,
         cache: LayerCache,
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Attend causally from any number of tokens per sequence to the cached tokens and to each other."""
-        ...
+        """Rotate queries and keys by the angles of their tokens, store keys and values in their slots, and attend.
 
-    def decode_attention(
-        self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """Attend from one token per sequence, whose key and value are in the cache, to its sequence."""
+        Each token attends to the tokens of its sequence up to itself, those that were cached before and those of this
+        forward. With n / 2 angles the first n dimensions of a head turn: dimension i with dimension i + n / 2. Whether
+        `q` and `k` are rotated themselves is left open.
+        """
         ...
 
     def rms_norm(
@@ -241,13 +236,6 @@ class Ops(Protocol):
         targets: Sequence[LoraTarget] = (),
     ) -> torch.Tensor:
         """Return each row less its mean, divided by its deviation, then scaled and shifted by its token's adapter."""
-        ...
-
-    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate, in place, the first n dimensions of each head of `[num_tokens, heads, head_dim]`.
-
-        The angles are `[num_tokens, n / 2]`; dimension i turns with dimension i + n / 2.
-        """
         ...
 
     def linear(

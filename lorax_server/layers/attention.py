@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, Ops, PagedBatch
+from lorax_server.kernels import AttentionSpec, CosSin, HostLengths, LayerCache, Ops, PagedBatch, reference
 
 KVCache = list[LayerCache]  # by layer
 
@@ -29,6 +29,7 @@ class Seqlen:
     # length in this forward does.
     prompt_lengths: torch.Tensor | None = None
     host_lengths: HostLengths | None = None  # both lengths on the host, where the caller has them
+    stores_all: bool = False  # as in `PagedBatch`
 
 
 class Context(Protocol):
@@ -48,9 +49,18 @@ class Context(Protocol):
         ...
 
     def attend(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        angles: CosSin | None = None,
     ) -> torch.Tensor:
-        """Store keys and values, and attend: from `[num_tokens, heads, head_dim]` to `[num_tokens, hidden]`."""
+        """Rotate queries and keys, store keys and values, and attend.
+
+        From `[num_tokens, heads, head_dim]` to `[num_tokens, hidden]`; queries and keys may be changed in place.
+        """
         ...
 
     def record(self, hidden_states: torch.Tensor) -> None:
@@ -80,13 +90,15 @@ class PagedContext(PagedBatch):
         return torch.repeat_interleave(lengths, self.input_lengths, output_size=len(self.position_ids))
 
     def attend(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        angles: CosSin | None = None,
     ) -> torch.Tensor:
-        cache = self.kv_cache[layer_id]
-        self.ops.write_kv(k, v, cache, self, spec)
-        if self.cu_seqlens is None:
-            return self.ops.decode_attention(q, cache, self, spec).flatten(1)
-        return self.ops.prefill_attention(q, k, v, cache, self, spec).flatten(1)
+        return self.ops.attend(q, k, v, angles, self.kv_cache[layer_id], self, spec).flatten(1)
 
     def record(self, hidden_states: torch.Tensor) -> None:
         """Keep nothing: no caller of a paged forward can ask for the states between the layers."""
@@ -114,8 +126,17 @@ class PaddedContext:
         return self.attention_mask.sum(1).repeat_interleave(self.num_new)
 
     def attend(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        angles: CosSin | None = None,
     ) -> torch.Tensor:
+        if angles is not None:
+            reference.rotary(q, *angles)
+            reference.rotary(k, *angles)
         q, k, v = (self.rectangle(x).transpose(1, 2) for x in (q, k, v))
         if self.past is not None:
             k = torch.cat([self.past[layer_id][0], k], dim=2)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lorax_server.errors import ConfigError
+from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import Context
 
 # The largest plausible value of each setting.
@@ -24,8 +25,6 @@ LIMITS = {
 }
 # Rows of a new table; it grows when a longer sequence arrives.
 FIRST_ROWS = 8192
-
-CosSin = tuple[torch.Tensor, torch.Tensor]  # each [num_tokens, rotary_dim / 2], float32
 
 
 class RotaryEmbedding(nn.Module):

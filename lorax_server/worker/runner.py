@@ -143,6 +143,7 @@ class PagedRunner:
             max_s,
             selected.prompt_lengths,
             HostLengths(layout.counts, plan.starts.tolist()),
+            stores_all=True,
         )
         hidden, _ = self._model(
             tables.read_tokens(first_places + tokens.positions),

@@ -114,7 +114,7 @@ def run_prompts(
         model.allocate_kv_cache(firsts[-1], block_size),
         table,
         starts * block_size + positions,
-        Seqlen(sizes, torch.zeros_like(sizes), bounds, longest, longest, sizes),
+        Seqlen(sizes, torch.zeros_like(sizes), bounds, longest, longest, sizes, stores_all=True),
         longest,
         adapter_data,
         lm_head_indices=torch.arange(min(step_tokens, MOST_SAMPLED), device=device),

@@ -10,12 +10,14 @@ from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
+    CosSin,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.steps import attend_in_steps
 
 
 class CpuOps:
@@ -32,6 +34,18 @@ class CpuOps:
     # There is nothing to compile, and no graph.
     plan_lora = staticmethod(reference.plan_lora)
     prepare = staticmethod(reference.prepare)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return attend_in_steps(self, q, k, v, angles, cache, batch, spec)
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 
 from lorax_server.errors import EngineError
 from lorax_server.kernels.hopper.compiler import Compiler
-from lorax_server.kernels.hopper.sources import Variant
+from lorax_server.kernels.hopper.sources import Variant, find_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ def check(result: tuple[Any, ...]) -> Any:
 class Kernel:
     """A kernel on one device."""
 
-    def __init__(self, device: torch.device, cubin: bytes, shared_bytes: int) -> None:
+    def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
         self._device = device
         self._module = check(driver.cuModuleLoadData(cubin))
-        self._function = check(driver.cuModuleGetFunction(self._module, b"kernel"))
+        self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
         self._shared_bytes = shared_bytes
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -91,12 +91,12 @@ class Kernels:
 
     def _load(self, variant: Variant, cubin: bytes) -> None:
         with torch.cuda.device(self.device):
-            self._loaded[variant] = Kernel(self.device, cubin, variant.shared_bytes)
+            self._loaded[variant] = Kernel(self.device, cubin, find_kernel(variant.source), variant.shared_bytes)
 
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
     """Describe boxes of `rows` x 64 of a matrix."""
-    return _tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
+    return tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
 
 
 def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
@@ -107,12 +107,13 @@ def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
     """
     lines = (buffer.numel() - 15 * stride) // 64
     return b"".join(
-        _tensor_map(buffer, (64, rows, lines), (stride * buffer.itemsize, 128), (64, rows, width // 64))
+        tensor_map(buffer, (64, rows, lines), (stride * buffer.itemsize, 128), (64, rows, width // 64))
         for rows in (16, 8)
     )
 
 
-def _tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """Describe boxes of a tensor of these sizes, innermost first. Strides are in bytes, the innermost one left out."""
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

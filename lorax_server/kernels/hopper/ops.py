@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.hopper import prompt, small
+from lorax_server.kernels.hopper.decode import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
+from lorax_server.kernels.hopper.prefill import PrefillAttention
 from lorax_server.kernels.hopper.settings import LONG_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -19,7 +21,18 @@ from lorax_server.kernels.hopper.sources import (
     PromptVariant,
     Variant,
 )
-from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    CosSin,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
+from lorax_server.kernels.triton import prefill
+from lorax_server.kernels.triton.cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
 
 FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
@@ -37,6 +50,8 @@ class HopperOps(TritonOps):
         self._kernels.compile(
             [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], LONG_STAGES[HEIGHTS[0]], 2, True)]
         )
+        self._decode = DecodeAttention(self._kernels)
+        self._prefill = PrefillAttention(self._kernels)
         self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
@@ -55,6 +70,30 @@ class HopperOps(TritonOps):
                 variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
                 variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
         self._kernels.compile(sorted(variants, key=str))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        is_decode = batch.cu_seqlens is None
+        if not len(q) or not (is_decode or batch.stores_all) or not self._decode.fits(q, k, v, cache, batch):
+            return super().attend(q, k, v, angles, cache, batch, spec)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if is_decode:
+            self._decode(out, q, k, v, angles, cache, batch, spec, stores=True)
+            return out
+        rotate_and_write(q, k, v, angles, cache, batch, spec)
+        attend_prompts = self._prefill if self._prefill.fits(q, cache, spec) else prefill.attend_prompts
+        attend_prompts(out, q, cache, batch, spec)
+        if batch.once("has singles", _has_singles, batch):
+            self._decode(out, q, k, v, None, cache, batch, spec, stores=False)
+        return out
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
@@ -126,3 +165,8 @@ class HopperOps(TritonOps):
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
         super().plan_lora(lora)
+
+
+def _has_singles(batch: PagedBatch) -> bool:
+    """Return whether any sequence has one new token."""
+    return 1 in (batch.host_lengths.inputs if batch.host_lengths is not None else batch.input_lengths.tolist())

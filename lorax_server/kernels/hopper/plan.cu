@@ -36,7 +36,7 @@ DEVICE void write_pieces(int rank, int size, u32* pieces, int* total, int* warps
   if (threadIdx.x == PLAN_THREADS - 1) *total = last;
 }
 
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) kernel(const __grid_constant__ PlanArgs p) {
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_kernel(const __grid_constant__ PlanArgs p) {
   __shared__ int adapter_of[PLAN_THREADS], start_of[PLAN_THREADS], tile_rows[PLAN_THREADS], tile_first[PLAN_THREADS], warps[8];
   const int row = threadIdx.x, target = blockIdx.x;
   const int adapter = row < p.M ? p.adapters[row] : 0;

@@ -1,8 +1,10 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
+import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
@@ -16,10 +18,26 @@ THREADS = 288
 PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
+TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
 LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
 
 
-class LinearVariant(NamedTuple):
+class Variant(Protocol):
+    """One kernel, compiled on its own. Variants of a kind with equal fields are equal, and hashable."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory of a block."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The text of one kernel, and of all that it calls."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearVariant:
     """The product of up to `height` rows, with or without LoRA beside it."""
 
     dtype: torch.dtype
@@ -42,12 +60,12 @@ class LinearVariant(NamedTuple):
         arguments = f"{NUMBERS[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
         return "\n".join(
             (
-                _text("prelude.cu"),
-                _text("lora.cu"),
+                read_source("prelude.cu"),
+                read_source("lora.cu"),
                 _wgmma(self.height),
-                _text("linear.cu"),
+                read_source("linear.cu"),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
-                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) kernel(const __grid_constant__ TensorMap w, "
+                f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
                 f"  linear<{arguments}>(&w, &x, p);",
                 "}",
@@ -55,7 +73,8 @@ class LinearVariant(NamedTuple):
         )
 
 
-class AddLoraVariant(NamedTuple):
+@dataclass(frozen=True)
+class AddLoraVariant:
     """LoRA alone, added to what another library has computed."""
 
     dtype: torch.dtype
@@ -66,21 +85,23 @@ class AddLoraVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        head = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ Args p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), f"{head} {{ add_lora<{NUMBERS[self.dtype]}>(p); }}"))
+        call = write_kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), call))
 
 
-class PlanVariant(NamedTuple):
+@dataclass(frozen=True)
+class PlanVariant:
     """The plan of a batch, which LoRA follows."""
 
     shared_bytes: int = 0
 
     @property
     def source(self) -> str:
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("plan.cu")))
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("plan.cu")))
 
 
-class NormVariant(NamedTuple):
+@dataclass(frozen=True)
+class NormVariant:
     """The norm of rows, of which a thread has some times eight elements."""
 
     dtype: torch.dtype
@@ -89,12 +110,12 @@ class NormVariant(NamedTuple):
 
     @property
     def source(self) -> str:
-        call = f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);"
-        head = 'extern "C" __global__ void __launch_bounds__(1024) kernel(const __grid_constant__ NormArgs p)'
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        call = write_kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), call))
 
 
-class GateVariant(NamedTuple):
+@dataclass(frozen=True)
+class GateVariant:
     """`activation(gate) * up`."""
 
     dtype: torch.dtype
@@ -104,13 +125,12 @@ class GateVariant(NamedTuple):
     @property
     def source(self) -> str:
         call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__({GATE_THREADS}) kernel(const __grid_constant__ GateArgs p)'
-        )
-        return "\n".join((_text("prelude.cu"), _text("lora.cu"), _text("small.cu"), f"{head} {{ {call} }}"))
+        kernel = write_kernel(str(GATE_THREADS), "GateArgs", call)
+        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), kernel))
 
 
-class PromptVariant(NamedTuple):
+@dataclass(frozen=True)
+class PromptVariant:
     """A step of the LoRA of prompts: `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
 
     dtype: torch.dtype
@@ -122,18 +142,25 @@ class PromptVariant(NamedTuple):
     def source(self) -> str:
         types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
         args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
-        head = (
-            f'extern "C" __global__ void __launch_bounds__(PROMPT_THREADS, 2) kernel(const __grid_constant__ {args} p)'
-        )
-        parts = map(_text, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
-        return "\n".join((*parts, f"{head} {{ {self.step}<{types}>(p); }}"))
+        parts = map(read_source, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
+        return "\n".join((*parts, write_kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-Variant = PromptVariant | LinearVariant | AddLoraVariant | PlanVariant | NormVariant | GateVariant
+def write_kernel(bounds: str, args: str, call: str) -> str:
+    """Write the kernel of a variant, which calls a function of its source, and is named after it."""
+    name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args} p)'
+    return f"{head} {{ {call} }}"
+
+
+def find_kernel(source: str) -> str:
+    """Return the name of the kernel of a source, under which profilers show it."""
+    (name,) = re.findall(r"(\w+_kernel)\(const __grid_constant__", source)
+    return str(name)
 
 
 @cache
-def _text(name: str) -> str:
+def read_source(name: str) -> str:
     return (files("lorax_server.kernels.hopper") / name).read_text()
 
 

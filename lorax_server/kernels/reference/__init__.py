@@ -1,5 +1,6 @@
 """The op table in plain torch. It runs on every device, and every other kernel is tested against it."""
 
+from lorax_server.kernels.reference.attend import attend
 from lorax_server.kernels.reference.cache import write_kv
 from lorax_server.kernels.reference.decode import decode_attention
 from lorax_server.kernels.reference.elementwise import layer_norm, rms_norm, rotary
@@ -12,6 +13,7 @@ __all__ = [
     "LONG_RUN",
     "adapt_embedding",
     "add_lora",
+    "attend",
     "decode_attention",
     "gated_linear",
     "layer_norm",

@@ -9,12 +9,22 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.ops import Activation, EmbeddingTarget, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    CosSin,
+    EmbeddingTarget,
+    LayerCache,
+    LinearWeights,
+    LoraBatch,
+    LoraTarget,
+    PagedBatch,
+)
 from lorax_server.kernels.reference import make_linear
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention
-from lorax_server.kernels.triton.cache import write_kv
-from lorax_server.kernels.triton.norm import layer_norm, rms_norm, rotary
+from lorax_server.kernels.triton.cache import rotate_and_write
+from lorax_server.kernels.triton.norm import layer_norm, rms_norm
 from lorax_server.kernels.triton.prefill import prefill_attention
 from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
 
@@ -31,11 +41,22 @@ class TritonOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    write_kv = staticmethod(write_kv)
-    prefill_attention = staticmethod(prefill_attention)
-    decode_attention = staticmethod(decode_attention)
-    rotary = staticmethod(rotary)
     make_linear = staticmethod(make_linear)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        rotate_and_write(q, k, v, angles, cache, batch, spec)
+        if batch.cu_seqlens is None:
+            return decode_attention(q, cache, batch, spec)
+        return prefill_attention(q, k, v, cache, batch, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Compile nothing yet: Triton does when a kernel is first launched."""

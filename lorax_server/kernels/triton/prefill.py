@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
+from lorax_server.kernels.ops import AttentionSpec, HostLengths, LayerCache, PagedBatch
 from lorax_server.kernels.reference.prefill import prefill_with
 from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.scores import (
@@ -36,18 +36,26 @@ def prefill_attention(
     """Attend as the op table says; a sequence with one new token has the bits of a decode step."""
     if not batch.stores_all:
         return prefill_with(decode_attention, q, k, v, cache, batch, spec)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    attend_prompts(out, q, cache, batch, spec)
+    singles = batch.once("singles", _find_singles, batch)
+    if singles is not None:
+        out[singles.tokens] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
+    return out
+
+
+def attend_prompts(
+    out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+) -> None:
+    """Write the rows of `out` that belong to sequences with several new tokens."""
     check_layout(q, cache, batch)
     sharing = q.shape[1] // cache[0].shape[1]
     packed = max(count for count in range(1, MOST_PACKED + 1) if sharing % count == 0)
     tiling = choose_tiling(q, cache[0])
     height = tiling.rows // packed
-    plan = batch.once(("prefill tiles", height), _plan, batch, height)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if len(plan.tiles):
-        _launch(q, cache, batch.block_tables, plan.tiles, out, spec, tiling, packed)
-    if plan.singles is not None:
-        out[plan.single_tokens] = decode_attention(q[plan.single_tokens], cache, plan.singles, spec)
-    return out
+    tiles = batch.once(("tiles", height), _cut_tiles, batch, height)
+    if len(tiles):
+        _launch(q, cache, batch.block_tables, tiles, out, spec, tiling, packed)
 
 
 class Tiling(NamedTuple):
@@ -72,16 +80,19 @@ def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
     return Tiling(128, 64, 8, 2) if shared >= LARGE_SHARED else Tiling(64, 32, 4, 2)
 
 
-class _Plan(NamedTuple):
-    tiles: torch.Tensor  # [num_tiles, 4] sequence, first token of the forward, its position, number of tokens
-    singles: PagedBatch | None  # sequences with one new token
-    single_tokens: torch.Tensor
+class _Singles(NamedTuple):
+    """The sequences with one new token."""
+
+    batch: PagedBatch
+    tokens: torch.Tensor
 
 
-def _plan(batch: PagedBatch, height: int) -> _Plan:
-    """Cut the new tokens into tiles, those with the most keys first, so that no long one is left for the end."""
-    new, cached = batch.host_lengths or (batch.input_lengths.tolist(), batch.cache_lengths.tolist())
-    device = batch.block_tables.device
+def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
+    """Cut the new tokens into tiles, those with the most keys first, so that no long one is left for the end.
+
+    Return [num_tiles, 4]: sequence, first token of the forward, its position, number of tokens.
+    """
+    new, cached = _lengths(batch)
     starts = [0, *accumulate(new)]
     tiles = [
         (row, starts[row] + at, cached[row] + at, min(height, count - at))
@@ -90,13 +101,22 @@ def _plan(batch: PagedBatch, height: int) -> _Plan:
         for at in range(0, count, height)
     ]
     tiles.sort(key=lambda tile: -tile[2] - tile[3])
+    return _send(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), batch.block_tables.device)
+
+
+def _find_singles(batch: PagedBatch) -> _Singles | None:
+    new, _ = _lengths(batch)
+    starts, device = [0, *accumulate(new)], batch.block_tables.device
     single = [row for row, count in enumerate(new) if count == 1]
-    singles = None
-    if single:
-        at = _send(torch.tensor(single), device)
-        singles = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
-    single_tokens = _send(torch.tensor([starts[row] for row in single], dtype=torch.long), device)
-    return _Plan(_send(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), device), singles, single_tokens)
+    if not single:
+        return None
+    at = _send(torch.tensor(single), device)
+    own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
+    return _Singles(own, _send(torch.tensor([starts[row] for row in single]), device))
+
+
+def _lengths(batch: PagedBatch) -> HostLengths:
+    return batch.host_lengths or HostLengths(batch.input_lengths.tolist(), batch.cache_lengths.tolist())
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:

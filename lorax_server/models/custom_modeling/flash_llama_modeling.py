@@ -9,11 +9,12 @@ from transformers import LlamaConfig  # noqa: F401 - a name of the contract
 
 from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
+from lorax_server.kernels import CosSin
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
-from lorax_server.layers.rotary import CosSin, load_rotary
+from lorax_server.layers.rotary import load_rotary
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
     head_size,
@@ -60,7 +61,6 @@ class FlashLlamaAttention(nn.Module):
         )
         window = self.window(config, layer_id)
         self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5, window)
-        self.ops = weights.ops
 
     def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
         """Return the number of tokens that a layer looks back over, itself included; None for all."""
@@ -73,9 +73,8 @@ class FlashLlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: PagedContext) -> torch.Tensor:
         heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)
         qk = self.normalize_heads(heads[:, : self.num_heads + self.num_kv_heads])
-        self.ops.rotary(qk, *rope)
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
-        out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
+        out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec, rope), ctx.adapter_data)
         return out
 
 

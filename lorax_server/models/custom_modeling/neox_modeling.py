@@ -7,11 +7,12 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly, shard_units
+from lorax_server.kernels import CosSin
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import Context
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
-from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary  # noqa: F401 - a name of the contract
+from lorax_server.layers.rotary import RotaryEmbedding, load_rotary  # noqa: F401 - a name of the contract
 from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
     PagedCausalLM,
@@ -46,13 +47,10 @@ class GPTNeoXAttention(nn.Module):
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         self.dense = TensorParallelAdapterRowLinear(weights, f"{prefix}.dense", heads, size, bias=bias)
         self.spec = load_attention_spec(weights, config, prefix, self.head_dim**-0.5)
-        self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, rope: CosSin, ctx: Context) -> torch.Tensor:
         q, k, v = self.query_key_value(x, ctx.adapter_data).unflatten(1, (-1, 3, self.head_dim)).unbind(2)
-        self.ops.rotary(q, *rope)
-        self.ops.rotary(k, *rope)
-        out: torch.Tensor = self.dense(ctx.attend(self.layer_id, q, k, v, self.spec), ctx.adapter_data)
+        out: torch.Tensor = self.dense(ctx.attend(self.layer_id, q, k, v, self.spec, rope), ctx.adapter_data)
         return out
 
 

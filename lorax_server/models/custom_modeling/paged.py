@@ -102,6 +102,7 @@ class PagedCausalLM(nn.Module):
             block_tables=block_tables,
             slots=slots if stored is None else slots[stored],
             stored=stored,
+            stores_all=seqlen.stores_all and stored is None,
             cu_seqlens=cu_seqlen_prefill,
             max_position=max_s,
             adapter_data=adapter_data,

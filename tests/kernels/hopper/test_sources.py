@@ -22,6 +22,8 @@ from lorax_server.kernels.hopper.sources import (
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.compiler import Compiler, cache_folder
+from lorax_server.kernels.hopper.decode import DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillVariant
 
 BF16, FP16 = torch.bfloat16, torch.float16
 VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptVariant(FP16, "expand_prompt")]
@@ -34,6 +36,16 @@ MORE_VARIANTS: list[Variant] = [
     PromptVariant(BF16, "sum_parts"),
     PromptVariant(BF16, "expand_prompt"),
     *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
+    *(PrefillVariant(BF16, head_dim, soft_cap) for head_dim in HEAD_DIMS for soft_cap in (False, True)),
+    PrefillVariant(FP16, 128, False),
+    DecodePlanVariant(),
+    *(
+        DecodeVariant(BF16, is_float8, head_dim, tiles)
+        for is_float8 in (False, True)
+        for head_dim in HEAD_DIMS
+        for tiles in (1, 2)
+    ),
+    DecodeVariant(FP16, False, 128, 1),
 ]
 
 
