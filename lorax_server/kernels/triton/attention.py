@@ -5,6 +5,7 @@ that share a key and value head, to one stretch after another, as a list says th
 batch. A last kernel merges the stretches. So a sequence's result is the same to the bit alone and in any batch.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,24 +13,15 @@ import triton
 import triton.language as tl
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.triton.scores import (
-    MIN_DOT,
-    Scales,
-    check_layout,
-    fill_up,
-    is_rescaled,
-    load_query,
-    multiply_keys,
-    product_dtype,
-    window_of,
-)
 
 STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
 MAX_STRETCHES = 32
 PROGRAMS_PER_PROCESSOR = 8
-NUM_WARPS, NUM_STAGES = 4, 6
+NUM_STAGES = 6
 TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
+MIN_DOT = 16  # the smallest side of a product
+NO_WINDOW = 2**31 - 1
 COUNTED = tl.constexpr(1024)  # sequences whose stretches are counted at once
 MERGED = tl.constexpr(4)  # stretches that are added at once
 
@@ -57,6 +49,52 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
             num_warps=1,
         )
     return out
+
+
+def check_layout(q: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> None:
+    plain = *cache, batch.input_lengths, batch.cache_lengths
+    if not all(x.is_contiguous() for x in plain) or q.stride(2) != 1 or batch.block_tables.stride(1) != 1:
+        raise ValueError("attention needs caches, lengths, heads and block tables without gaps")
+
+
+def window_of(spec: AttentionSpec) -> int:
+    return NO_WINDOW if spec.window is None else spec.window
+
+
+def fill_up(head_dim: int) -> int:
+    """Return the power of two that a kernel computes with instead of the size of a head."""
+    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
+
+
+def product_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
+    """Return the dtype that queries, keys, weights and values are multiplied in; the sums are float32."""
+    # Triton's interpreter, which runs on a CPU, cannot multiply bfloat16.
+    if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
+        return tl.float32
+    if is_rescaled(q, cache):
+        return tl.float16
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
+
+
+def is_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Return whether queries become float16, which one instruction makes of two numbers of a float8 cache."""
+    return q.dtype == torch.bfloat16 and cache.dtype.itemsize == 1
+
+
+class Scales(NamedTuple):
+    """Multipliers of products of queries and keys, and of sums of values. A score's weight is `2 ** score`."""
+
+    inner: float  # before the soft cap, which is `1 - 2 / (1 + 2 ** x)`: the same as `tanh` of half of `log(2) * x`
+    score: float
+    value: float
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, spec: AttentionSpec) -> "Scales":
+        k_scale, v_scale = (spec.k_scale, spec.v_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
+        score = spec.scale * k_scale * math.log2(math.e)
+        if spec.soft_cap is None:
+            return cls(1.0, score, v_scale)
+        return cls(2 * score / spec.soft_cap, spec.soft_cap * math.log2(math.e), v_scale)
 
 
 class _Work(NamedTuple):
@@ -91,7 +129,7 @@ def _launch(
     _, num_kv_heads, block_size, head_dim = cache[0].shape
     sharing = q.shape[1] // num_kv_heads
     compute, dim = product_dtype(q, cache[0]), fill_up(head_dim)
-    tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else 2))
+    tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else cache[0].itemsize))
     _decode_kernel[(min(work.programs, len(q) * work.room * num_kv_heads),)](
         *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
         *(window_of(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
@@ -108,21 +146,15 @@ def _launch(
         TILE=min(MAX_TILE, max(MIN_DOT, tile)),
         STRETCH=STRETCH,
         MOST=MAX_STRETCHES,
-        num_warps=NUM_WARPS,
+        num_warps=2 if cache[0].itemsize == 1 and compute != tl.float32 else 4,
         num_stages=NUM_STAGES,
     )
 
 
 @triton.jit
 def _find_stretches(
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    seqs: tl.tensor,
-    mask: tl.tensor,
-    window: tl.tensor,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> tl.tensor:
+    input_lengths, cache_lengths, seqs, mask, window, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """Return a sequence's first visible position, its end, the tokens of a stretch, and the number of stretches.
 
     An empty sequence has one, in which there is nothing.
@@ -136,13 +168,8 @@ def _find_stretches(
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "items", "window"])
 def _list_kernel(
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    items: tl.tensor,
-    window: tl.tensor,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> None:
+    input_lengths, cache_lengths, items, window, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """List the stretches of one sequence. Their place is after those of all sequences before it."""
     seq = tl.program_id(0)
     before = 0
@@ -159,24 +186,36 @@ def _list_kernel(
 
 
 @triton.jit
+def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
+    """Return rows of queries, and a power of two that each was divided by so that float16 holds it."""
+    query = tl.load(places, mask=mask, other=0.0)
+    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    if IS_RESCALED:
+        query = query.to(tl.float32)
+        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30))))
+        query = query / power[:, None]
+    return query.to(COMPUTE), power
+
+
+@triton.jit
+def multiply_keys(
+    query, power, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Return products of queries and keys, after the soft cap if there is one; `Scales` says how."""
+    products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if IS_RESCALED:
+        products *= power[:, None]
+    if HAS_CAP:
+        return 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
+    return products
+
+
+@triton.jit
 def _attend(
-    query: tl.tensor,
-    power: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    table: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    head: tl.tensor,
-    inner: tl.tensor,
-    scale: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    query, power, k_cache, v_cache, table, start, stop, head, inner, scale, HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
+):  # fmt: skip
     """Return the weighted sum of the values from `start` to `stop`, the sum of the weights, and the highest score."""
     dims = tl.arange(0, query.shape[1])
     highest = tl.full([query.shape[0]], float("-inf"), tl.float32)
@@ -205,37 +244,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["tables", "input_lengths", "cache_lengths", "items", "window", "table_row", "room"])
 def _decode_kernel(
-    q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    tables: tl.tensor,
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    items: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    mass: tl.tensor,
-    window: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
-    table_row: tl.tensor,
-    room: tl.tensor,
-    inner: tl.tensor,
-    scale: tl.tensor,
-    v_scale: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SHARING: tl.constexpr,
-    QUERIES: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STRETCH: tl.constexpr,
+    q, k_cache, v_cache, tables, input_lengths, cache_lengths, items, out, partial, mass, window, q_token, q_head,
+    table_row, room, inner, scale, v_scale, HAS_CAP: tl.constexpr, IS_RESCALED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARING: tl.constexpr, QUERIES: tl.constexpr,
+    COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, STRETCH: tl.constexpr,
     MOST: tl.constexpr,
-) -> None:
+):  # fmt: skip
     queries, dims = tl.arange(0, QUERIES), tl.arange(0, DIM)
     own = (queries < SHARING)[:, None] & (dims < HEAD_DIM)[None, :]
     for index in range(tl.program_id(0), tl.load(items) * NUM_KV_HEADS, tl.num_programs(0)):
@@ -264,18 +278,9 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "window", "room"])
 def _merge_kernel(
-    partial: tl.tensor,
-    mass: tl.tensor,
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    out: tl.tensor,
-    window: tl.tensor,
-    room: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> None:
+    partial, mass, input_lengths, cache_lengths, out, window, room,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """Join the stretches of one head of one sequence. What has one stretch is written already."""
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
