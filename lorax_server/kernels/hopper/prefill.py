@@ -95,7 +95,7 @@ class _Map(ctypes.Structure):
 
 
 class _Launch(NamedTuple):
-    """What all layers of a batch have in common."""
+    """The part of a launch that all layers of a batch have in common."""
 
     kernel: Kernel
     tiles: torch.Tensor
