@@ -35,6 +35,28 @@ class History(NamedTuple):
         return History(self.lengths[rows], self.prompt_lengths[rows], token_ids)
 
 
+class TokenMasks(NamedTuple):
+    """The tokens that some rows may choose from. It is as if all others had a score of -infinity; log probabilities
+    that are raw do not change."""
+
+    rows: torch.Tensor  # [masked rows] int64, each once
+    words: torch.Tensor  # [masked rows, words] int32: a bit for each token, the first the lowest; set if it is allowed
+
+    def allowed(self, vocab_size: int) -> torch.Tensor:
+        """Return [masked rows, vocabulary] bool."""
+        bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
+        return ((self.words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+
+    def take(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
+        """Return the masks of some rows of `num_rows`, by their numbers among these."""
+        numbers = torch.arange(len(rows), device=rows.device)
+        places = torch.full((num_rows,), len(rows), device=rows.device)  # rows that are not taken go to a place after
+        places[rows] = numbers
+        words = self.words.new_full((len(rows) + 1, self.words.shape[1]), -1)
+        words[places[self.rows]] = self.words
+        return TokenMasks(numbers, words[:-1])
+
+
 class Sampled(NamedTuple):
     """The chosen tokens. A log probability is NaN where the scores were."""
 

@@ -76,6 +76,8 @@ class FewSampler:
 
     def _sum_up(self, logits: torch.Tensor, few: _Few) -> Floats:
         """Return [rows] the weights of all tokens that top-p counts, added up, where they are not among the few."""
+        if self._num_few == self._vocab_size:
+            return few.weights.cumsum(-1)[:, -1]
         totals = np.ones(len(logits))
         if len(self._summed):
             temperatures, best = self._temperatures, torch.from_numpy(few.token_ids[self._summed, :1])

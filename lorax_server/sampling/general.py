@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.errors import InputError
-from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TopTokens
+from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEVER,
     count_tokens,
@@ -48,8 +48,8 @@ class _RowGroup(NamedTuple):
 class GeneralSampler:
     """Made for a batch, used until the batch changes.
 
-    The order is LoRAX's: watermark, repetition, frequency and presence, bias, forbidden tokens; then, for rows that
-    are sampled, temperature, top-k, top-p, min-p, typical-p.
+    Masks come first. Then the order is LoRAX's: watermark, repetition, frequency and presence, bias, forbidden tokens;
+    then, for rows that are sampled, temperature, top-k, top-p, min-p, typical-p.
     """
 
     def __init__(
@@ -87,16 +87,17 @@ class GeneralSampler:
         return any(group is not None for group in (self._watermark, self._repetition, self._counts))
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, history: History) -> Sampled:
-        """Choose from [rows, vocabulary] logits, which stay as they are."""
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
+        """Choose from [rows, vocabulary] logits, which stay as they are. Greedy rows without more need no history."""
         raw = logits.float()
-        scores = self._penalized(raw, history)
+        scores = self._penalized(raw, history, masks)
         token_ids = find_likeliest(scores)
         if self._sampled is not None:
             rows = self._sampled.rows
             warped = scores[rows]
             for function, group in self._warpers:
                 group.apply(warped, function)
+            assert history is not None, "these rows need to know how long they are"
             generated = (history.lengths - history.prompt_lengths)[rows]
             token_ids[rows] = draw(warped, uniforms(self._seeds, generated))
             scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
@@ -107,17 +108,21 @@ class GeneralSampler:
         logprobs = all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
         return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
-    def _penalized(self, raw: torch.Tensor, history: History) -> torch.Tensor:
-        """Apply the parameters that count for greedy rows too; return `raw` itself where there are none."""
-        if not self.needs_tokens and self._bias is None and self._forbidden is None:
+    def _penalized(self, raw: torch.Tensor, history: History | None, masks: TokenMasks | None) -> torch.Tensor:
+        """Apply masks and the parameters that count for greedy rows too; return `raw` itself where there are none."""
+        if masks is None and not self.needs_tokens and self._bias is None and self._forbidden is None:
             return raw
         scores = raw.clone()
+        if masks is not None:
+            scores[masks.rows] = scores[masks.rows].masked_fill(~masks.allowed(self._vocab_size), NEVER)
         if self.needs_tokens:
+            assert history is not None, "these rows need the tokens so far"
             self._apply_history(scores, history)
         if self._bias is not None:
             rows, ids, biases = self._bias
             scores.index_put_((rows, ids), biases, accumulate=True)
         if self._forbidden is not None:
+            assert history is not None, "these rows need to know how long they are"
             rows, ids, until = self._forbidden
             early = (history.lengths - history.prompt_lengths)[rows] < until
             scores[rows, ids] = scores[rows, ids].masked_fill(early, NEVER)

@@ -34,10 +34,10 @@ def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor
 
 def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """Keep the fewest best that leave out at most the probability `rest` = 1 - p; of equals those of higher id."""
-    probabilities = scores.softmax(-1)
-    mass = probabilities.sum(-1, keepdim=True, dtype=torch.float64) - rest[:, None]
-    best, ids = _sort_until(scores, probabilities, mass)
-    share = probabilities.gather(-1, ids)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()  # those of equals are exact if they are the best
+    mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * (1 - rest[:, None].double())
+    best, ids = _sort_until(scores, weights, mass)
+    share = weights.gather(-1, ids)
     count = (share.cumsum(-1, dtype=torch.float64) - share < mass).sum(-1, keepdim=True).clamp(min=1)
     last_kept = best.gather(-1, count - 1)
     is_better, is_equal = scores > last_kept, scores == last_kept
@@ -46,16 +46,14 @@ def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(~(is_better | (is_equal & (from_the_end <= num_equal))), NEVER)
 
 
-def _sort_until(
-    scores: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores from the best on, at least until their probabilities sum up to `mass`, and their token ids.
+def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores from the best on, at least until their weights sum up to `mass`, and their token ids.
 
     A CPU sorts slowly, and a few are nearly always enough. A GPU sorts fast, and the host would wait for the check.
     """
     if scores.device.type == "cpu":
         best, ids = scores.topk(min(FEW, scores.shape[-1]), dim=-1)
-        if bool((probabilities.gather(-1, ids).sum(-1, keepdim=True, dtype=torch.float64) >= mass).all()):
+        if bool((weights.gather(-1, ids).sum(-1, keepdim=True, dtype=torch.float64) >= mass).all()):
             return best, ids
     return scores.sort(dim=-1, descending=True)
 
@@ -67,21 +65,19 @@ def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Keep tokens whose surprise is closest to the expected one, until they have the probability `mass`."""
-    log_probabilities = scores.log_softmax(-1)
+    """Keep tokens whose surprise is closest to the expected one, until they have the probability `mass`.
+
+    In float64, so that devices agree on which of many unlikely tokens is the last. Rounding distances afterwards hides
+    the order of their sums, which depends on the number of rows on a GPU, and on threads on a CPU.
+    """
+    log_probabilities = scores.double().log_softmax(-1)
     probabilities = log_probabilities.exp()
-    expected = -_running_sum((log_probabilities * probabilities).nan_to_num(nan=0.0))[:, -1:]
-    distance = (-log_probabilities - expected).abs()
+    expected = -(log_probabilities * probabilities).nan_to_num(nan=0.0).cumsum(-1)[:, -1:]
+    distance = (-log_probabilities - expected).abs().float()
     ordered, order = distance.sort(dim=-1, stable=True)
-    below = (_running_sum(scores.gather(-1, order).softmax(-1)) < mass[:, None]).sum(-1, keepdim=True)
+    below = (probabilities.gather(-1, order).cumsum(-1) < mass[:, None]).sum(-1, keepdim=True)
     last_kept = ordered.gather(-1, below.clamp(max=scores.shape[-1] - 1))
     return scores.masked_fill_(distance > last_kept, NEVER)
-
-
-def _running_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum in float64 and round afterwards. The order of a sum depends on the number of rows on a GPU, and on threads on
-    a CPU; rounding hides it."""
-    return x.cumsum(-1, dtype=torch.float64).float()
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,16 @@
-"""The operations of sampling that look at whole vocabularies, which a CPU may have kernels for.
+"""The operations of sampling that look at whole vocabularies, which a CPU or a GPU may have kernels for.
 
-The functions here are their specification. They take [rows, vocabulary] logits of any dtype on a CPU.
+The functions here are the specification of a CPU's. They take [rows, vocabulary] logits of any dtype.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from lorax_server.kernels import Ops
 from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.kernels.hopper.sampling import ChosenRows, RowBatch, RowInputs
 from lorax_server.sampling.processors import find_likeliest
 
 
@@ -34,12 +35,26 @@ class FindBest(Protocol):
     def __call__(self, logits: torch.Tensor, count: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class ChooseRows(Protocol):
+    """Chooses all rows of a batch on a GPU, by all parameters."""
+
+    def __call__(self, batch: RowBatch, inputs: RowInputs, /) -> ChosenRows: ...
+
+
+@runtime_checkable
+class RowOps(Protocol):
+    """The ops of a GPU that has such a kernel."""
+
+    choose_rows: ChooseRows
+
+
 class ScoreOps(NamedTuple):
     """One set of these operations."""
 
     choose_greedy: ChooseGreedy
     find_logprobs: FindLogprobs
     find_best: FindBest
+    choose_rows: ChooseRows | None = None  # where a GPU has it, it takes the place of all others
 
 
 def choose_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +69,8 @@ def find_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
     scores = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
-    return scores.log_softmax(-1).gather(-1, token_ids)
+    # In float64: which tokens top-p keeps depends on it, and torch's sums of large vocabularies lose digits on a CPU.
+    return scores.double().log_softmax(-1).gather(-1, token_ids).float()
 
 
 def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,4 +85,6 @@ def select_score_ops(ops: Ops) -> ScoreOps:
     """Return the fastest set that goes with the ops of a model."""
     if isinstance(ops, CpuOps):
         return ScoreOps(ops.choose_greedy, ops.find_logprobs, ops.find_best)
+    if isinstance(ops, RowOps):
+        return REFERENCE._replace(choose_rows=ops.choose_rows)
     return REFERENCE

@@ -1,7 +1,9 @@
 """Small tensors that reach a device by one copy, for which the host need not wait."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 8  # the size of the largest numbers
@@ -18,7 +20,7 @@ class Upload:
             self._host = torch.empty(num_numbers * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             self._sent = torch.empty_like(self._host, device=device)
 
-    def add(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    def add(self, values: Sequence[float] | npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=dtype)
         if self._is_direct:
             return tensor

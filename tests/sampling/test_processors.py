@@ -128,13 +128,12 @@ def test_min_p(vocab: int, p: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-12])
+@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 2**-20])
 def test_typical(vocab: int, p: float, device: torch.device) -> None:
-    if device.type != "cpu" and p > 0.9999999:
-        pytest.skip("whether all probabilities add up to 1 depends on how a GPU rounds")
+    """In float64, as ours; transformers' own float32 finds equals in what is not the same."""
     scores = hard_scores(vocab, device)
     found = keep_typical(scores.clone(), of_each(scores, p))
-    check(found, processed_one_by_one(scores, TypicalLogitsWarper(p)))
+    check(found, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())
     assert is_at_least_one_left(found)
 
 

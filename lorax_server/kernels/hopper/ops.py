@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.hopper import prompt, small
+from lorax_server.kernels.hopper import prompt, sampling, small
 from lorax_server.kernels.hopper.decode import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
@@ -66,6 +66,7 @@ class HopperOps(TritonOps):
                 variants.add(small.norm_variant(fused.dtype, inputs))
         for dtype in {weights.plain.dtype for weights in linears} & NUMBERS.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
+            variants |= {sampling.SampleVariant(dtype, step) for step in ("change", "choose")}
             if with_lora:
                 variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
                 variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
@@ -160,6 +161,9 @@ class HopperOps(TritonOps):
             fused.add_lora(out, x, lora, targets)
         else:
             super().add_lora(out, x, lora, targets)
+
+    def choose_rows(self, batch: sampling.RowBatch, inputs: sampling.RowInputs) -> sampling.ChosenRows:
+        return sampling.choose_rows(self._kernels, batch, inputs)
 
     def plan_lora(self, lora: LoraBatch) -> None:
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorax_server.kernels.hopper.sampling import LOGITS, SampleVariant
 from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
@@ -36,6 +37,7 @@ MORE_VARIANTS: list[Variant] = [
     PromptVariant(BF16, "sum_parts"),
     PromptVariant(BF16, "expand_prompt"),
     *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
+    *(SampleVariant(dtype, step) for dtype in LOGITS for step in ("change", "choose")),
     *(PrefillVariant(BF16, head_dim, soft_cap) for head_dim in HEAD_DIMS for soft_cap in (False, True)),
     PrefillVariant(FP16, 128, False),
     DecodePlanVariant(),

@@ -1,0 +1,155 @@
+"""Choose the next token of many sequences by a kernel that serves all parameters at once, on a GPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.kernels.hopper.sampling import (
+    MAX_LISTED,
+    RAW,
+    ROW,
+    SAMPLED,
+    WATERMARK,
+    ChosenRows,
+    RowBatch,
+    RowInputs,
+)
+from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
+from lorax_server.sampling.general import GeneralSampler
+from lorax_server.sampling.score_ops import ChooseRows
+from lorax_server.sampling.upload import Upload
+from lorax_server.types import SamplingParams
+
+_NOT_ASKED = -1.0
+
+
+class RowSampler:
+    """Made for a batch, used until the batch changes. `GeneralSampler` is the specification."""
+
+    def __init__(
+        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device | str, choose: ChooseRows
+    ) -> None:
+        self._choose = choose
+        params = [sampling.params for sampling in row_sampling]
+        self._num_alternatives = {row: p.num_alternatives for row, p in enumerate(params) if p.num_alternatives}
+        self._entries: list[tuple[int, float]] = []  # token ids and values
+        table = np.zeros(len(params), ROW)
+        num_changed = num_asking = 0
+        for number, sampling in enumerate(row_sampling):
+            row = table[number]
+            self._describe(row, sampling, vocab_size)
+            if _changes_scores(sampling):
+                row["changed"], num_changed = num_changed, num_changed + 1
+            if 0 < row["num_alternatives"] <= MAX_LISTED:
+                row["listed"] = num_asking
+            num_asking += bool(row["num_alternatives"])
+        most = min(max(self._num_alternatives.values(), default=0), vocab_size)
+        self._batch = self._send(table, num_asking, most, torch.device(device))
+        self.needs_tokens = any(p.watermark or _has_penalties(p) for p in params)
+        self._many = self._prepare_many(row_sampling, vocab_size, torch.device(device))
+
+    def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
+        """Choose from [rows, vocabulary] logits, which stay as they are. Greedy rows without more need no history."""
+        inputs = RowInputs(logits)
+        if history is not None:
+            lengths, prompt_lengths = history.lengths.long(), history.prompt_lengths.long()
+            tokens = history.token_ids.long() if self.needs_tokens and history.token_ids is not None else None
+            inputs = inputs._replace(lengths=lengths, prompt_lengths=prompt_lengths, tokens=tokens)
+        if masks is not None:
+            inputs = inputs._replace(mask_rows=masks.rows, mask_words=masks.words)
+        chosen = self._choose(self._batch, inputs)
+        if not self._num_alternatives:
+            return Sampled(chosen.token_ids, chosen.logprobs, None)
+        if self._many is not None:
+            self._list_many(chosen, logits, history, masks)
+        alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
+        return Sampled(chosen.token_ids, chosen.logprobs, alternatives)
+
+    def _describe(self, row: Any, sampling: RowSampling, vocab_size: int) -> None:
+        """Fill in the parameters of a row, and add its entries."""
+        params = sampling.params
+        row["temperature"], row["rest"], row["typical_p"] = 1, _NOT_ASKED, _NOT_ASKED
+        row["changed"] = row["listed"] = -1
+        row["flags"] = RAW * params.raw_logprobs + WATERMARK * params.watermark
+        if not params.is_greedy:
+            row["flags"] += SAMPLED
+            row["seed"] = params.seed
+            row["temperature"] = max(params.temperature, COLDEST)
+            row["rest"] = 1 - params.top_p if params.top_p < 1 else _NOT_ASKED
+            row["typical_p"] = params.typical_p if params.typical_p < 1 else _NOT_ASKED
+            row["top_k"], row["min_p"] = min(params.top_k, vocab_size), params.min_p
+        row["num_alternatives"] = min(params.num_alternatives, vocab_size)
+        row["repetition"] = params.repetition_penalty
+        row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
+        row["biases"], row["biases_end"] = self._add_entries(_list_biases(sampling, vocab_size))
+        row["min_new"] = min(sampling.min_new_tokens, 2**31 - 1)
+        forbidden = [(token, 0.0) for token in sampling.ending_token_ids if token < vocab_size]
+        row["forbidden"], row["forbidden_end"] = self._add_entries(forbidden if sampling.min_new_tokens > 0 else [])
+
+    def _add_entries(self, entries: Sequence[tuple[int, float]]) -> tuple[int, int]:
+        start = len(self._entries)
+        self._entries += entries
+        return start, len(self._entries)
+
+    def _send(self, table: npt.NDArray[Any], num_asking: int, most: int, device: torch.device) -> RowBatch:
+        upload = Upload(table.nbytes // 8 + len(table) + 2 * len(self._entries) + 4, device)
+        batch = RowBatch(
+            upload.add(table.view(np.int64), torch.int64),
+            upload.add(np.flatnonzero(table["changed"] >= 0), torch.int32),
+            upload.add([token for token, _ in self._entries], torch.int32),
+            upload.add([value for _, value in self._entries], torch.float32),
+            num_asking,
+            most,
+        )
+        upload.send()
+        return batch
+
+    # --- More alternatives than the kernel lists ---------------------------------------------------------------------
+
+    def _prepare_many(
+        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, GeneralSampler] | None:
+        """Return the rows that ask for more alternatives than the kernel lists, and their places among the asking."""
+        asking = list(self._num_alternatives)
+        rows = [row for row in asking if min(self._num_alternatives[row], vocab_size) > MAX_LISTED]
+        if not rows:
+            return None
+        upload = Upload(2 * len(rows), device)
+        on_device = upload.add(rows, torch.int64), upload.add([asking.index(row) for row in rows], torch.int64)
+        upload.send()
+        return *on_device, GeneralSampler([row_sampling[row] for row in rows], vocab_size, device)
+
+    def _list_many(
+        self, chosen: ChosenRows, logits: torch.Tensor, history: History | None, masks: TokenMasks | None
+    ) -> None:
+        assert self._many is not None
+        rows, places, general = self._many
+        own_history = None if history is None else history.take(rows)
+        own_masks = None if masks is None else masks.take(rows, len(logits))
+        found = general(logits[rows], own_history, own_masks).alternatives
+        assert found is not None
+        chosen.listed_ids[places], chosen.listed_logprobs[places] = found.token_ids, found.logprobs
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _changes_scores(sampling: RowSampling) -> bool:
+    """Tell whether the scores of a row are changed before those of greedy rows are compared."""
+    is_limited = sampling.min_new_tokens > 0 and bool(sampling.ending_token_ids)
+    return (
+        is_limited or _has_penalties(sampling.params) or sampling.params.watermark or bool(sampling.params.logit_bias)
+    )
+
+
+def _list_biases(sampling: RowSampling, vocab_size: int) -> list[tuple[int, float]]:
+    entries = list(sampling.params.logit_bias.items())
+    for token_id, _ in entries:
+        if token_id >= vocab_size:
+            raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {vocab_size}")
+    return entries

@@ -1,0 +1,120 @@
+"""Masks: a row with one chooses as if all other tokens had a score of -infinity."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorax_server.kernels import select_ops
+from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks
+from lorax_server.sampling.score_ops import REFERENCE, ScoreOps, select_score_ops
+from lorax_server.types import SamplingParams
+
+SETTINGS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "raw_logprobs": True},
+    {"do_sample": False, "num_alternatives": 4},
+    {"do_sample": False, "repetition_penalty": 1.4},
+    {"top_p": 0.9},
+    {"top_p": 0.9, "raw_logprobs": True},
+    {"top_k": 7, "temperature": 0.6},
+    {"min_p": 0.05},
+    {},
+    {"temperature": 1.4},
+    {"typical_p": 0.7},
+    {"watermark": True, "frequency_penalty": 0.5, "num_alternatives": 3},
+    {"logit_bias": {1: 40.0}},
+]
+
+
+def make_rows() -> list[RowSampling]:
+    params = (SamplingParams(**{"do_sample": True, "seed": seed, **each}) for seed, each in enumerate(SETTINGS))
+    return [*map(RowSampling, params), RowSampling(SamplingParams(), 9, frozenset({0, 3}))]
+
+
+def pack(allowed: np.ndarray, beyond: int) -> torch.Tensor:
+    """Pack [rows, vocabulary] bool, bit by bit; bits beyond the vocabulary are `beyond`."""
+    rows, vocab = allowed.shape
+    words = np.zeros((rows, -(-vocab // 32)), np.uint32)
+    for row in range(rows):
+        for token in range(words.shape[1] * 32):
+            bit = int(allowed[row, token]) if token < vocab else beyond
+            words[row, token // 32] |= np.uint32(bit << token % 32)
+    return torch.from_numpy(words.view(np.int32))
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def ops(request: pytest.FixtureRequest, device: torch.device) -> ScoreOps:
+    return REFERENCE if request.param == "torch" else select_score_ops(select_ops(device))
+
+
+def to(device: torch.device, value: Any) -> Any:
+    return type(value)(*(each.to(device) for each in value))
+
+
+def make_batch(vocab: int, rows: int) -> tuple[torch.Tensor, History, np.ndarray]:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    tokens = torch.randint(vocab, (rows, 6), generator=generator)
+    allowed = torch.rand(rows, vocab, generator=generator).numpy() < 0.3
+    allowed[:, vocab // 2] = True
+    return logits, History(torch.full((rows,), 6), torch.full((rows,), 4), tokens), allowed
+
+
+def check_row(found: Sampled, row: int, expected: Sampled, logprob: float | None) -> None:
+    assert int(found.token_ids[row]) == int(expected.token_ids[row])
+    wanted = float(expected.logprobs[row]) if logprob is None else logprob
+    assert float(found.logprobs[row]) == pytest.approx(wanted, abs=1e-5, nan_ok=True)
+    if expected.alternatives is not None and row in (tops := expected.alternatives.by_row()):
+        assert found.alternatives is not None
+        assert found.alternatives.by_row()[row].token_ids == tops[row].token_ids
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("vocab", [2, 33, 300, 1000])
+def test_what_is_not_allowed_is_as_if_it_had_no_chance(
+    vocab: int, beyond: int, ops: ScoreOps, device: torch.device
+) -> None:
+    rows = make_rows()
+    logits, history, allowed = make_batch(vocab, len(rows))
+    history, sampler = to(device, history), Sampler(rows, vocab, device, ops)
+    plain = sampler(logits.to(device), history)
+    for masked in ([*range(len(rows))], [*range(len(rows))[::-2]], [4], [0, 8]):
+        words = pack(allowed[masked], beyond)
+        found = sampler(logits.to(device), history, to(device, TokenMasks(torch.tensor(masked), words)))
+        changed = logits.clone()
+        changed[masked] = torch.where(torch.from_numpy(allowed[masked]), logits[masked], -math.inf)
+        expected = sampler(changed.to(device), history)
+        for row, sampling in enumerate(rows):
+            raw = logits[row].log_softmax(-1)[int(expected.token_ids[row])]
+            is_raw = row in masked and sampling.params.raw_logprobs
+            check_row(found, row, expected, float(raw) if is_raw else None)
+            if row not in masked:
+                assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
+
+
+def test_greedy_rows_with_masks_need_no_history(ops: ScoreOps, device: torch.device) -> None:
+    logits, _, allowed = make_batch(100, 3)
+    sampler = Sampler([RowSampling(SamplingParams())] * 3, 100, device, ops)
+    masks = TokenMasks(torch.tensor([2, 0]), pack(allowed[[2, 0]], 1))
+    found = sampler(logits.to(device), None, to(device, masks)).token_ids.tolist()
+    best = np.where(allowed, logits.numpy(), -np.inf).argmax(-1).tolist()
+    assert found == [best[0], int(logits[1].argmax()), best[2]]
+
+
+def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: ScoreOps, device: torch.device) -> None:
+    rows = [row for row in make_rows() if not row.params.raw_logprobs]
+    logits, history, _ = make_batch(70, len(rows))
+    masks = TokenMasks(torch.tensor([*range(len(rows))]), torch.zeros(len(rows), 3, dtype=torch.int32))
+    found = Sampler(rows, 70, device, ops)(logits.to(device), to(device, history), to(device, masks))
+    assert all(0 <= token < 70 for token in found.token_ids.tolist())
+    assert bool(found.logprobs.isnan().all())
+
+
+def test_masks_of_some_rows() -> None:
+    masks = TokenMasks(torch.tensor([5, 1, 3]), torch.tensor([[50], [10], [30]], dtype=torch.int32))
+    taken = masks.take(torch.tensor([0, 3, 5]), 6)
+    assert taken.rows.tolist() == [0, 1, 2]
+    assert taken.words.tolist() == [[-1], [30], [50]]
