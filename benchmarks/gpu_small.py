@@ -67,7 +67,7 @@ def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         to.copy_(source)
 
 
-def records(ops: Ops) -> list[Record]:
+def small_records(ops: Ops) -> list[Record]:
     found = []
     for kind, moved in MOVED.items():
         for tokens in TOKENS:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--ops", choices=["best", "triton"], default="best", help="the kernels to measure")
     args = parser.parse_args()
     torch.manual_seed(0)
-    report(records(TritonOps() if args.ops == "triton" else select_ops(torch.device("cuda", 0))), args.json)
+    report(small_records(TritonOps() if args.ops == "triton" else select_ops(torch.device("cuda", 0))), args.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.kernels.hopper.sources import NUMBERS, read_source, write_kernel
 
-if TYPE_CHECKING:  # who describes rows need not have a GPU
+if TYPE_CHECKING:  # a program that describes rows need not have a GPU
     from lorax_server.kernels.hopper.driver import Kernels
 
 LOGITS = {**NUMBERS, torch.float32: "Float32"}
@@ -56,7 +56,7 @@ class RowBatch(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What changes from step to step. Without a comment, int64 and by row, or None if no row looks at it."""
+    """The part that changes from step to step. Without a comment, int64 and by row, or None if no row looks at it."""
 
     logits: torch.Tensor  # [rows, vocabulary]
     lengths: torch.Tensor | None = None
