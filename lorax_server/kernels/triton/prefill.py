@@ -31,7 +31,7 @@ from lorax_server.kernels.triton.attention import (
 )
 
 MOST_PACKED = 8  # heads of one program
-LARGE_SHARED = 160 << 10  # bytes of memory of a processor, which not all GPUs have
+LARGE_SHARED = 200 << 10  # bytes of memory of a processor, which GPUs before Hopper do not have
 
 
 def prefill_attention(
