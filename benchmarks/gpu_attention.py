@@ -8,12 +8,11 @@ one to the next; rotation and the write to the cache are part of it. Its floor i
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu_kernels import BYTES_PER_MS, capture, measure
+from gpu_timing import BYTES_PER_MS, capture, measure
 from report import Record, report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -128,6 +127,11 @@ def prefill_records(ops: Ops, cases: Sequence[int]) -> list[Record]:
     return records
 
 
+def attention_records(ops: Ops, only: str | None = None) -> list[Record]:
+    records = [] if only == "prefill" else decode_records(ops, DECODE)
+    return records if only == "decode" else records + prefill_records(ops, PREFILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
@@ -136,8 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     ops = TritonOps() if args.ops == "triton" else select_ops(torch.device("cuda", 0))
-    parts = {"decode": partial(decode_records, ops, DECODE), "prefill": partial(prefill_records, ops, PREFILL)}
-    report([record for name, part in parts.items() if args.only in (None, name) for record in part()], args.json)
+    report(attention_records(ops, args.only), args.json)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_timing import BYTES_PER_MS
 from report import Record, report
 
-from lorax_server.kernels import select_ops
+from lorax_server.kernels import Ops, select_ops
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import SamplingParams
 
 ROWS, VOCAB, TENSORS, HISTORY = 256, 128_256, 4, 1024
-BYTES_PER_MS = 4.1e9
 GOAL = 0.3  # milliseconds, of top-p
 
 
@@ -85,7 +85,7 @@ def measure(step: Callable[[torch.Tensor], object], tensors: list[torch.Tensor],
     return statistics.median(times[3:])
 
 
-def measure_case(case: Case, dtype: torch.dtype, with_peer: bool) -> Record:
+def measure_case(ops: Ops, case: Case, dtype: torch.dtype, with_peer: bool) -> Record:
     device = torch.device("cuda", 0)
     params = [SamplingParams(**{"do_sample": True, "seed": row, **case.asked}) for row in range(ROWS)]
     rows = [RowSampling(each) for each in params]
@@ -93,7 +93,7 @@ def measure_case(case: Case, dtype: torch.dtype, with_peer: bool) -> Record:
     lengths = torch.full((ROWS,), HISTORY, device=device)
     history = History(lengths, lengths // 2, tokens)
     tensors = make_logits(case.shape, dtype)
-    sampler = Sampler(rows, VOCAB, device, select_score_ops(select_ops(device)))
+    sampler = Sampler(rows, VOCAB, device, select_score_ops(ops))
     value = measure(lambda logits: sampler(logits, history), tensors, 30)
     peer = None
     if with_peer:
@@ -105,6 +105,15 @@ def measure_case(case: Case, dtype: torch.dtype, with_peer: bool) -> Record:
     return Record(name, value, "ms", "torch, same rules", case.goal, at_most=True)
 
 
+def sampling_records(ops: Ops, pattern: str = "", with_peer: bool = True) -> list[Record]:
+    return [
+        measure_case(ops, case, dtype, with_peer)
+        for dtype in (torch.bfloat16, torch.float32)
+        for case in CASES
+        if re.search(pattern, case.name)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
@@ -112,13 +121,8 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="do not measure torch")
     args = parser.parse_args()
     torch.manual_seed(0)
-    records = [
-        measure_case(case, dtype, with_peer=not args.no_peer)
-        for dtype in (torch.bfloat16, torch.float32)
-        for case in CASES
-        if re.search(args.case, case.name)
-    ]
-    report(records, args.json)
+    ops = select_ops(torch.device("cuda", 0))
+    report(sampling_records(ops, args.case, with_peer=not args.no_peer), args.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_kernels import capture, measure
+from gpu_timing import capture, measure
 from report import Record, report
 
 import lorax_server.kernels.hopper as package

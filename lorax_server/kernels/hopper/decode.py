@@ -74,7 +74,7 @@ class DecodeVariant:
         return "\n".join((read_source("prelude.cu"), read_source("decode.cu"), call))
 
 
-class _PlanArgs(ctypes.Structure):
+class _DecodePlanArgs(ctypes.Structure):
     """`DecodePlanArgs` of decode.cu, field by field."""
 
     _fields_ = (
@@ -83,7 +83,7 @@ class _PlanArgs(ctypes.Structure):
     )
 
 
-class _Args(ctypes.Structure):
+class _DecodeArgs(ctypes.Structure):
     """`DecodeArgs` of decode.cu, field by field."""
 
     _fields_ = (
@@ -104,7 +104,7 @@ class _Plan(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """What the stretches of sequences leave for the last of them. Counters are 0 between launches."""
+    """Sums that the stretches of sequences leave for the last of them. Counters are 0 between launches."""
 
     sums: torch.Tensor
     masses: torch.Tensor
@@ -162,7 +162,7 @@ class DecodeAttention:
         plan = batch.once(key, self._make_plan, batch, cache[0].shape[2], window)
         num_kv_heads, block_size, head_dim = cache[0].shape[1:]
         scratch = self._reserve(len(batch.block_tables), len(plan.entries), q.shape[1], num_kv_heads, head_dim)
-        args = _Args(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr(), out=out.data_ptr())
+        args = _DecodeArgs(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr(), out=out.data_ptr())
         args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if angles is not None:
             args.cos, args.sin, args.half = angles[0].data_ptr(), angles[1].data_ptr(), angles[0].shape[1]
@@ -192,7 +192,7 @@ class DecodeAttention:
             torch.empty(1, dtype=torch.int32, device=device),
         )
         lengths = batch.input_lengths.long(), batch.cache_lengths.long()
-        args = _PlanArgs(*(length.data_ptr() for length in lengths), None, plan.entries.data_ptr())
+        args = _DecodePlanArgs(*(length.data_ptr() for length in lengths), None, plan.entries.data_ptr())
         args.num_entries, args.num_seqs, args.window = plan.num_entries.data_ptr(), num_seqs, window
         if batch.cu_seqlens is not None:
             args.bounds = batch.cu_seqlens.data_ptr()

@@ -2,7 +2,7 @@
 //
 // A block has rows: `pack` query heads, which share a KV head, of `tokens` tokens each; row = token * pack + head.
 // Three warps have the copy engine bring Q, and tiles of KEYS keys and of values. Warpgroups of 64 rows each compute:
-// a tile's softmax runs while the values of the tile before are multiplied.
+// a tile's softmax runs while the values of the tile before are multiplied, be it of the item before.
 // Tiles begin at multiples of KEYS from the sequence's first token. A tile that a row may not see at all leaves that row
 // as it is, bit for bit. So a row's result depends neither on how a prompt is cut nor on its neighbours.
 //
@@ -44,13 +44,13 @@ struct Places {
   static constexpr int ROWS = 64 * GROUPS, CHUNKS = (HEAD + 63) / 64, Q_BYTES = CHUNKS * ROWS * 128, TILE = CHUNKS * KEYS * 128;
   static constexpr bool WHOLE = HEAD % 64 == 0;
   static constexpr int GROUP = WHOLE ? CHUNKS * 1024 : 1024, CHUNK = WHOLE ? 1024 : KEYS * 128, COPIES = WHOLE ? 1 : CHUNKS;
+  static constexpr int Q_STAGES = HEAD <= 128 ? 2 : 1;
   u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty;
   DEVICE Places(u8* shared)
-      : q(shared_address(shared)), k(q + Q_BYTES), v(k + STAGES * TILE), q_full(v + STAGES * TILE), q_empty(q_full + 8),
-        k_full(q_full + 16), k_empty(k_full + STAGES * 8), v_full(k_empty + STAGES * 8), v_empty(v_full + STAGES * 8) {}
+      : q(shared_address(shared)), k(q + Q_STAGES * Q_BYTES), v(k + STAGES * TILE), q_full(v + STAGES * TILE), q_empty(q_full + Q_STAGES * 8),
+        k_full(q_empty + Q_STAGES * 8), k_empty(k_full + STAGES * 8), v_full(k_empty + STAGES * 8), v_empty(v_full + STAGES * 8) {}
   DEVICE void init() {
-    init_barrier(q_full, 1);
-    init_barrier(q_empty, 4 * GROUPS);  // one thread of each computing warp
+    for (int s = 0; s < Q_STAGES; s++) { init_barrier(q_full + s * 8, 1); init_barrier(q_empty + s * 8, 4 * GROUPS); }  // one thread of each warp
     for (int s = 0; s < STAGES; s++) {
       init_barrier(k_full + s * 8, 1); init_barrier(k_empty + s * 8, 4 * GROUPS);
       init_barrier(v_full + s * 8, 1); init_barrier(v_empty + s * 8, 4 * GROUPS);
@@ -74,9 +74,11 @@ DEVICE void fetch_queries(const Places<HEAD, KEYS, STAGES, GROUPS>& at, const Te
   using P = Places<HEAD, KEYS, STAGES, GROUPS>;
   Item item;
   for (int round = 0; take_item<KEYS>(p, round, item); round++) {
-    wait_barrier(at.q_empty, round & 1 ^ 1);
-    expect_bytes(at.q_full, P::CHUNKS * p.pack * p.tokens * 128);
-    for (int c = 0; c < P::CHUNKS; c++) copy_rows(at.q + c * P::ROWS * 128, map, at.q_full, c * 64, item.head, item.token);
+    const int stage = round % P::Q_STAGES;
+    const u32 full = at.q_full + stage * 8, to = at.q + stage * P::Q_BYTES;
+    wait_barrier(at.q_empty + stage * 8, round / P::Q_STAGES & 1 ^ 1);
+    expect_bytes(full, P::CHUNKS * p.pack * p.tokens * 128);
+    for (int c = 0; c < P::CHUNKS; c++) copy_rows(to + c * P::ROWS * 128, map, full, c * 64, item.head, item.token);
   }
 }
 
@@ -202,11 +204,11 @@ DEVICE void transpose_words(u32 (&w)[4]) {
 }
 
 template <class Number, int HEAD>
-DEVICE void store_rows(const PrefillArgs& p, const Item& item, const float (&o)[HEAD / 2], const Softmax& softmax, int first_row) {
+DEVICE void store_rows(const PrefillArgs& p, const Item& item, const float (&o)[HEAD / 2], const float (&sums)[2], int first_row) {
   const int c = threadIdx.x & 3;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    float sum = softmax.sum[h];
+    float sum = sums[h];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float scale = 1 / sum;
@@ -232,18 +234,20 @@ DEVICE void store_rows(const PrefillArgs& p, const Item& item, const float (&o)[
 }
 
 // One computing warpgroup.
-template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP, bool TURNS>
+template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP>
 struct Computing {
   using P = Places<HEAD, KEYS, STAGES, GROUPS>;
+  static constexpr bool TURNS = GROUPS == 2;  // one starts its products when the other has, and then does softmax
   const P& at;
   const PrefillArgs& p;
   const int group = __shfl_sync(~0u, (threadIdx.x - COPYING) >> 7, 0), lane = threadIdx.x & 31;
   const int first_row = ((threadIdx.x - COPYING) >> 5) * 16 + (lane >> 2);
-  int count = 0;  // of the tiles before
+  int count = 0, round = 0;  // of the tiles and items before
+  int begun = 0;             // whether the output has values of this item, and not those of another one
   Softmax softmax;
 
-  DEVICE void multiply_keys(float (&s)[KEYS / 2], int count) {
-    const Descriptor q(at.q + group * 64 * 128, 1024), k(at.k + count % STAGES * P::TILE, P::GROUP);
+  DEVICE void multiply_keys(float (&s)[KEYS / 2]) {
+    const Descriptor q(at.q + round % P::Q_STAGES * P::Q_BYTES + group * 64 * 128, 1024), k(at.k + count % STAGES * P::TILE, P::GROUP);
     fence_registers();
 #pragma unroll
     for (int i = 0; i < HEAD / 16; i++) {
@@ -254,18 +258,18 @@ struct Computing {
     commit();
   }
 
-  DEVICE void multiply_values(float (&o)[HEAD / 2], const u32 (&weights)[KEYS / 4], int count) {
-    const Descriptor v(at.v + count % STAGES * P::TILE, P::GROUP, P::CHUNK);
+  DEVICE void multiply_values(float (&o)[HEAD / 2], const u32 (&weights)[KEYS / 4]) {
+    const Descriptor v(at.v + (count - 1) % STAGES * P::TILE, P::GROUP, P::CHUNK);
     fence_registers();
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) add_values<Number>(o, weights + i * 4, v.at(i * 2 * P::GROUP));
+    for (int i = 0; i < KEYS / 16; i++) add_values<Number>(o, weights + i * 4, v.at(i * 2 * P::GROUP), i ? 1 : begun);
     commit();
   }
 
   DEVICE void weigh(float (&s)[KEYS / 2], const Item& item, int tile) {
     if (lane == 0) {
       arrive(at.k_empty + count % STAGES * 8);
-      if (tile == item.last) arrive(at.q_empty);
+      if (tile == item.last) arrive(at.q_empty + round % P::Q_STAGES * 8);
     }
     if (CAP) cap_scores(s, p.cap);
     const int begin = tile * KEYS;
@@ -282,57 +286,84 @@ struct Computing {
     for (int i = 0; i < KEYS / 4; i++) weights[i] = Number::pack(s[2 * i], s[2 * i + 1]);
   }
 
+  DEVICE void wait_queries() { wait_barrier(at.q_full + round % P::Q_STAGES * 8, round / P::Q_STAGES & 1); }
   DEVICE void wait_keys() { wait_barrier(at.k_full + count % STAGES * 8, count / STAGES & 1); }
-  DEVICE void wait_values_of(int count) { wait_barrier(at.v_full + count % STAGES * 8, count / STAGES & 1); }
 
-  DEVICE void attend(const Item& item) {
-    float o[HEAD / 2], s[KEYS / 2];
-    u32 weights[KEYS / 4];
-    softmax.init();
-#pragma unroll
-    for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
+  // Wait for the values of the tile before, of which those from `end` on lie after the end of the sequence.
+  DEVICE void wait_values_before(int end) {
+    const int stage = (count - 1) % STAGES;
+    wait_barrier(at.v_full + stage * 8, (count - 1) / STAGES & 1);
+    if (end < KEYS) clear_values<P, KEYS>(at.v + stage * P::TILE, end, group);
+  }
+
+  DEVICE void store(const float (&o)[HEAD / 2], const float (&sums)[2], int round) {
+    Item item;  // it is taken again: registers are few
+    if (take_item<KEYS>(p, round, item)) store_rows<Number, HEAD>(p, item, o, sums, first_row);
+  }
+
+  DEVICE void start(u32 (&weights)[KEYS / 4], const Item& item, int tile) {
+    float s[KEYS / 2];
+    wait_queries();
     wait_keys();
-    multiply_keys(s, count);
+    multiply_keys(s);
     wait_scores<0>(s);
-    weigh(s, item, item.first);
+    softmax.init();
+    weigh(s, item, tile);
     pack_weights(weights, s);
-    count++;
-    for (int tile = item.first + 1; tile <= item.last; tile++, count++) {
-      wait_keys();
-      if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-      multiply_keys(s, count);
-      wait_values_of(count - 1);
-      multiply_values(o, weights, count - 1);
-      if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
-      wait_scores<1>(s);
-      weigh(s, item, tile);
-      softmax.finish();
-      wait_values(o, weights);
-      if (lane == 0) arrive(at.v_empty + (count - 1) % STAGES * 8);
-#pragma unroll
-      for (int i = 0; i < HEAD / 2; i++) o[i] *= softmax.keep[i / 2 % 2];
-      pack_weights(weights, s);
-    }
-    const int end = item.position + item.left - item.last * KEYS;
-    wait_values_of(count - 1);
-    if (end < KEYS) clear_values<P, KEYS>(at.v + (count - 1) % STAGES * P::TILE, end, group);
-    multiply_values(o, weights, count - 1);
+  }
+
+  // The scores of a tile, and the values of the one before. FRESH: which is of the item before.
+  template <bool FRESH>
+  DEVICE void attend(float (&o)[HEAD / 2], u32 (&weights)[KEYS / 4], const Item& item, int tile, int end) {
+    float s[KEYS / 2];
+    if (FRESH) wait_queries();
+    wait_keys();
+    if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+    multiply_keys(s);
+    wait_values_before(end);
+    multiply_values(o, weights);
+    if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+    wait_scores<1>(s);
+    const float sums[2] = {softmax.sum[0], softmax.sum[1]};
+    if (FRESH) softmax.init();
+    weigh(s, item, tile);
+    softmax.finish();
     wait_values(o, weights);
     if (lane == 0) arrive(at.v_empty + (count - 1) % STAGES * 8);
-    store_rows<Number, HEAD>(p, item, o, softmax, first_row);
+    if (FRESH) store(o, sums, round - 1);
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) o[i] *= softmax.keep[i / 2 % 2];
+    begun = !FRESH;
+    count++;
+    pack_weights(weights, s);
   }
 
   DEVICE void attend_all() {
     if (TURNS && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
+    float o[HEAD / 2];
+    u32 weights[KEYS / 4];
     Item item;
-    for (int round = 0; take_item<KEYS>(p, round, item); round++) {
-      wait_barrier(at.q_full, round & 1);
-      attend(item);
+    take_item<KEYS>(p, 0, item);  // there are no more blocks than items
+    int tile = item.first, end;
+    start(weights, item, tile);
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
+    count = 1;
+    while (true) {
+      while (++tile <= item.last) attend<false>(o, weights, item, tile, KEYS);
+      end = item.position + item.left - item.last * KEYS;
+      if (!take_item<KEYS>(p, ++round, item)) break;
+      tile = item.first;
+      attend<true>(o, weights, item, tile, end);
     }
+    wait_values_before(end);
+    multiply_values(o, weights);
+    wait_values(o, weights);
+    store(o, softmax.sum, round - 1);
   }
 };
 
-template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP, bool TURNS>
+template <class Number, int HEAD, int KEYS, int STAGES, int GROUPS, bool CAP>
 DEVICE void prefill(const TensorMap* q, const TensorMap* k, const TensorMap* v, const PrefillArgs& p) {
   extern __shared__ __align__(1024) u8 shared[];
   Places<HEAD, KEYS, STAGES, GROUPS> at(shared);
@@ -349,6 +380,6 @@ DEVICE void prefill(const TensorMap* q, const TensorMap* k, const TensorMap* v, 
     else if (threadIdx.x == 64) fetch_queries(at, q, p);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
-    Computing<Number, HEAD, KEYS, STAGES, GROUPS, CAP, TURNS>{at, p}.attend_all();
+    Computing<Number, HEAD, KEYS, STAGES, GROUPS, CAP>{at, p}.attend_all();
   }
 }

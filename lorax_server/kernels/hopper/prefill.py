@@ -4,20 +4,23 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, tensor_map
+from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
 from lorax_server.kernels.hopper.sources import NUMBERS, Variant, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 NO_WINDOW = 2**30
-MAX_MAPS = 4096  # that are kept: those of the caches, and those of queries at places that come again
+MAX_SHAPES = 256  # of which maps are kept
+MAX_MAPS = 4096  # of one shape
 MAX_IDLE_ROWS = 8
+STAGES = 2  # of keys and values
 Tiles = npt.NDArray[np.int32]
 
 
@@ -28,14 +31,16 @@ class PrefillVariant:
     dtype: torch.dtype
     head_dim: int
     soft_cap: bool
-    stages: int = 2
-    turns: bool = False
-    groups: int = 2  # of 64 rows
+
+    @property
+    def groups(self) -> int:
+        """Return the warpgroups that compute, each with 64 rows: three where registers allow."""
+        return 3 if self.head_dim <= 64 else 2
 
     @property
     def keys(self) -> int:
-        """Return the keys of a tile."""
-        return 128 if self.head_dim <= 128 else 64
+        """Return the keys of a tile: as many as registers allow."""
+        return {64: 112, 256: 64}.get(self.head_dim, 128)
 
     @property
     def rows(self) -> int:
@@ -49,12 +54,15 @@ class PrefillVariant:
     @property
     def shared_bytes(self) -> int:
         chunks = -(-self.head_dim // 64)
-        return chunks * 128 * (self.rows + 2 * self.stages * self.keys) + 16 + 32 * self.stages
+        query_stages = 2 if self.head_dim <= 128 else 1
+        barriers = 2 * query_stages + 4 * STAGES
+        return chunks * 128 * (query_stages * self.rows + 2 * STAGES * self.keys) + 8 * barriers
 
     @property
     def source(self) -> str:
-        flags = ", ".join("true" if flag else "false" for flag in (self.soft_cap, self.turns))
-        arguments = f"{NUMBERS[self.dtype]}, {self.head_dim}, {self.keys}, {self.stages}, {self.groups}, {flags}"
+        soft_cap = "true" if self.soft_cap else "false"
+        sizes = f"{self.head_dim}, {self.keys}, {STAGES}, {self.groups}"
+        arguments = f"{NUMBERS[self.dtype]}, {sizes}, {soft_cap}"
         return "\n".join(
             (
                 read_source("prelude.cu"),
@@ -86,6 +94,19 @@ class _Map(ctypes.Structure):
     _fields_ = (("words", ctypes.c_ubyte * MAP_BYTES),)
 
 
+class _Launch(NamedTuple):
+    """The part of a launch that all layers of a batch have in common."""
+
+    kernel: Kernel
+    tiles: torch.Tensor
+    args: _PrefillArgs
+    blocks: int
+    threads: int
+    query_box: tuple[int, int]  # heads and tokens
+    query_maps: dict[int, _Map]  # of tensors of one shape, by their places
+    cache_maps: dict[int, _Map]
+
+
 class PrefillAttention:
     """Attends from all tokens of every sequence that has more than one new token to its sequence, all in the cache.
 
@@ -95,18 +116,23 @@ class PrefillAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._num_sms: int = torch.cuda.get_device_properties(kernels.device).multi_processor_count
-        self._maps: dict[tuple[object, ...], _Map] = {}
+        self._maps: dict[tuple[object, ...], dict[int, _Map]] = {}
 
     def fits(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         """Return whether the kernel serves these tensors."""
-        keys = cache[0]
+        keys, values = cache
         return (
             q.dtype in NUMBERS
-            and q.shape[-1] in HEAD_DIMS
+            and q.dtype == keys.dtype == values.dtype
+            and q.shape[2] in HEAD_DIMS
+            and q.shape[2] == keys.shape[3]
             and q.shape[1] % keys.shape[1] == 0
             and keys.shape[2] % 8 == 0
-            and all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and _can_copy(x) for x in (q, *cache))
-            and all(x.is_contiguous() for x in cache)
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            and q.stride(2) == 1
+            and (q.stride(0) | q.stride(1)) % 8 == 0
+            and (q.data_ptr() | keys.data_ptr() | values.data_ptr()) % 16 == 0  # as the copy engine asks
             and spec.scale > 0
         )
 
@@ -120,33 +146,47 @@ class PrefillAttention:
         self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
         """Write the rows of `out`, which is contiguous, of sequences with several new tokens, and no others."""
-        keys, heads = cache[0], q.shape[1]
-        variant = PrefillVariant(q.dtype, q.shape[2], spec.soft_cap is not None)
-        pack = choose_pack(heads // keys.shape[1], variant.rows)
+        key = ("packed prefill", q.dtype, q.shape, q.stride(), cache[0].shape, spec)
+        launch = batch.once(key, self._prepare, q, cache, batch, spec)
+        if not len(launch.tiles):
+            return
+        args = _PrefillArgs.from_buffer_copy(launch.args)
+        args.out = out.data_ptr()
+        queries = _find_map(launch.query_maps, _query_map, q, launch.query_box)
+        keys, values = (_find_map(launch.cache_maps, _cache_map, x, args.box) for x in cache)
+        launch.kernel.launch(launch.blocks, launch.threads, [queries, keys, values, args], early=True)
+
+    def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> _Launch:
+        """Work out what all layers of a batch have in common."""
+        num_blocks, num_kv_heads, block_size, head_dim = cache[0].shape
+        variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
+        pack = choose_pack(heads // num_kv_heads, variant.rows)
         tokens = variant.rows // pack
         tiles = batch.once(("packed tiles", tokens), _place_tiles, batch, tokens)
-        if not len(tiles):
-            return
-        box = math.gcd(keys.shape[2], variant.keys)
-        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr(), out=out.data_ptr())
-        args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // keys.shape[1]
+        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
+        args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
-        args.block_size, args.box, args.num_blocks = keys.shape[2], box, keys.shape[0]
+        args.block_size, args.box, args.num_blocks = block_size, math.gcd(block_size, variant.keys), num_blocks
         args.table_stride, args.window = batch.block_tables.stride(0), spec.window or NO_WINDOW
         args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
-        if spec.soft_cap is not None:
-            args.cap = 2 * math.log2(math.e) * spec.scale / spec.soft_cap
-        maps = [self._map(_query_map, q, (pack, tokens)), *(self._map(_cache_map, x, box) for x in cache)]
-        blocks = min(args.items, self._num_sms)
-        self._kernels.get(variant).launch(blocks, variant.threads, [*maps, args], early=True)
+        args.cap = 2 * math.log2(math.e) * spec.scale / (spec.soft_cap or 1)
+        if len(self._maps) >= MAX_SHAPES:
+            self._maps.clear()
+        query_maps = self._maps.setdefault((q.dtype, q.shape, q.stride(), pack, tokens), {})
+        cache_maps = self._maps.setdefault((q.dtype, cache[0].shape, args.box), {})
+        kernel, blocks = self._kernels.get(variant), min(args.items, self._num_sms)
+        return _Launch(kernel, tiles, args, blocks, variant.threads, (pack, tokens), query_maps, cache_maps)
 
-    def _map(self, make: Callable[..., bytes], tensor: torch.Tensor, box: int | tuple[int, int]) -> _Map:
-        key = (make, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
-        if key not in self._maps:
-            if len(self._maps) >= MAX_MAPS:
-                self._maps.clear()
-            self._maps[key] = _Map.from_buffer_copy(make(tensor, box))
-        return self._maps[key]
+
+def _find_map(maps: dict[int, _Map], make: Callable[..., bytes], tensor: torch.Tensor, box: object) -> _Map:
+    """Return the map of a tensor; the same places come again and again."""
+    place = tensor.data_ptr()
+    found = maps.get(place)
+    if found is None:
+        if len(maps) >= MAX_MAPS:
+            maps.clear()
+        found = maps[place] = _Map.from_buffer_copy(make(tensor, box))
+    return found
 
 
 def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:
@@ -198,12 +238,6 @@ def _place_tiles(batch: PagedBatch, tokens: int) -> torch.Tensor:
     return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles
 
 
-def _can_copy(tensor: torch.Tensor) -> bool:
-    """Return whether the copy engine can read a tensor: whole elements next to each other, places of 16 bytes."""
-    strides = tensor.stride()
-    return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]) and tensor.data_ptr() % 16 == 0
-
-
 def _wgmma_attention(head_dim: int, keys: int) -> str:
     """Write the matrix instructions of attention, and the waits for them, which name all their registers."""
     rows, weights = "u64 a", "const u32* a"
@@ -213,9 +247,9 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
     wait = "wgmma.wait_group.sync.aligned"
     return "\n".join(
         (
-            _product("start_scores", keys, rows, ('"l"(a)',), accumulate=False),
-            _product("add_scores", keys, rows, ('"l"(a)',), accumulate=True),
-            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], accumulate=True),
+            _product("start_scores", keys, rows, ('"l"(a)',), "0"),
+            _product("add_scores", keys, rows, ('"l"(a)',), "1"),
+            _product("add_values", head_dim, weights, [f'"r"(a[{i}])' for i in range(4)], None),
             f"template <int PENDING> DEVICE void wait_scores(float (&s)[{keys // 2}]) {{",
             f'  asm volatile("{wait} %{keys // 2};" : {scores} : "n"(PENDING) : "memory");\n}}',
             f"DEVICE void wait_values(float (&o)[{head_dim // 2}], u32 (&w)[{keys // 4}]) {{",
@@ -224,26 +258,30 @@ def _wgmma_attention(head_dim: int, keys: int) -> str:
     )
 
 
-def _product(name: str, columns: int, argument: str, a: Sequence[str], accumulate: bool) -> str:
+def _product(name: str, columns: int, argument: str, a: Sequence[str], adds: str | None) -> str:
     """Write a product of 64 rows: `a` is the place of a matrix in shared memory, or its registers.
 
-    With registers, the other matrix lies with its rows along K, and is transposed.
+    With registers, the other matrix lies with its rows along K, and is transposed. `adds`: 1 to add to what the sums
+    are, 0 to write them, None if the caller says.
     """
     count = columns // 2
     sums, first = (
         ", ".join(f"%{i}" for i in range(start, end)) for start, end in ((0, count), (count, count + len(a)))
     )
     left, flags = (f"{{{first}}}", "1, 1, 1") if len(a) > 1 else (first, "1, 1, 0, 0")
-    outputs = ", ".join(f'"{"+" if accumulate else "="}f"(d[{i}])' for i in range(count))
+    outputs = ", ".join(f'"{"=" if adds == "0" else "+"}f"(d[{i}])' for i in range(count))
+
+    inputs = (*a, '"l"(b)') if adds else (*a, '"l"(b)', '"r"(adds)')
+    last = "" if adds else ", int adds"
 
     def instruction(dtype: str) -> str:
         return (
-            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {int(accumulate)}, 0;\\n'
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds or f"%{count + len(a) + 1}"}, 0;\\n'
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} "
-            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(a)}, "l"(b));'
+            f'{{{sums}}}, {left}, %{count + len(a)}, p, {flags};\\n}}\\n" : {outputs} : {", ".join(inputs)});'
         )
 
     return (
-        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b) {{\n"
+        f"template <class Number> DEVICE void {name}(float (&d)[{count}], {argument}, u64 b{last}) {{\n"
         f"  if constexpr (Number::is_bfloat16) {instruction('bf16')}\n  else {instruction('f16')}\n}}"
     )

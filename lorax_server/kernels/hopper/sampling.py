@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.kernels.hopper.sources import NUMBERS, read_source, write_kernel
 
-if TYPE_CHECKING:  # who describes rows need not have a GPU
+if TYPE_CHECKING:  # a program that describes rows need not have a GPU
     from lorax_server.kernels.hopper.driver import Kernels
 
 LOGITS = {**NUMBERS, torch.float32: "Float32"}

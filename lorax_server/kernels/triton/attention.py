@@ -17,12 +17,13 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 STRETCH = 256  # tokens of a stretch, and a multiple of it in sequences that would have more stretches than this:
 MAX_STRETCHES = 32
 PROGRAMS_PER_PROCESSOR = 8
-NUM_WARPS, NUM_STAGES = 4, 6
+NUM_STAGES = 6
 TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
 MIN_DOT = 16  # the smallest side of a product
 NO_WINDOW = 2**31 - 1
 COUNTED = tl.constexpr(1024)  # sequences whose stretches are counted at once
+MERGED = tl.constexpr(4)  # stretches that are added at once
 
 
 def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
@@ -45,6 +46,7 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
             DIM=fill_up(head_dim),
             STRETCH=STRETCH,
             MOST=MAX_STRETCHES,
+            num_warps=1,
         )
     return out
 
@@ -80,7 +82,7 @@ def is_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
 
 
 class Scales(NamedTuple):
-    """What products of queries and keys, and sums of values, are multiplied by. A score's weight is `2 ** score`."""
+    """Multipliers of products of queries and keys, and of sums of values. A score's weight is `2 ** score`."""
 
     inner: float  # before the soft cap, which is `1 - 2 / (1 + 2 ** x)`: the same as `tanh` of half of `log(2) * x`
     score: float
@@ -127,7 +129,7 @@ def _launch(
     _, num_kv_heads, block_size, head_dim = cache[0].shape
     sharing = q.shape[1] // num_kv_heads
     compute, dim = product_dtype(q, cache[0]), fill_up(head_dim)
-    tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else 2))
+    tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else cache[0].itemsize))
     _decode_kernel[(min(work.programs, len(q) * work.room * num_kv_heads),)](
         *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
         *(window_of(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
@@ -144,21 +146,15 @@ def _launch(
         TILE=min(MAX_TILE, max(MIN_DOT, tile)),
         STRETCH=STRETCH,
         MOST=MAX_STRETCHES,
-        num_warps=NUM_WARPS,
+        num_warps=2 if cache[0].itemsize == 1 and compute != tl.float32 else 4,
         num_stages=NUM_STAGES,
     )
 
 
 @triton.jit
 def _find_stretches(
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    seqs: tl.tensor,
-    mask: tl.tensor,
-    window: tl.tensor,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> tl.tensor:
+    input_lengths, cache_lengths, seqs, mask, window, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """Return a sequence's first visible position, its end, the tokens of a stretch, and the number of stretches.
 
     An empty sequence has one, in which there is nothing.
@@ -172,13 +168,8 @@ def _find_stretches(
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "items", "window"])
 def _list_kernel(
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    items: tl.tensor,
-    window: tl.tensor,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> None:
+    input_lengths, cache_lengths, items, window, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """List the stretches of one sequence. Their place is after those of all sequences before it."""
     seq = tl.program_id(0)
     before = 0
@@ -208,13 +199,8 @@ def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RES
 
 @triton.jit
 def multiply_keys(
-    query: tl.tensor,
-    power: tl.tensor,
-    keys: tl.tensor,
-    inner: tl.tensor,
-    IS_RESCALED: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-) -> tl.tensor:
+    query, power, keys, inner, IS_RESCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
     """Return products of queries and keys, after the soft cap if there is one; `Scales` says how."""
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if IS_RESCALED:
@@ -226,23 +212,10 @@ def multiply_keys(
 
 @triton.jit
 def _attend(
-    query: tl.tensor,
-    power: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    table: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    head: tl.tensor,
-    inner: tl.tensor,
-    scale: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    query, power, k_cache, v_cache, table, start, stop, head, inner, scale, HAS_CAP: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
+):  # fmt: skip
     """Return the weighted sum of the values from `start` to `stop`, the sum of the weights, and the highest score."""
     dims = tl.arange(0, query.shape[1])
     highest = tl.full([query.shape[0]], float("-inf"), tl.float32)
@@ -271,37 +244,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["tables", "input_lengths", "cache_lengths", "items", "window", "table_row", "room"])
 def _decode_kernel(
-    q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    tables: tl.tensor,
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    items: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    mass: tl.tensor,
-    window: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
-    table_row: tl.tensor,
-    room: tl.tensor,
-    inner: tl.tensor,
-    scale: tl.tensor,
-    v_scale: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SHARING: tl.constexpr,
-    QUERIES: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STRETCH: tl.constexpr,
+    q, k_cache, v_cache, tables, input_lengths, cache_lengths, items, out, partial, mass, window, q_token, q_head,
+    table_row, room, inner, scale, v_scale, HAS_CAP: tl.constexpr, IS_RESCALED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARING: tl.constexpr, QUERIES: tl.constexpr,
+    COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, STRETCH: tl.constexpr,
     MOST: tl.constexpr,
-) -> None:
+):  # fmt: skip
     queries, dims = tl.arange(0, QUERIES), tl.arange(0, DIM)
     own = (queries < SHARING)[:, None] & (dims < HEAD_DIM)[None, :]
     for index in range(tl.program_id(0), tl.load(items) * NUM_KV_HEADS, tl.num_programs(0)):
@@ -330,29 +278,26 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "window", "room"])
 def _merge_kernel(
-    partial: tl.tensor,
-    mass: tl.tensor,
-    input_lengths: tl.tensor,
-    cache_lengths: tl.tensor,
-    out: tl.tensor,
-    window: tl.tensor,
-    room: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
-) -> None:
+    partial, mass, input_lengths, cache_lengths, out, window, room,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STRETCH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """Join the stretches of one head of one sequence. What has one stretch is written already."""
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, number = _find_stretches(input_lengths, cache_lengths, seq, True, window, STRETCH, MOST)
     if number == 1:
         return
     splits, dims = tl.arange(0, MOST), tl.arange(0, DIM)
-    written = splits < number
     row = seq * tl.num_programs(0) + head
-    masses = tl.load(mass + row * room + splits, mask=written, other=float("-inf"))
-    weights = tl.exp2(masses - tl.max(masses, axis=0))
-    places = (row * room + splits)[:, None] * HEAD_DIM + dims[None, :]
-    parts = tl.load(partial + places, mask=written[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    partial += row * room * HEAD_DIM
+    mass += row * room
+    masses = tl.load(mass + splits, mask=splits < number, other=float("-inf"))
+    highest = tl.max(masses, axis=0)
+    summed = tl.zeros([DIM], tl.float32)
+    for at in range(0, number, MERGED):
+        some = at + tl.arange(0, MERGED)
+        weights = tl.exp2(tl.load(mass + some, mask=some < number, other=float("-inf")) - highest)
+        mask = (some < number)[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(partial + some[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        summed += tl.sum(parts * weights[:, None], axis=0)
+    result = summed / tl.sum(tl.exp2(masses - highest), axis=0)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

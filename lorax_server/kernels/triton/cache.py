@@ -129,35 +129,11 @@ def _write_kernel(
 
 @triton.jit(do_not_specialize=["slots"])
 def _rotate_and_write_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    slots: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
-    k_token: tl.tensor,
-    k_head: tl.tensor,
-    v_token: tl.tensor,
-    v_head: tl.tensor,
-    angle_token: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
-    LIMIT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    DIM: tl.constexpr,
-) -> None:
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_token, q_head, k_token, k_head, v_token, v_head, angle_token, k_scale,
+    v_scale, LIMIT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """Rotate some query heads of a token, or rotate and store some of its key heads, and store their values."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * angle_token

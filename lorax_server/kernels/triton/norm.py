@@ -105,30 +105,10 @@ UNSPECIALIZED = ["adapter_indices", "table", "target_index", "table_adapter", "t
 
 @triton.jit(do_not_specialize=["eps", *UNSPECIALIZED])
 def _rms_kernel(
-    x: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
-    normed: tl.tensor,
-    total: tl.tensor,
-    adapter_indices: tl.tensor,
-    table: tl.tensor,
-    buffer: tl.tensor,
-    target_index: tl.tensor,
-    table_adapter: tl.tensor,
-    table_target: tl.tensor,
-    num_rows: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    residual_token: tl.tensor,
-    residual_head: tl.tensor,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    x, residual, weight, eps, normed, total, adapter_indices, table, buffer, target_index, table_adapter, table_target,
+    num_rows, x_token, x_head, residual_token, residual_head, HAS_RESIDUAL: tl.constexpr, HAS_TARGET: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     rows, columns = _find_rows(BLOCK, ROWS)
     is_column = columns < SIZE
     mask = (rows < num_rows) & is_column
@@ -154,28 +134,10 @@ def _rms_kernel(
 
 @triton.jit(do_not_specialize=["eps", *UNSPECIALIZED])
 def _layer_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    normed: tl.tensor,
-    adapter_indices: tl.tensor,
-    table: tl.tensor,
-    buffer: tl.tensor,
-    target_index: tl.tensor,
-    table_adapter: tl.tensor,
-    table_target: tl.tensor,
-    num_rows: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    eps: tl.tensor,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    x, weight, bias, normed, adapter_indices, table, buffer, target_index, table_adapter, table_target, num_rows,
+    x_token, x_head, eps, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TARGET: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     rows, columns = _find_rows(BLOCK, ROWS)
     is_column = columns < SIZE
     mask = (rows < num_rows) & is_column

@@ -1,5 +1,6 @@
 """Attention of sequences with several new tokens, against float32; on a Hopper GPU."""
 
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ import torch
 from lorax_server.kernels.ops import AttentionSpec, HostLengths, LayerCache, PagedBatch
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
+from cuda.core import Program, ProgramOptions
+
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillAttention, choose_pack, list_tiles
+from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillAttention, PrefillVariant, choose_pack, list_tiles
 
 gpu = pytest.mark.gpu
 
@@ -253,3 +256,14 @@ def test_heads_are_packed_where_they_fill_the_rows() -> None:
         1,
         128,
     ]
+
+
+@pytest.mark.parametrize("soft_cap", [False, True])
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in HEAD_DIMS if n != 128)])
+def test_a_kernel_stays_in_registers_and_its_products_overlap(head_dim: int, soft_cap: bool) -> None:
+    """The assembler says where it has to spill, or lets each product end before the next one."""
+    log = io.StringIO()
+    options = ProgramOptions(std="c++17", arch="sm_90a", ptxas_options=["-v"])
+    Program(PrefillVariant(BF16, head_dim, soft_cap).source, "c++", options).compile("cubin", logs=log)
+    assert " 0 bytes spill stores" in log.getvalue()
+    assert "serialized" not in log.getvalue()

@@ -1,5 +1,6 @@
 """Prefill attention in Triton against a plain restatement, which runs on a CPU."""
 
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 
@@ -109,8 +110,10 @@ def test_the_host_does_not_wait_for_the_device() -> None:
     kv, batch = move_cache(case.cache, device), move(case.batch, device)
     q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
     expected = prefill_attention(q, k, v, kv, replace(batch, derived={}), AttentionSpec(0.3))  # compiles
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         out = prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -233,5 +236,5 @@ def test_prompts_of_models(
     case = Case([(700, 0), (1, 600), (130, 333), (64, 64), (2, 1000), (129, 0)], heads, dtype, cache_dtype, 16)
     spec = AttentionSpec(heads[2] ** -0.5, window, 0.1, 0.2, soft_cap)
     case.check(spec, device)
-    check_cuts(case, 0, [0, 5, 64, 65, 200, 333, 640, 700], spec, device)
+    check_cuts(case, 0, [0, 5, 64, 66, 200, 333, 640, 700], spec, device)  # one token would be a decode step
     check_cuts(case, 2, [0, 130], spec, device)
