@@ -50,14 +50,17 @@ class GivenAdapter:
 
 
 def make_arena(
-    targets: Mapping[str, AdapterTarget], adapters: Sequence[tuple[Factors, float]], device: torch.device
+    targets: Mapping[str, AdapterTarget],
+    adapters: Sequence[tuple[Factors, float]],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> AdapterArena:
     """Adapter `i` of the list gets index `i + 1`."""
     given = [
         GivenAdapter({name: ModuleWeights(a, b, scale) for name, (a, b) in factors.items()}, _vocab_size(targets))
         for factors, scale in adapters
     ]
-    return fill_arena(targets, given, device, FakeGroup())
+    return fill_arena(targets, given, device, FakeGroup(), dtype)
 
 
 def _vocab_size(targets: Mapping[str, AdapterTarget]) -> int:

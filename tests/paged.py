@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
+from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 
 Feed = tuple[int, Sequence[int]]  # sequence, its next tokens
@@ -15,8 +16,12 @@ Feed = tuple[int, Sequence[int]]  # sequence, its next tokens
 class PagedDriver:
     """Sequences in a block cache whose blocks are handed out in random order."""
 
-    def __init__(self, model: Any, *, num_blocks: int = 96, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, *, num_blocks: int = 96, block_size: int = 4, seed: int = 0, as_served: bool = False
+    ) -> None:
+        """With `as_served`, batches say all that the runner says: the lengths on the host, and that all is stored."""
         self.model = model
+        self.as_served = as_served
         self.block_size = block_size
         self.kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self.free = list(range(num_blocks))
@@ -71,6 +76,8 @@ class PagedDriver:
             max(new),
             max_s,
             known,
+            HostLengths(new, cached) if self.as_served else None,
+            stores_all=self.as_served,
         )
         data = None
         if arena is not None:

@@ -1,0 +1,347 @@
+"""Every architecture in half precision on a Hopper GPU, where the fastest kernels serve it, against transformers.
+
+The oracle is transformers in float32, on weights that half precision holds exactly: all error is that of computing.
+transformers in half precision, with adapters as PEFT computes them, says how much error there has to be.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lorax_server.adapters.batch import AdapterArena
+from lorax_server.build import assemble
+from lorax_server.config import EngineConfig, ModelConfig
+from lorax_server.distributed import FakeGroup
+from lorax_server.kernels import Ops, reference, select_ops
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.registry import build_model
+from lorax_server.types import Request, SamplingParams, StopParams
+from lorax_server.weights import Weights
+from lorax_server.worker.worker import paged_worker
+from tests.lora import Factors, make_arena, merged, random_factors
+from tests.paged import PagedDriver
+from tests.parity.oracle import Float8Cache
+from tests.parity.variants import Variant
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+GPU = torch.device("cuda")
+VOCAB = 384
+SPREAD = 0.05  # of the parameters: scores of attention and outputs of layers are then about one
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512}
+GATED = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 512}
+NEOX = SIZES | {"hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 4}
+OPT = SIZES | {"hidden_size": 256, "ffn_dim": 512, "num_attention_heads": 4}
+
+MODELS = {
+    "llama-gqa-64": Variant(LlamaConfig, GATED | {"num_hidden_layers": 3}),
+    "llama-mha-bias-128": Variant(
+        LlamaConfig, GATED | {"head_dim": 128, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama-tied-80": Variant(LlamaConfig, GATED | {"head_dim": 80, "tie_word_embeddings": True}),
+    "llama-mqa-256": Variant(LlamaConfig, GATED | {"head_dim": 256, "num_key_value_heads": 1}),
+    "mistral-window-128": Variant(MistralConfig, GATED | {"head_dim": 128, "sliding_window": 50}),
+    "qwen2-64": Variant(Qwen2Config, GATED | {"hidden_size": 384, "num_attention_heads": 6}),
+    "qwen3-128": Variant(Qwen3Config, GATED | {"head_dim": 128}),
+    "gpt2-64": Variant(GPT2Config, GPT2),
+    "neox-96": Variant(GPTNeoXConfig, NEOX),
+    "opt-64": Variant(OPTConfig, OPT),
+}
+CASES = [*((name, BF16) for name in MODELS), ("llama-gqa-64", FP16), ("gpt2-64", FP16)]
+
+# The tokens of each sequence in each forward. 0: it has not come yet. So prompts run in one piece and in chunks, alone
+# and beside sequences that decode.
+DECODE = [1] * 6
+FEEDS = [
+    [1, *DECODE],
+    [150, *DECODE],
+    [70, 130, *DECODE],
+    [16, 1, 40, *DECODE],
+    [0, 0, 140, *DECODE],
+    [0, 0, 0, 5, 129, *DECODE],
+    [33, *DECODE],
+]
+ADAPTERS = [1, 0, 3, 2, 2, 4, 1]  # of each sequence; 0: none
+RANKS = (1, 3, 16)
+WORSE = 1.5  # times the error that transformers has
+FLOOR = 1e-3  # of the logits' size
+
+
+class Watched:
+    """Stands before a kernel: counts its launches and what it left to others."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.launches = self.refused = 0
+        self._kernel = kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.launches += 1
+        self._kernel(*args, **kwargs)
+
+    def fits(self, *args: Any) -> bool:
+        fits: bool = self._kernel.fits(*args)
+        self.refused += not fits
+        return fits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+class Pair:
+    """A model here in half precision, and in transformers in float32 and in half precision."""
+
+    def __init__(self, name: str, dtype: torch.dtype, ops: Ops) -> None:
+        self.name, self.dtype, self.ops = name, dtype, ops
+        self.oracle = make_oracle(name, dtype)
+        self.peer = deepcopy(self.oracle).to(dtype)
+        self.ours = self.make_ours(ops)
+
+    def make_ours(self, ops: Ops, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> PagedCausalLM:
+        config = MODELS[self.name].config()
+        for name, value in changes.items():
+            setattr(config, name, value)
+        tensors = dict(self.oracle.state_dict()) | (tensors or {})
+        if config.tie_word_embeddings:
+            tensors.pop("lm_head.weight")
+        weights = Weights(tensors, device=GPU, dtype=self.dtype, process_group=FakeGroup(), ops=ops)
+        return build_model(config, weights)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def make_oracle(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(sum(name.encode()))
+    model = AutoModelForCausalLM.from_config(MODELS[name].config(), dtype=torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        parameter.normal_(0, SPREAD)
+        if parameter.dim() == 1 and parameter_name.endswith("weight"):
+            parameter.add_(1)  # a norm's weight
+        parameter.copy_(parameter.to(dtype).float())
+    return model.to(GPU)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return select_ops(GPU)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
+def pair(request: pytest.FixtureRequest, ops: Ops) -> Pair:
+    return Pair(*request.param, ops)
+
+
+@pytest.fixture
+def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watched, Watched]]:
+    """Watch the kernels of attention. All attention must have been theirs, of prompts and of single tokens."""
+    assert type(ops).__name__ == "HopperOps"
+    decode, prefill = Watched(ops._decode), Watched(ops._prefill)
+    monkeypatch.setattr(ops, "_decode", decode)
+    monkeypatch.setattr(ops, "_prefill", prefill)
+    yield decode, prefill
+    assert decode.launches
+    assert not decode.refused
+
+
+@pytest.fixture
+def all_hopper(watched: tuple[Watched, Watched]) -> Iterator[None]:
+    yield
+    assert watched[1].launches
+    assert not watched[1].refused
+
+
+def make_rows() -> list[list[int]]:
+    draw = random.Random(0)
+    return [draw.choices(range(3, VOCAB), k=sum(feeds)) for feeds in FEEDS]
+
+
+def run_batches(
+    model: PagedCausalLM, rows: Sequence[Sequence[int]], arena: AdapterArena | None = None
+) -> list[torch.Tensor]:
+    """Return the logits of all tokens of each row, fed as FEEDS says."""
+    driver = PagedDriver(model, num_blocks=128, block_size=16, as_served=True)
+    seqs = [driver.add(adapter if arena else 0, len(row)) for adapter, row in zip(ADAPTERS, rows, strict=True)]
+    waiting, got = [deque(feeds) for feeds in FEEDS], [[] for _ in rows]  # type: ignore[var-annotated]
+    while any(waiting):
+        counts = {row: waiting[row].popleft() for row in range(len(rows)) if waiting[row]}
+        members = [row for row, count in counts.items() if count]
+        feeds = []
+        for row in members:
+            start = driver.lengths[seqs[row]]
+            feeds.append((seqs[row], rows[row][start : start + counts[row]]))
+        for row, logits in zip(members, driver.forward(feeds, arena), strict=True):
+            got[row].append(logits)
+    return [torch.cat(pieces).float() for pieces in got]
+
+
+@torch.no_grad()
+def ask(model: Any, ids: Sequence[int], **options: Any) -> torch.Tensor:
+    """Return the logits that a model of transformers gives each token."""
+    logits: torch.Tensor = model(torch.tensor([list(ids)], device=GPU), **options).logits[0]
+    return logits.float()
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def check_errors(
+    found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], peers: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """Compare row by row; return the largest of the rows' errors, and of their ratios to the peer's."""
+    ratios, errors = [], []
+    for row, (ours, oracle, peer) in enumerate(zip(found, exact, peers, strict=True)):
+        assert ours.shape == oracle.shape
+        assert bool(ours.isfinite().all()), f"row {row} is not finite"
+        error, limit, size = rms(ours - oracle), rms(peer - oracle), rms(oracle)
+        ratios.append(error / limit)
+        errors.append(error / size)
+        first = int((ours - oracle).square().mean(-1).argmax())
+        assert error <= WORSE * limit + FLOOR * size, (
+            f"row {row}: {error:.2e}, transformers {limit:.2e}, worst at {first} of {len(ours)}"
+        )
+        largest, allowed = float((ours - oracle).abs().max()), float((peer - oracle).abs().max())
+        assert largest <= 2 * WORSE * allowed + FLOOR * size, f"row {row}: at most {largest:.2e} off, not {allowed:.2e}"
+    return max(errors), max(ratios)
+
+
+@pytest.mark.usefixtures("all_hopper")
+def test_logits(pair: Pair, record_property: Any) -> None:
+    rows = make_rows()
+    found = run_batches(pair.ours, rows)
+    exact, peers = ([ask(model, row) for row in rows] for model in (pair.oracle, pair.peer))
+    error, ratio = check_errors(found, exact, peers)
+    record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
+
+
+def adapted(peer: Any, factors: Factors, scale: float) -> Any:
+    """Return a model that adds LoRA after each of its linears, as PEFT does, in its own precision."""
+
+    def add(a: torch.Tensor, b: torch.Tensor, _: Any, inputs: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        return out + F.linear(F.linear(inputs[0], a), b) * scale
+
+    model = deepcopy(peer)
+    for name, (lora_a, lora_b) in factors.items():
+        a, b = (x.to(GPU, peer.dtype) for x in (lora_a, lora_b))
+        model.get_submodule(name).register_forward_hook(partial(add, a, b))
+    return model
+
+
+def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
+    """Make adapters that half precision holds exactly; the last changes one target alone."""
+    targets, adapters = adapter_targets(pair.ours), []
+    for rank in RANKS:
+        factors = random_factors(targets, rank, seed=rank)
+        rounded = {name: (a.to(pair.dtype).float(), b.to(pair.dtype).float()) for name, (a, b) in factors.items()}
+        adapters.append((rounded, 0.25 / 2 ** (rank // 8)))
+    first = adapters[0][0]
+    one = next(iter(first))
+    return [*adapters, ({one: first[one]}, 0.25)]
+
+
+@pytest.mark.usefixtures("all_hopper")
+def test_adapters(pair: Pair, record_property: Any) -> None:
+    rows, adapters = make_rows(), make_adapters(pair)
+    arena = make_arena(adapter_targets(pair.ours), adapters, GPU, pair.dtype)
+    found = run_batches(pair.ours, rows, arena)
+    oracles = [pair.oracle, *(merged(pair.oracle, *adapter) for adapter in adapters)]
+    peers = [pair.peer, *(adapted(pair.peer, *adapter) for adapter in adapters)]
+    exact, near = ([ask(models[i], row) for i, row in zip(ADAPTERS, rows, strict=True)] for models in (oracles, peers))
+    error, ratio = check_errors(found, exact, near)
+    record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
+    plain = ask(pair.oracle, rows[0])
+    assert all(rms(ask(oracle, rows[0]) - plain) > 0.1 * rms(plain) for oracle in oracles[1:]), "they do something"
+
+
+def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Generate greedily in the engine, with graphs; steps are too small for the longest prompt."""
+    config = EngineConfig(
+        ModelConfig(Path("in-memory"), device="cuda"),
+        max_rows=len(prompts),
+        max_step_tokens=64,
+        max_length=256,
+        cache_bytes=2**26,
+        adapter_bytes=0,
+        cuda_graphs=True,
+    )
+    engine = assemble(config, paged_worker(model, config, FakeGroup()))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(i, prompt, SamplingParams(), StopParams(max_new_tokens=count, ignore_eos=True)))
+    while engine.has_work:
+        for output in engine.step():
+            assert output.failure is None, output.failure
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+    assert engine.status().chunks > 0
+    engine.close()
+    return tokens
+
+
+@pytest.mark.usefixtures("all_hopper")
+def test_greedy_text(pair: Pair, record_property: Any) -> None:
+    """Each token is the one that transformers would choose after the same text, in float32 and in half precision.
+
+    Where the two best tokens are closer than transformers' error there, either is right: both are so close to the best.
+    """
+    prompts = [row[:length] for row, length in zip(make_rows()[1:], (1, 9, 150, 40), strict=False)]
+    compared = same = 0
+    for prompt, tokens in zip(prompts, generate(pair.ours, prompts, 40), strict=True):
+        assert len(tokens) == 40
+        ids, chosen = [*prompt, *tokens[:-1]], torch.tensor(tokens, device=GPU)
+        exact, peer = (ask(model, ids)[len(prompt) - 1 :] for model in (pair.oracle, pair.peer))
+        error = (peer - exact).abs().amax(-1)
+        first, second = exact.topk(2).values.unbind(-1)
+        is_clear = first - second > 2 * error
+        assert torch.equal(chosen[is_clear], exact.argmax(-1)[is_clear])
+        assert torch.equal(chosen[is_clear], peer.argmax(-1)[is_clear])
+        gap = first - exact.gather(-1, chosen[:, None])[:, 0]
+        assert bool((gap <= 2 * WORSE * error).all())
+        compared, same = compared + int(is_clear.sum()), same + int((chosen == exact.argmax(-1)).sum())
+    record_property("seen", f"{compared} of 160 clear, {same} the best in float32")
+    assert compared > 100
+
+
+def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_property: Any) -> None:
+    """The error is that of float8 and that of half precision, with our kernels and with plain torch."""
+    pair = Pair("llama-gqa-64", BF16, ops)
+    scales = [(0.01 * (layer + 1), 0.02 * (layer + 1)) for layer in range(3)]
+    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(3) for kind in "kv"]
+    given = dict(zip(names, map(torch.tensor, sum(scales, ())), strict=True))
+    models = [pair.make_ours(each, given, quantize="fp8-kv") for each in (ops, reference)]
+    assert models[0].kv_dtype == torch.float8_e4m3fn
+    rows = make_rows()
+    ours, plain = (run_batches(model, rows) for model in models)
+    assert watched[1].refused  # a float8 cache is not for the kernel of prompts
+    seen = []
+    for row, ids in enumerate(rows):
+        exact, half = ask(pair.oracle, ids), ask(pair.peer, ids)
+        rounded = ask(pair.oracle, ids, past_key_values=Float8Cache(scales, pair.oracle.config), use_cache=True)
+        size = rms(exact)
+        errors = [rms(x) / size for x in (rounded - exact, half - exact, ours[row] - exact, ours[row] - rounded)]
+        float8, bf16, found, beyond = errors
+        seen.append((*errors, rms(ours[row] - plain[row]) / size))
+        assert found <= WORSE * (float8 + bf16) + FLOOR, f"row {row}"
+        assert beyond <= WORSE * (float8 + bf16) + FLOOR, f"row {row}"
+        assert seen[-1][-1] <= float8 + bf16 + FLOOR, f"row {row}"
+    worst = [max(column) for column in zip(*seen, strict=True)]
+    names = ["float8 alone", "bfloat16 alone", "ours", "ours to float8 in float32", "ours to plain torch"]
+    record_property("seen", ", ".join(f"{name} {value:.1e}" for name, value in zip(names, worst, strict=True)))
