@@ -10,6 +10,7 @@ from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.sources import NUMBERS, SHARED_BYTES, TWO_BLOCKS_BYTES, read_source, write_kernel
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
+SOURCES = ("prelude.cu", "decode.cu", "workers.cu", "clerks.cu")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
 STRETCH, MAX_SPLITS, ENTRY_BYTES = 256, 32, 32  # of decode.cu
@@ -27,7 +28,7 @@ class DecodePlanVariant:
     @property
     def source(self) -> str:
         call = write_kernel("PLAN_THREADS", "DecodePlanArgs", "plan_decode(p);")
-        return "\n".join((read_source("prelude.cu"), read_source("decode.cu"), call))
+        return "\n".join((*map(read_source, SOURCES), call))
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class DecodeVariant:
         arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
         blocks = 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
         call = write_kernel(f"DECODE_THREADS, {blocks}", "DecodeArgs", f"decode<{arguments}>(p);")
-        return "\n".join((read_source("prelude.cu"), read_source("decode.cu"), call))
+        return "\n".join((*map(read_source, SOURCES), call))
 
 
 class _DecodePlanArgs(ctypes.Structure):
