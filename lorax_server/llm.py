@@ -47,6 +47,7 @@ class LLM:
         *,
         device: str | None = None,
         dtype: str | None = None,
+        quantize: str | None = None,
         **settings: Any,
     ) -> None:
         """`adapters` are folders by name, or one folder whose subfolders are adapters. `settings` are those of
@@ -66,7 +67,7 @@ class LLM:
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._tokenizers = AdapterTokenizers(self._tokenizer, path)
         self._lock = threading.Lock()  # guards all below
-        config = EngineConfig(ModelConfig(path, dtype=dtype, device=device), **settings)
+        config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
         self._built: Engine | None = build_engine(config)
         self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
         self._runs: dict[int, Generation] = {}

@@ -166,6 +166,14 @@ def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calla
 # --- The same as transformers and PEFT --------------------------------------------------------------------------------
 
 
+def test_a_float8_cache_changes_log_probabilities_a_little(world: World, llm: LLM) -> None:
+    prompt = list(range(3, 23))
+    with LLM(world.model, quantize="fp8-kv", **SMALL) as small:
+        rounded, exact = (each.generate([prompt], prompt_logprobs=True)[0].prompt_logprobs for each in (small, llm))
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, abs=0.5)
+
+
 def test_prompts_of_several_adapters_get_what_they_get_alone(world: World, llm: LLM) -> None:
     prompts: list[Any] = [text if i % 2 else world.ids(text) for i, text in enumerate(TEXTS * 3)]
     names = [name for name in (None, *world.adapters) for _ in range(3)]

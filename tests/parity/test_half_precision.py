@@ -125,7 +125,7 @@ class Pair:
         if config.tie_word_embeddings:
             tensors.pop("lm_head.weight")
         weights = Weights(tensors, device=GPU, dtype=self.dtype, process_group=FakeGroup(), ops=ops)
-        return build_model(config, weights)  # type: ignore[no-any-return]
+        return build_model(config, weights)
 
 
 @torch.no_grad()
@@ -147,7 +147,8 @@ def ops() -> Ops:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
 def pair(request: pytest.FixtureRequest, ops: Ops) -> Pair:
-    return Pair(*request.param, ops)
+    name, dtype = request.param
+    return Pair(name, dtype, ops)
 
 
 @pytest.fixture
