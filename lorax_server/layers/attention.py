@@ -134,6 +134,8 @@ class PaddedContext:
         spec: AttentionSpec,
         angles: CosSin | None = None,
     ) -> torch.Tensor:
+        if spec.soft_cap is not None:
+            raise NotImplementedError("padded attention has no soft cap")
         if angles is not None:
             reference.rotary(q, *angles)
             reference.rotary(k, *angles)

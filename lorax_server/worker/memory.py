@@ -11,7 +11,7 @@ from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.warm_up import make_believe, run_prompts
+from lorax_server.worker.warm_up import CacheShape, make_believe, run_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ def _free_on_gpu(
     torch.cuda.synchronize(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    run_prompts(model, step_tokens, max_length, None if memory is None else make_believe(memory, step_tokens))
+    shape = CacheShape(max_length, config.block_size)
+    run_prompts(model, step_tokens, shape, None if memory is None else make_believe(memory, step_tokens))
     needed = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.graphs import graph_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -21,23 +22,31 @@ TOKEN_COUNTS = (200, 1024, 2304)
 MOST_SAMPLED = 256  # rows of the head's output that are taken into account
 
 
+class CacheShape(NamedTuple):
+    """The most tokens of a sequence, and those of a block."""
+
+    max_length: int
+    block_size: int
+
+
 def warm_up(
-    model: PagedCausalLM, memory: AdapterMemory | None, sizes: Sequence[int], step_tokens: int, max_length: int
+    model: PagedCausalLM, memory: AdapterMemory | None, max_rows: int, step_tokens: int, shape: CacheShape
 ) -> None:
-    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps of `sizes`."""
+    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps."""
     if model.device.type != "cuda":
         return
     start = time.monotonic()
     model.ops.prepare(_find_linears(model), with_lora=memory is not None)
     for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
-        run_prompts(model, tokens, max_length)
+        run_prompts(model, tokens, shape)
         if memory is not None:
-            run_prompts(model, tokens, max_length, make_believe(memory, tokens))
-    for rows in sizes:
-        run_decode(model, rows)
+            run_prompts(model, tokens, shape, make_believe(memory, tokens))
+    for rows in sorted({*graph_sizes(max_rows), max_rows}, reverse=True):  # the largest reserves memory for all
+        run_decode(model, rows, shape)
+    run_decode(model, 1, CacheShape(1, shape.block_size))  # of short sequences, which kernels do not split
     if memory is not None:
-        run_decode(model, sizes[0], make_believe(memory, sizes[0]))
-        _adapt_head(model, make_believe(memory, sizes[0]))
+        run_decode(model, 1, shape, make_believe(memory, 1))
+        _adapt_head(model, make_believe(memory, 1))
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
     logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
@@ -80,22 +89,34 @@ def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:
     model.ops.scale_and_shift(logits, data.lora, targets)
 
 
-def run_decode(model: PagedCausalLM, rows: int, adapter_data: AdapterBatchData | None = None) -> None:
-    """Run a step of so many sequences with a token each."""
+def run_decode(
+    model: PagedCausalLM, rows: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
+) -> None:
+    """Run a step of so many sequences with a token each, with tables for the longest there can be."""
     numbers = torch.arange(rows, device=model.device)
     ones = torch.ones_like(numbers)
     lengths = Seqlen(ones, torch.zeros_like(ones), None, 1, 1, ones)
-    cache, table = model.allocate_kv_cache(rows, 16), numbers[:, None].int()
+    table = torch.zeros(rows, -(-shape.max_length // shape.block_size), dtype=torch.int32, device=model.device)
+    table[:, 0] = numbers
     model(
-        torch.zeros_like(ones), torch.zeros_like(ones).int(), None, cache, table, numbers * 16, lengths, 1, adapter_data
+        torch.zeros_like(ones),
+        torch.zeros_like(ones).int(),
+        None,
+        model.allocate_kv_cache(rows, shape.block_size),
+        table,
+        numbers * shape.block_size,
+        lengths,
+        1,
+        adapter_data,
     )
 
 
 def run_prompts(
-    model: PagedCausalLM, step_tokens: int, max_length: int, adapter_data: AdapterBatchData | None = None
+    model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
     """Run a step full of prompts, as few and as long as they can be, through the model and its head."""
-    block_size, device = 16, model.device
+    max_length, block_size = shape
+    device = model.device
     full, rest = divmod(step_tokens, max_length)
     lengths = [max_length] * full + [rest] * (rest > 0)
     blocks = [-(-length // block_size) for length in lengths]  # of each prompt, one after the other

@@ -42,7 +42,7 @@ from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
-from lorax_server.worker.warm_up import warm_up
+from lorax_server.worker.warm_up import CacheShape, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         preparer = _make_preparer(targets, dtype, group, device)
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
-    warm_up(model, memory, graph_sizes(config.max_rows), step_tokens, max_length)
+    warm_up(model, memory, config.max_rows, step_tokens, CacheShape(max_length, config.block_size))
     reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)

@@ -25,15 +25,16 @@ struct Clerks : DecodeBlock<Model, FLOAT8, D, TILES, STAGES> {
     return FLOAT8 && Model::is_bfloat16 ? (x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x) : x;
   }
 
-  DEVICE void prepare(int item, int buffer) const {
+  DEVICE Entry prepare(int item, int buffer) const {
     const Entry e = p.entries[item / p.kv_heads];
     const int head = item % p.kv_heads;
     if (!e.is_empty) {
       load_queries(e, head, buffer);
       if (has_new(e)) load_new(e, head, buffer);
     }
-    if (thread == 0) entry(buffer) = e;
+    if (thread == 0) entry(buffer) = e;  // for the workers; a clerk has its own, since others may be an item ahead of it
     arrive_at(READY + buffer);
+    return e;
   }
 
   DEVICE void load_queries(const Entry& e, int head, int buffer) const {
@@ -87,9 +88,8 @@ struct Clerks : DecodeBlock<Model, FLOAT8, D, TILES, STAGES> {
   }
 
   // Writes an item's result: the row's own, or that of its stretch.
-  DEVICE void conclude(int item, int buffer, bool is_last) const {
+  DEVICE void conclude(const Entry& e, int item, bool is_last) const {
     wait_at(FULL);
-    const Entry e = entry(buffer);
     const i64 place = (i64)item * p.sharing;
     for (int i = thread; i < p.sharing * (D / 4); i += HALF_BLOCK) {
       const int row = i / (D / 4), d = i % (D / 4) * 4;
@@ -162,11 +162,12 @@ struct Clerks : DecodeBlock<Model, FLOAT8, D, TILES, STAGES> {
   DEVICE void keep_books() const {
     wait_for_kernel_before();
     int buffer = 0;
-    if (blockIdx.x < num_items) prepare(blockIdx.x, 0);
-    for (int item = blockIdx.x; item < num_items; item += gridDim.x, buffer ^= 1) {
+    Entry e, coming;
+    if (blockIdx.x < num_items) e = prepare(blockIdx.x, 0);
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x, buffer ^= 1, e = coming) {
       const int next = item + gridDim.x;
-      if (next < num_items) prepare(next, buffer ^ 1);
-      conclude(item, buffer, next >= num_items);
+      if (next < num_items) coming = prepare(next, buffer ^ 1);
+      conclude(e, item, next >= num_items);
     }
   }
 };

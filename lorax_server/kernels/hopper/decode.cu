@@ -72,11 +72,6 @@ DEVICE u32 load_word(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
   return r;
 }
-DEVICE float exp2_of(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
 DEVICE u32 widen(u32 two_float8) {  // the lower two bytes, to float16, exactly
   u32 r;
   asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(r) : "r"(two_float8));

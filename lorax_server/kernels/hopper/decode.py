@@ -16,7 +16,6 @@ MAX_SHARING = 16  # query heads of one head of keys
 STRETCH, MAX_SPLITS, ENTRY_BYTES = 256, 32, 32  # of decode.cu
 THREADS, PLAN_THREADS = 256, 256
 NO_WINDOW = 2**31 - 1
-BLOCKS_PER_SM = 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,10 @@ class DecodeVariant:
         return self._fixed_bytes + self.stages * self._stage_bytes
 
     @property
+    def blocks_per_sm(self) -> int:
+        return 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
+
+    @property
     def _stage_bytes(self) -> int:
         row = self.head_dim * (1 if self.is_float8 else 2)
         chunks = row // 16
@@ -70,9 +73,9 @@ class DecodeVariant:
     def source(self) -> str:
         float8 = "true" if self.is_float8 else "false"
         arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
-        blocks = 2 if self.shared_bytes <= TWO_BLOCKS_BYTES else 1
-        call = write_kernel(f"DECODE_THREADS, {blocks}", "DecodeArgs", f"decode<{arguments}>(p);")
-        return "\n".join((*map(read_source, SOURCES), call))
+        call = write_kernel(f"DECODE_THREADS, {self.blocks_per_sm}", "DecodeArgs", f"decode<{arguments}>(p);")
+        check = f"static_assert(DecodeBlock<{arguments}>::BYTES == {self.shared_bytes});"
+        return "\n".join((*map(read_source, SOURCES), check, call))
 
 
 class _DecodePlanArgs(ctypes.Structure):
@@ -126,8 +129,10 @@ class DecodeAttention:
         keys, values = cache
         return (
             q.dtype in NUMBERS
+            and keys.dtype == values.dtype
             and keys.dtype in (q.dtype, torch.float8_e4m3fn)
             and q.shape[2] in HEAD_DIMS
+            and q.shape[1] % keys.shape[1] == 0
             and q.shape[1] <= MAX_SHARING * keys.shape[1]
             and q.stride(2) == k.stride(2) == v.stride(2) == 1
             and keys.is_contiguous()
@@ -135,6 +140,8 @@ class DecodeAttention:
             and batch.stored is None
             and batch.block_tables.stride(1) == 1
             and batch.block_tables.dtype == torch.int32
+            and _is_row(batch.slots, torch.int64)
+            and (batch.cu_seqlens is None or _is_row(batch.cu_seqlens, torch.int32))
         )
 
     @staticmethod
@@ -161,26 +168,16 @@ class DecodeAttention:
         key = "stretches", window
         is_new = key not in batch.derived
         plan = batch.once(key, self._make_plan, batch, cache[0].shape[2], window)
-        num_kv_heads, block_size, head_dim = cache[0].shape[1:]
+        num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[3]
         scratch = self._reserve(len(batch.block_tables), len(plan.entries), q.shape[1], num_kv_heads, head_dim)
-        args = _DecodeArgs(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr(), out=out.data_ptr())
-        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if angles is not None:
-            args.cos, args.sin, args.half = angles[0].data_ptr(), angles[1].data_ptr(), angles[0].shape[1]
-            args.angle_token = angles[0].stride(0)
+        args = _describe(q, k, v, angles, cache, batch, spec)
+        args.out = out.data_ptr()
         if stores:
             args.slots = batch.slots.data_ptr()
-        args.tables, args.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
         args.entries, args.num_entries = plan.entries.data_ptr(), plan.num_entries.data_ptr()
         args.sums, args.masses, args.counters = (tensor.data_ptr() for tensor in scratch)
-        args.q_token, args.k_token, args.v_token = q.stride(0), k.stride(0), v.stride(0)
-        args.q_head, args.k_head, args.v_head = q.stride(1), k.stride(1), v.stride(1)
-        args.kv_heads, args.sharing, args.block_size = num_kv_heads, q.shape[1] // num_kv_heads, block_size
-        args.block_shift = block_size.bit_length() - 1 if block_size.bit_count() == 1 else -1
         variant = self.variant(q, cache)
-        args.k_scale, args.v_scale = (spec.k_scale, spec.v_scale) if variant.is_float8 else (1.0, 1.0)
-        args.scale, args.soft_cap = spec.scale * args.k_scale, spec.soft_cap or 0.0
-        blocks = min(self._num_sms * BLOCKS_PER_SM, len(plan.entries) * num_kv_heads)
+        blocks = min(self._num_sms * variant.blocks_per_sm, len(plan.entries) * num_kv_heads)
         # What is fetched before the kernel waits must be there: so the first launch after a plan is not early.
         self._kernels.get(variant).launch(blocks, THREADS, [args], early=not is_new)
 
@@ -192,7 +189,7 @@ class DecodeAttention:
             torch.empty(most, ENTRY_BYTES, dtype=torch.uint8, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
         )
-        lengths = batch.input_lengths.long(), batch.cache_lengths.long()
+        lengths = batch.input_lengths.long().contiguous(), batch.cache_lengths.long().contiguous()
         args = _DecodePlanArgs(*(length.data_ptr() for length in lengths), None, plan.entries.data_ptr())
         args.num_entries, args.num_seqs, args.window = plan.num_entries.data_ptr(), num_seqs, window
         if batch.cu_seqlens is not None:
@@ -201,7 +198,10 @@ class DecodeAttention:
         return plan
 
     def _reserve(self, num_seqs: int, num_entries: int, num_heads: int, num_kv_heads: int, head_dim: int) -> _Scratch:
-        """Return scratch memory that is large enough; what graphs were captured with stays as it is."""
+        """Return scratch memory that is large enough; what graphs were captured with stays as it is.
+
+        It grows by doubling, so that all of it together is at most twice the largest.
+        """
         num_places, num_counters = num_entries * num_heads, num_seqs * num_kv_heads
         for scratch in self._scratch:
             if (
@@ -210,7 +210,7 @@ class DecodeAttention:
                 and len(scratch.counters) >= num_counters
             ):
                 return scratch
-        device = self._kernels.device
+        device, num_places, num_counters = self._kernels.device, _double(num_places), _double(num_counters)
         made = _Scratch(
             torch.empty(num_places * head_dim, dtype=torch.float32, device=device),
             torch.empty(2 * num_places, dtype=torch.float32, device=device),
@@ -218,3 +218,41 @@ class DecodeAttention:
         )
         self._scratch.append(made)
         return made
+
+
+def _describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: CosSin | None,
+    cache: LayerCache,
+    batch: PagedBatch,
+    spec: AttentionSpec,
+) -> _DecodeArgs:
+    """Fill in the arguments that come from the caller."""
+    args = _DecodeArgs(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr())
+    args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    args.q_token, args.k_token, args.v_token = q.stride(0), k.stride(0), v.stride(0)
+    args.q_head, args.k_head, args.v_head = q.stride(1), k.stride(1), v.stride(1)
+    if angles is not None:
+        if not all(_is_row(angle, torch.float32) for angle in angles):
+            raise ValueError("attend needs angles of float32 without gaps")
+        args.cos, args.sin, args.half = angles[0].data_ptr(), angles[1].data_ptr(), angles[0].shape[1]
+        args.angle_token = angles[0].stride(0)
+    args.tables, args.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+    num_kv_heads, block_size = cache[0].shape[1:3]
+    args.kv_heads, args.sharing, args.block_size = num_kv_heads, q.shape[1] // num_kv_heads, block_size
+    args.block_shift = block_size.bit_length() - 1 if block_size.bit_count() == 1 else -1
+    is_float8 = cache[0].dtype.itemsize == 1
+    args.k_scale, args.v_scale = (spec.k_scale, spec.v_scale) if is_float8 else (1.0, 1.0)
+    args.scale, args.soft_cap = spec.scale * args.k_scale, spec.soft_cap or 0.0
+    return args
+
+
+def _double(count: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _is_row(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()

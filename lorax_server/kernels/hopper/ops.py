@@ -1,4 +1,4 @@
-"""The op table on Hopper: CUDA C++ for the rows of a decode step, Triton for prompts and all else."""
+"""The op table on Hopper: CUDA C++ in half precision, from linears to sampling; Triton for all else."""
 
 from collections.abc import Sequence
 
@@ -66,10 +66,11 @@ class HopperOps(TritonOps):
                 variants.add(small.norm_variant(fused.dtype, inputs))
         for dtype in {weights.plain.dtype for weights in linears} & NUMBERS.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
-            variants |= {sampling.SampleVariant(dtype, step) for step in ("change", "choose")}
             if with_lora:
                 variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
                 variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
+        for dtype in {weights.plain.dtype for weights in linears} & sampling.LOGITS.keys():
+            variants |= {sampling.SampleVariant(dtype, step) for step in ("change", "choose")}
         self._kernels.compile(sorted(variants, key=str))
 
     def attend(

@@ -116,11 +116,6 @@ struct Descriptor {
 };
 DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The softmax of two rows, a quarter of whose columns a thread has: score i is of row i / 2 % 2, key i / 4 * 8 + i % 2.
 struct Softmax {
@@ -141,13 +136,13 @@ struct Softmax {
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
       a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
       const float base = a == -__int_as_float(0x7f800000) ? 0 : __fmul_rn(a, factor);  // a row that has seen nothing yet
-      keep[h] = exp2_fast(__fmul_rn(top[h], factor) - base);  // 1, if the highest score is the same
+      keep[h] = exp2_of(__fmul_rn(top[h], factor) - base);  // 1, if the highest score is the same
       top[h] = a;
       float even = 0, odd = 0;
 #pragma unroll
       for (int i = 2 * h; i < COUNT; i += 4) {
-        s[i] = exp2_fast(fmaf(s[i], factor, -base));
-        s[i + 1] = exp2_fast(fmaf(s[i + 1], factor, -base));
+        s[i] = exp2_of(fmaf(s[i], factor, -base));
+        s[i + 1] = exp2_of(fmaf(s[i + 1], factor, -base));
         even += s[i];
         odd += s[i + 1];
       }
@@ -166,7 +161,7 @@ struct Softmax {
 // tanh(x / 2 / log2(e)): its error is small against 1, where that of the instruction would show in scores.
 template <int COUNT> DEVICE void cap_scores(float (&s)[COUNT], float cap) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) s[i] = 1 - __fdividef(2, 1 + exp2_fast(s[i] * cap));
+  for (int i = 0; i < COUNT; i++) s[i] = 1 - __fdividef(2, 1 + exp2_of(s[i] * cap));
 }
 
 // Hide the keys after a row's own position, and those before its window. `last`: counted from this thread's first key.

@@ -12,7 +12,7 @@ import torch
 
 from lorax_server.errors import EngineError
 from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
-from lorax_server.kernels.hopper.sources import NUMBERS, Variant, read_source
+from lorax_server.kernels.hopper.sources import NUMBERS, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -135,12 +135,6 @@ class PrefillAttention:
             and (q.data_ptr() | keys.data_ptr() | values.data_ptr()) % 16 == 0  # as the copy engine asks
             and spec.scale > 0
         )
-
-    def variants(self, dtype: torch.dtype, head_dim: int, specs: Iterable[AttentionSpec]) -> set[Variant]:
-        """Return the kernels that layers of these constants need."""
-        if dtype not in NUMBERS or head_dim not in HEAD_DIMS:
-            return set()
-        return {PrefillVariant(dtype, head_dim, spec.soft_cap is not None) for spec in specs}
 
     def __call__(
         self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec

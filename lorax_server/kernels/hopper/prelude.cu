@@ -35,6 +35,12 @@ struct Float16 {
   }
 };
 
+DEVICE float exp2_of(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // d += a b: 16 x 16 times 16 x 8, in float32.
 template <class Number>
 DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorax_server.kernels import AttentionSpec, CosSin, LayerCache, PagedBatch, reference
+from lorax_server.kernels import AttentionSpec, CosSin, HostLengths, LayerCache, PagedBatch, reference
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")
@@ -135,12 +135,11 @@ def check(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
     ) | found.isnan()
     assert not wrong.any(), describe(wrong, found, expected)
     for part, expected_part in zip(cache, expected_cache, strict=True):
-        # All of the blocks: what has no token is still NaN, but where the reference has cleared a fresh block.
+        # The reference clears a block when a sequence first writes into it; the kernel need not.
         written = expected_part.float().isfinite() & (expected_part.float() != 0)
-        assert torch.equal(
-            part.view(torch.uint8).view(*part.shape, -1)[written],
-            expected_part.view(torch.uint8).view(*part.shape, -1)[written],
-        )
+        bits, expected_bits = (x.view(torch.uint8).view(*x.shape, -1) for x in (part, expected_part))
+        assert torch.equal(bits[written], expected_bits[written])
+        assert part.float().isnan()[~expected_part.float().isfinite()].all(), "where no token lies, nothing is written"
 
 
 def describe(wrong: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> str:
@@ -171,6 +170,17 @@ def test_a_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: int) -
 @pytest.mark.parametrize("rotated", [0, 32, None])
 def test_blocks_of_any_size_and_parts_of_heads(ops: HopperOps, block_size: int, rotated: int | None) -> None:
     check(ops, Paged(LENGTHS, block_size=block_size, rotated=rotated), AttentionSpec(0.1))
+
+
+def test_heads_of_three_kinds_may_lie_in_turn(ops: HopperOps) -> None:
+    """Query, key and value of a head side by side, as GPT-NeoX has them."""
+    paged = Paged(LENGTHS, 8, 8, 64, rotated=16)
+    spec = AttentionSpec(0.125)
+    expected, _ = paged.run(ops, spec)
+    q, k, v = torch.stack(paged.split(), dim=2).unbind(2)
+    assert q.stride(1) == 3 * 64
+    cache = paged.cache[0].clone(), paged.cache[1].clone()
+    assert torch.equal(ops.attend(q, k, v, paged.angles, cache, replace(paged.batch, derived={}), spec), expected)
 
 
 @pytest.mark.parametrize("lengths", [[32768], [32768, 5, 20000], [8192] * 3 + [8193, 8194], [1] * 300])
@@ -235,6 +245,47 @@ def test_a_captured_step_serves_other_lengths(ops: HopperOps) -> None:
         expected = paged.run(ops, spec)[0]
         for found in captured:
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_single_tokens_among_prompts_have_the_bits_of_a_decode_step(
+    ops: HopperOps, head_dim: int, cache_dtype: torch.dtype | None
+) -> None:
+    """A step of prompts and single tokens: those have one stretch or many, and a first token of its own."""
+    paged = Paged([300, 4001, 1, 329, 700, 2], head_dim=head_dim, cache_dtype=cache_dtype)
+    new = [300, 1, 1, 129, 1, 1]
+    spec = AttentionSpec(head_dim**-0.5, k_scale=0.5, v_scale=0.3)
+    starts = torch.tensor([0, *new]).cumsum(0)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    qkv = torch.randn(int(starts[-1]), 48, head_dim, generator=generator, device=DEVICE).to(BF16)
+    turns = torch.randn(len(qkv), head_dim // 2, generator=generator, device=DEVICE)
+    lengths = HostLengths(new, [length - count for length, count in zip(paged.lengths, new, strict=True)])
+    slots = [
+        int(paged.batch.block_tables[row, position // 16]) * 16 + position % 16
+        for row, (length, count) in enumerate(zip(paged.lengths, new, strict=True))
+        for position in range(length - count, length)
+    ]
+    mixed = PagedBatch(
+        paged.batch.block_tables,
+        torch.tensor(lengths.inputs, device=DEVICE),
+        torch.tensor(lengths.cached, device=DEVICE),
+        torch.tensor(slots, device=DEVICE),
+        cu_seqlens=starts.int().to(DEVICE),
+        host_lengths=lengths,
+        stores_all=True,
+    )
+    caches = [(paged.cache[0].clone(), paged.cache[1].clone()) for _ in range(2)]
+    q, k, v = qkv.clone().split([32, 8, 8], dim=1)
+    out = ops.attend(q, k, v, (turns.cos(), turns.sin()), caches[0], mixed, spec)
+    assert out.isfinite().all()
+
+    rows = [row for row, count in enumerate(new) if count == 1]
+    at = starts[rows].to(DEVICE)
+    alone = PagedBatch(mixed.block_tables[rows], mixed.input_lengths[rows], mixed.cache_lengths[rows], mixed.slots[at])
+    q, k, v = qkv[at].split([32, 8, 8], dim=1)
+    decoded = ops.attend(q, k, v, (turns[at].cos(), turns[at].sin()), caches[1], alone, spec)
+    assert torch.equal(out[at], decoded)
 
 
 def test_a_nan_stays_with_its_row(ops: HopperOps) -> None:
