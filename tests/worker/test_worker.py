@@ -41,7 +41,7 @@ from lorax_server.plan import (
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
 from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
-from lorax_server.worker.warm_up import run_prompts
+from lorax_server.worker.warm_up import CacheShape, run_decode, run_prompts
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
 from tests.builders import needs_onednn
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -442,14 +442,16 @@ def test_what_a_padded_model_cannot_do_is_refused(gpt_j: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])
-@pytest.mark.parametrize("step_tokens", [5, 128, 300])
-def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: int) -> None:
-    """Cover steps with more tokens than the model has positions."""
+@pytest.mark.parametrize(("step_tokens", "block_size"), [(5, 16), (128, 8), (300, 16)])
+def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: int, block_size: int) -> None:
+    """Cover steps with more tokens than the model has positions, and decode steps with tables for the longest."""
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
     counted: list[int] = []
     model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))
-    run_prompts(model, step_tokens, 128)
-    assert counted == [step_tokens]
+    run_prompts(model, step_tokens, CacheShape(128, block_size))
+    run_decode(model, 3, CacheShape(128, block_size))
+    run_decode(model, 1, CacheShape(1, block_size))
+    assert counted == [step_tokens, 3, 1]
 
 
 def test_a_rank_that_has_nothing_to_do_gives_back_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
