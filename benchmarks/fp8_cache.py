@@ -1,6 +1,6 @@
 """The price of a float8 cache (`--quantize fp8-kv`) in accuracy: the bundled model and its adapters, end to end.
 
-    PYTHONPATH=. python benchmarks/fp8_cache.py [--json FILE] [--device cuda] [--dtype bfloat16] [--items N]
+    python benchmarks/fp8_cache.py [--json FILE] [--device cuda] [--dtype bfloat16] [--items N]
 
 Every adapter gets held-out items of its skill, once with each cache: in the model's own precision, as float8 with the
 scale 1, which is what a checkpoint without scales gets, and as float8 with scales from the data, so that the largest
@@ -11,6 +11,7 @@ cache in the model's own precision if all of its greedy tokens are.
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,13 @@ from report import Record, report
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from demo.skills import SKILLS, write_items
 from lorax_server.cli.demo import FOLDER
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
+
+sys.path.append(str(Path(__file__).parent.parent))  # demo/ is part of the repository, not of the package
+from demo.skills import SKILLS, write_items
 
 SEED = 2027
 MAX_TOKENS = 200  # the longest right answer has fewer
