@@ -12,7 +12,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lorax_server.errors import ConfigError
-from lorax_server.layers.rotary import CosSin, RotaryEmbedding, load_rotary, rope_parameters
+from lorax_server.kernels import CosSin
+from lorax_server.layers.rotary import RotaryEmbedding, load_rotary, rope_parameters
 
 CPU = torch.device("cpu")
 HEAD_DIM, MAX_POSITIONS = 16, 64
