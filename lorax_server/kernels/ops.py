@@ -30,6 +30,11 @@ class AttentionSpec:
     v_scale: float = 1.0
     soft_cap: float | None = None  # scores are squeezed into this range by `cap * tanh(score / cap)`; None for no limit
 
+    @property
+    def reach(self) -> int:
+        """Return the window as kernels take it: without one, more tokens than any sequence has."""
+        return 2**30 if self.window is None else self.window
+
 
 class Activation(NamedTuple):
     """An activation by the name that configs use, so that a kernel can have it built in."""
@@ -91,6 +96,10 @@ class PagedBatch(Remembers):
     host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
     stores_all: bool = False  # whether the caller knows that each token has a slot, so that the cache holds all
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def read_lengths(self) -> "HostLengths":
+        """Return the lengths on the host. This waits for the device, if the caller has given none."""
+        return self.host_lengths or HostLengths(self.input_lengths.tolist(), self.cache_lengths.tolist())
 
 
 class Field(IntEnum):

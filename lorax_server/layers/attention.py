@@ -12,6 +12,7 @@ import torch
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.kernels import AttentionSpec, CosSin, HostLengths, LayerCache, Ops, PagedBatch, reference
+from lorax_server.kernels.reference.decode import score
 
 KVCache = list[LayerCache]  # by layer
 
@@ -134,8 +135,6 @@ class PaddedContext:
         spec: AttentionSpec,
         angles: CosSin | None = None,
     ) -> torch.Tensor:
-        if spec.soft_cap is not None:
-            raise NotImplementedError("padded attention has no soft cap")
         if angles is not None:
             reference.rotary(q, *angles)
             reference.rotary(k, *angles)
@@ -144,7 +143,7 @@ class PaddedContext:
             k = torch.cat([self.past[layer_id][0], k], dim=2)
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
-        scores = q.float() @ k.float().transpose(-1, -2) * spec.scale
+        scores = score(q.float(), k.float(), spec)
         # Not -inf: a query of padding sees nothing at all, and must not become a NaN.
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)

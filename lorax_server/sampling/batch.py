@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from lorax_server.errors import InputError
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
@@ -20,6 +21,24 @@ class RowSampling(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, stop: StopParams) -> "RowSampling":
         return cls(params, stop.min_new_tokens, stop.ending_token_ids)
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Tell whether scores are changed before the likeliest token is looked for."""
+        is_limited = self.min_new_tokens > 0 and bool(self.ending_token_ids)
+        return is_limited or self.has_penalties or self.params.watermark or bool(self.params.logit_bias)
+
+    def list_biases(self, vocab_size: int) -> list[tuple[int, float]]:
+        """List the tokens that have a bias, and their biases."""
+        for token_id in self.params.logit_bias:
+            if token_id >= vocab_size:
+                raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {vocab_size}")
+        return list(self.params.logit_bias.items())
 
 
 class History(NamedTuple):

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lorax_server.errors import InputError
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEVER,
@@ -70,7 +69,7 @@ class GeneralSampler:
             [p.frequency_penalty for p in params],
             [p.presence_penalty for p in params],
         )
-        self._bias = self._list_biases(params)
+        self._bias = self._list_biases(row_sampling)
         self._forbidden = self._list_forbidden(row_sampling)
         self._sampled = self._group([not p.is_greedy for p in params])
         sampled = [p for p in params if not p.is_greedy]
@@ -166,11 +165,12 @@ class GeneralSampler:
         columns = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
         return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(asks), columns)
 
-    def _list_biases(self, params: Sequence[SamplingParams]) -> _Entries | None:
-        entries = [(row, token_id, bias) for row, p in enumerate(params) for token_id, bias in p.logit_bias.items()]
-        for _, token_id, _ in entries:
-            if token_id >= self._vocab_size:
-                raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {self._vocab_size}")
+    def _list_biases(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:
+        entries = [
+            (row, token_id, bias)
+            for row, sampling in enumerate(row_sampling)
+            for token_id, bias in sampling.list_biases(self._vocab_size)
+        ]
         return self._entries(entries, torch.float32)
 
     def _list_forbidden(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:

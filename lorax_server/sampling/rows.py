@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.errors import InputError
 from lorax_server.kernels.hopper.sampling import (
     MAX_LISTED,
     RAW,
@@ -22,7 +21,6 @@ from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, 
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.score_ops import ChooseRows
 from lorax_server.sampling.upload import Upload
-from lorax_server.types import SamplingParams
 
 _NOT_ASKED = -1.0
 
@@ -42,14 +40,14 @@ class RowSampler:
         for number, sampling in enumerate(row_sampling):
             row = table[number]
             self._describe(row, sampling, vocab_size)
-            if _changes_scores(sampling):
+            if sampling.changes_scores:
                 row["changed"], num_changed = num_changed, num_changed + 1
             if 0 < row["num_alternatives"] <= MAX_LISTED:
                 row["listed"] = num_asking
             num_asking += bool(row["num_alternatives"])
         most = min(max(self._num_alternatives.values(), default=0), vocab_size)
         self._batch = self._send(table, num_asking, most, torch.device(device))
-        self.needs_tokens = any(p.watermark or _has_penalties(p) for p in params)
+        self.needs_tokens = any(each.params.watermark or each.has_penalties for each in row_sampling)
         self._many = self._prepare_many(row_sampling, vocab_size, torch.device(device))
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
@@ -85,7 +83,7 @@ class RowSampler:
         row["num_alternatives"] = min(params.num_alternatives, vocab_size)
         row["repetition"] = params.repetition_penalty
         row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
-        row["biases"], row["biases_end"] = self._add_entries(_list_biases(sampling, vocab_size))
+        row["biases"], row["biases_end"] = self._add_entries(sampling.list_biases(vocab_size))
         row["min_new"] = min(sampling.min_new_tokens, 2**31 - 1)
         forbidden = [(token, 0.0) for token in sampling.ending_token_ids if token < vocab_size]
         row["forbidden"], row["forbidden_end"] = self._add_entries(forbidden if sampling.min_new_tokens > 0 else [])
@@ -133,23 +131,3 @@ class RowSampler:
         found = general(logits[rows], own_history, own_masks).alternatives
         assert found is not None
         chosen.listed_ids[places], chosen.listed_logprobs[places] = found.token_ids, found.logprobs
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
-def _changes_scores(sampling: RowSampling) -> bool:
-    """Tell whether the scores of a row are changed before those of greedy rows are compared."""
-    is_limited = sampling.min_new_tokens > 0 and bool(sampling.ending_token_ids)
-    return (
-        is_limited or _has_penalties(sampling.params) or sampling.params.watermark or bool(sampling.params.logit_bias)
-    )
-
-
-def _list_biases(sampling: RowSampling, vocab_size: int) -> list[tuple[int, float]]:
-    entries = list(sampling.params.logit_bias.items())
-    for token_id, _ in entries:
-        if token_id >= vocab_size:
-            raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {vocab_size}")
-    return entries

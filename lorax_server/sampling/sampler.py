@@ -121,9 +121,7 @@ class Sampler:
 def _way_of(sampling: RowSampling) -> _Way:
     """Return the way of a sequence on a CPU."""
     params = sampling.params
-    has_penalties = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-    is_limited = sampling.min_new_tokens > 0 and bool(sampling.ending_token_ids)
-    if has_penalties or is_limited or params.watermark or params.logit_bias or params.num_alternatives:
+    if sampling.changes_scores or params.num_alternatives:
         return _Way.GENERAL
     if params.is_greedy:
         return _Way.LIKELIEST

@@ -2,13 +2,11 @@
 `collect` waits for it."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata, find_segments
 from lorax_server.kernels import HostLengths
@@ -24,8 +22,6 @@ from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
-# All but cuDNN's, which plans anew for every length that it has not seen.
-GPU_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class ScoredPrompts(NamedTuple):
@@ -124,8 +120,7 @@ class PagedRunner:
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
         if self._graphs is not None and tokens.is_single and len(plan.rows) <= self._graphs.max_rows:
             return self._graphs.run(plan, adapter_data)
-        with sdpa_kernel(GPU_BACKENDS) if self._device.type == "cuda" else nullcontext():
-            return self._run_eagerly(plan, tokens, adapter_data)
+        return self._run_eagerly(plan, tokens, adapter_data)
 
     def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
         tables, layout = self._tables, tokens.layout

@@ -168,3 +168,11 @@ def test_attentions_and_hidden_states_are_kept_only_when_asked_for() -> None:
 def test_padding_does_not_count_for_the_length_that_chooses_angles() -> None:
     assert padded([[1, 1, 1], [0, 0, 1]], 3).rope_lengths().tolist() == [3, 3, 3, 1, 1, 1]
     assert padded([[1, 1, 1], [0, 1, 1]], 1).rope_lengths().tolist() == [3, 2]
+
+
+def test_a_soft_cap_is_the_same_padded_and_paged() -> None:
+    spec = AttentionSpec(SPEC.scale, soft_cap=0.7)
+    q, k, v = (3 * normal(5, 2, 4, seed=seed) for seed in range(3))
+    out = padded([[1] * 5], 5).attend(0, q, k, v, spec)
+    torch.testing.assert_close(out, paged([5], [0], prefill=True).attend(0, q, k, v, spec), rtol=0, atol=1e-5)
+    assert (out - padded([[1] * 5], 5).attend(0, q, k, v, SPEC)).abs().max() > 0.1

@@ -15,7 +15,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
 STRETCH, MAX_SPLITS, ENTRY_BYTES = 256, 32, 32  # of decode.cu
 THREADS, PLAN_THREADS = 256, 256
-NO_WINDOW = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,9 @@ class DecodeAttention:
     ) -> None:
         """Write the rows of `out` that belong to sequences with one new token, and, if it `stores`, their keys and
         values. Rows of padding get zeros."""
-        window = NO_WINDOW if spec.window is None else spec.window
-        key = "stretches", window
+        key = "stretches", spec.reach
         is_new = key not in batch.derived
-        plan = batch.once(key, self._make_plan, batch, cache[0].shape[2], window)
+        plan = batch.once(key, self._make_plan, batch, cache[0].shape[2], spec.reach)
         num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[3]
         scratch = self._reserve(len(batch.block_tables), len(plan.entries), q.shape[1], num_kv_heads, head_dim)
         args = _describe(q, k, v, angles, cache, batch, spec)

@@ -174,4 +174,4 @@ class HopperOps(TritonOps):
 
 def _has_singles(batch: PagedBatch) -> bool:
     """Return whether any sequence has one new token."""
-    return 1 in (batch.host_lengths.inputs if batch.host_lengths is not None else batch.input_lengths.tolist())
+    return 1 in batch.read_lengths().inputs

@@ -16,7 +16,6 @@ from lorax_server.kernels.hopper.sources import NUMBERS, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-NO_WINDOW = 2**30
 MAX_SHAPES = 256  # of which maps are kept
 MAX_MAPS = 4096  # of one shape
 MAX_IDLE_ROWS = 8
@@ -161,7 +160,7 @@ class PrefillAttention:
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
         args.block_size, args.box, args.num_blocks = block_size, math.gcd(block_size, variant.keys), num_blocks
-        args.table_stride, args.window = batch.block_tables.stride(0), spec.window or NO_WINDOW
+        args.table_stride, args.window = batch.block_tables.stride(0), spec.reach
         args.factor = (spec.soft_cap or spec.scale) * math.log2(math.e)
         args.cap = 2 * math.log2(math.e) * spec.scale / (spec.soft_cap or 1)
         if len(self._maps) >= MAX_SHAPES:
@@ -227,7 +226,7 @@ def _place_tiles(batch: PagedBatch, tokens: int) -> torch.Tensor:
     """Copy the tiles of a batch to its device, without a wait if the host knows the lengths."""
     if batch.block_tables.dtype != torch.int32 or batch.block_tables.stride(1) != 1:
         raise EngineError("block tables are rows of int32")
-    inputs, cached = batch.host_lengths or (batch.input_lengths.tolist(), batch.cache_lengths.tolist())
+    inputs, cached = batch.read_lengths()
     tiles = torch.from_numpy(list_tiles(inputs, cached, tokens))
     return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles
 

@@ -70,7 +70,7 @@ class _PrefillPlan:
 
 
 def _plan_prefill(batch: PagedBatch, block_size: int) -> _PrefillPlan:
-    new, cached = batch.host_lengths or (batch.input_lengths.tolist(), batch.cache_lengths.tolist())
+    new, cached = batch.read_lengths()
     starts = [0, *accumulate(new)]
     device = batch.block_tables.device
     shapes = {row: (new[row], cached[row]) for row in range(len(new)) if new[row]}

@@ -21,7 +21,6 @@ NUM_STAGES = 6
 TILE_BYTES = 8 << 10  # of keys, and as many of values
 MAX_TILE = 128
 MIN_DOT = 16  # the smallest side of a product
-NO_WINDOW = 2**31 - 1
 COUNTED = tl.constexpr(1024)  # sequences whose stretches are counted at once
 MERGED = tl.constexpr(4)  # stretches that are added at once
 
@@ -41,7 +40,7 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
     _launch(q, cache, batch, spec, work, (out, partial, mass))
     if work.room > 1:
         _merge_kernel[(num_heads, num_seqs)](
-            *(partial, mass, batch.input_lengths, batch.cache_lengths, out, window_of(spec), work.room),
+            *(partial, mass, batch.input_lengths, batch.cache_lengths, out, spec.reach, work.room),
             HEAD_DIM=head_dim,
             DIM=fill_up(head_dim),
             STRETCH=STRETCH,
@@ -55,10 +54,6 @@ def check_layout(q: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> None:
     plain = *cache, batch.input_lengths, batch.cache_lengths
     if not all(x.is_contiguous() for x in plain) or q.stride(2) != 1 or batch.block_tables.stride(1) != 1:
         raise ValueError("attention needs caches, lengths, heads and block tables without gaps")
-
-
-def window_of(spec: AttentionSpec) -> int:
-    return NO_WINDOW if spec.window is None else spec.window
 
 
 def fill_up(head_dim: int) -> int:
@@ -108,12 +103,12 @@ class _Work(NamedTuple):
 def _list_work(batch: PagedBatch, block_size: int, spec: AttentionSpec) -> _Work:
     """Launch the kernel that writes the list. In a graph it is captured with the batch's first layer."""
     num_seqs, width = batch.block_tables.shape
-    room = max(1, min(MAX_STRETCHES, triton.cdiv(min(width * block_size, window_of(spec)), STRETCH)))
+    room = max(1, min(MAX_STRETCHES, triton.cdiv(min(width * block_size, spec.reach), STRETCH)))
     device = batch.block_tables.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     items = torch.empty(1 + num_seqs * room, dtype=torch.int32, device=device)
     _list_kernel[(num_seqs,)](
-        *(batch.input_lengths, batch.cache_lengths, items, window_of(spec)), STRETCH=STRETCH, MOST=MAX_STRETCHES
+        *(batch.input_lengths, batch.cache_lengths, items, spec.reach), STRETCH=STRETCH, MOST=MAX_STRETCHES
     )
     return _Work(items, room, PROGRAMS_PER_PROCESSOR * processors)
 
@@ -132,7 +127,7 @@ def _launch(
     tile = TILE_BYTES // (dim * (4 if compute == tl.float32 else cache[0].itemsize))
     _decode_kernel[(min(work.programs, len(q) * work.room * num_kv_heads),)](
         *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
-        *(window_of(spec), q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
+        *(spec.reach, q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
         *Scales.of(cache[0], spec),
         HAS_CAP=spec.soft_cap is not None,
         IS_RESCALED=is_rescaled(q, cache[0]),

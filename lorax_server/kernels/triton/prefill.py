@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorax_server.kernels.ops import AttentionSpec, HostLengths, LayerCache, PagedBatch
+from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.reference.prefill import prefill_with
 from lorax_server.kernels.triton.attention import (
     Scales,
@@ -27,7 +27,6 @@ from lorax_server.kernels.triton.attention import (
     load_query,
     multiply_keys,
     product_dtype,
-    window_of,
 )
 
 MOST_PACKED = 8  # heads of one program
@@ -95,7 +94,7 @@ def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
 
     Return [num_tiles, 4]: sequence, first token of the forward, its position, number of tokens.
     """
-    new, cached = _lengths(batch)
+    new, cached = batch.read_lengths()
     starts = [0, *accumulate(new)]
     tiles = [
         (row, starts[row] + at, cached[row] + at, min(height, count - at))
@@ -108,7 +107,7 @@ def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
 
 
 def _find_singles(batch: PagedBatch) -> _Singles | None:
-    new, _ = _lengths(batch)
+    new, _ = batch.read_lengths()
     starts, device = [0, *accumulate(new)], batch.block_tables.device
     single = [row for row, count in enumerate(new) if count == 1]
     if not single:
@@ -116,10 +115,6 @@ def _find_singles(batch: PagedBatch) -> _Singles | None:
     at = _send(torch.tensor(single), device)
     own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
     return _Singles(own, _send(torch.tensor([starts[row] for row in single]), device))
-
-
-def _lengths(batch: PagedBatch) -> HostLengths:
-    return batch.host_lengths or HostLengths(batch.input_lengths.tolist(), batch.cache_lengths.tolist())
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -139,7 +134,7 @@ def _launch(
     _, num_kv_heads, block_size, head_dim = cache[0].shape
     compute = product_dtype(q, cache[0])
     _prefill_kernel[(q.shape[1] // packed, len(tiles))](
-        *(q, *cache, tables, tiles, out, window_of(spec), q.stride(0), q.stride(1), tables.stride(0)),
+        *(q, *cache, tables, tiles, out, spec.reach, q.stride(0), q.stride(1), tables.stride(0)),
         *Scales.of(cache[0], spec),
         # Tensor cores fix the order of sums. In float32 the compiler does, and may choose another without masks.
         HAS_WHOLE=compute != tl.float32 or q.is_cpu,
