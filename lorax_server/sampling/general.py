@@ -15,6 +15,7 @@ from lorax_server.sampling.processors import (
     keep_top_k,
     keep_top_p,
     keep_typical,
+    log_softmax,
     order_scores,
     penalize_counts,
     penalize_repetition,
@@ -102,8 +103,7 @@ class GeneralSampler:
             scores = warped if self._sampled.is_all else scores.index_copy(0, rows, warped)
         if self._raw is not None and scores is not raw:
             scores = scores.index_copy(0, self._raw.rows, raw[self._raw.rows])
-        # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
-        all_logprobs = scores.log_softmax(-1)
+        all_logprobs = log_softmax(scores)
         logprobs = all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
         return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 

@@ -80,6 +80,13 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(distance > last_kept, NEVER)
 
 
+def log_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Return log probabilities. The sum is float64: torch's own loses digits of a large vocabulary on a CPU, and its
+    order, which depends on the number of rows and on threads, would show."""
+    shifted = scores - scores.amax(-1, keepdim=True)
+    return shifted.sub_(shifted.exp().sum(-1, keepdim=True, dtype=torch.float64).log_().float())
+
+
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return [rows] the token at which probabilities, summed in order of the vocabulary, pass `uniform` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)

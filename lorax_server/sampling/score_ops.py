@@ -5,13 +5,12 @@ The functions here are the specification of a CPU's. They take [rows, vocabulary
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from lorax_server.kernels import Ops
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.hopper.sampling import ChosenRows, RowBatch, RowInputs
-from lorax_server.sampling.processors import find_likeliest
+from lorax_server.sampling.processors import find_likeliest, log_softmax
 
 
 class ChooseGreedy(Protocol):
@@ -60,17 +59,14 @@ class ScoreOps(NamedTuple):
 def choose_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.detach().float()
     token_ids = find_likeliest(scores)
-    # Not `logsumexp`: with one row its sum is split over threads, and rounds differently.
-    all_logprobs = scores.log_softmax(-1).numpy()
-    return token_ids, torch.from_numpy(all_logprobs[np.arange(len(all_logprobs)), token_ids.numpy()])
+    return token_ids, log_softmax(scores).gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def find_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
     scores = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
-    # In float64: which tokens top-p keeps depends on it, and torch's sums of large vocabularies lose digits on a CPU.
-    return scores.double().log_softmax(-1).gather(-1, token_ids).float()
+    return log_softmax(scores).gather(-1, token_ids)
 
 
 def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
