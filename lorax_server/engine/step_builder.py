@@ -31,9 +31,10 @@ class SubmittedStep(NamedTuple):
 
 @dataclass
 class StepBuilder:
-    """The sequences of the step so far, news of them for the workers, and the number of tokens left."""
+    """The sequences of the step so far, news of them for the workers, and the number of tokens in it and left."""
 
     budget: int
+    num_tokens: int = 0
     scheduled: list[Scheduled] = field(default_factory=list)
     sequences: set[Sequence] = field(default_factory=set)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -51,6 +52,7 @@ class StepBuilder:
         self.scheduled.append(Scheduled(sequence, start, count, samples, asks))
         self.sequences.add(sequence)
         self.budget -= count
+        self.num_tokens += count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
 

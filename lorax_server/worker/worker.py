@@ -46,7 +46,8 @@ from lorax_server.worker.warm_up import CacheShape, warm_up
 
 logger = logging.getLogger(__name__)
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 4096
+GPU_MIXED_TOKENS = 2048  # some 50 ms of an 8B on an H200
 
 
 class Runner(Protocol):
@@ -214,6 +215,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         max_rows=config.max_rows,
         max_length=min(max_length, num_blocks * config.block_size),
         max_step_tokens=step_tokens,
+        max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if device.type == "cuda" else None),
         num_blocks=num_blocks,
         block_size=config.block_size,
         depth=config.depth or (2 if device.type == "cuda" else 1),

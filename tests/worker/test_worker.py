@@ -282,7 +282,7 @@ def test_capabilities() -> None:
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
-    assert (found.depth, found.max_step_tokens) == (1, 512)
+    assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
 
@@ -290,6 +290,7 @@ def test_capabilities() -> None:
 def test_settings_of_capabilities() -> None:
     assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
+    assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
     assert capabilities(depth=3).depth == 3
     assert capabilities(max_length=50).max_length == 50
     assert capabilities(max_length=5000).max_length == 128  # what it was made for
