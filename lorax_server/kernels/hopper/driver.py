@@ -30,7 +30,8 @@ class Kernel:
     """A kernel on one device, launched by one thread at a time: launches share their descriptions."""
 
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        index: int | None = device.index
+        self._index = torch.cuda.current_device() if index is None else index
         self._module = check(driver.cuModuleLoadData(cubin))
         self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
         self._configs = [_describe_launch(shared_bytes, early) for early in (False, True)]
