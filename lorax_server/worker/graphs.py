@@ -99,7 +99,8 @@ class DecodeGraphs:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
         if self._planned.get(size) != adapters:
             assert graph.context.adapter_data is not None
-            self._model.ops.plan_lora(graph.context.adapter_data.lora)
+            lora = graph.context.adapter_data.lora
+            self._model.ops.plan_lora(lora, lora)
             self._planned[size] = adapters
 
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------

@@ -166,10 +166,10 @@ class HopperOps(TritonOps):
     def choose_rows(self, batch: sampling.RowBatch, inputs: sampling.RowInputs) -> sampling.ChosenRows:
         return sampling.choose_rows(self._kernels, batch, inputs)
 
-    def plan_lora(self, lora: LoraBatch) -> None:
+    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
-        super().plan_lora(lora)
+        super().plan_lora(lora, current)
 
 
 def _has_singles(batch: PagedBatch) -> bool:
