@@ -85,6 +85,9 @@ class PagedBatch(Remembers):
     """The lengths of the sequences of one forward, and the places of their tokens in the cache.
 
     Every layer gets the same batch. All tensors are on the device: reading one on the host waits for the device.
+
+    A batch in a graph is padded. Its last sequences may have no tokens. Its last tokens may belong to none: they have
+    no slot, and whatever attention leaves in their rows reaches no other row.
     """
 
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
@@ -95,6 +98,7 @@ class PagedBatch(Remembers):
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
     host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
     stores_all: bool = False  # whether the caller knows that each token has a slot, so that the cache holds all
+    in_graph: bool = False  # whether a graph is replayed with other lengths, so that the host knows none of them
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def read_lengths(self) -> "HostLengths":

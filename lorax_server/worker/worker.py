@@ -37,7 +37,7 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import can_capture, graph_sizes, measure_graphs
+from lorax_server.worker.graphs import GraphSizes, can_capture, measure_graphs
 from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
@@ -196,7 +196,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     """Build a worker around this rank's part of a model."""
     device = model.device
     step_tokens = _step_tokens(config, device)
-    sizes = graph_sizes(config.max_rows) if uses_graphs(model, config, group) else []
+    sizes = GraphSizes.choose(config.max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
     num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
@@ -253,7 +253,7 @@ def _step_tokens(config: EngineConfig, device: torch.device) -> int:
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
-    """Tell whether decode steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
+    """Tell whether small steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
     is_gpu = model.device.type == "cuda"
     if config.cuda_graphs is False or (config.cuda_graphs is None and not is_gpu):
         return False
@@ -267,7 +267,7 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
         return True
     if config.cuda_graphs:
         raise ConfigError(f"cuda_graphs: they {problem}; leave the setting out, or make it false")
-    logger.info("decode steps run without CUDA graphs: they %s", problem)
+    logger.info("steps run without CUDA graphs: they %s", problem)
     return False
 
 

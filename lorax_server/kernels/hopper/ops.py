@@ -93,7 +93,7 @@ class HopperOps(TritonOps):
         rotate_and_write(q, k, v, angles, cache, batch, spec)
         attend_prompts = self._prefill if self._prefill.fits(q, cache, spec) else prefill.attend_prompts
         attend_prompts(out, q, cache, batch, spec)
-        if batch.once("has singles", _has_singles, batch):
+        if batch.in_graph or batch.once("has singles", _has_singles, batch):
             self._decode(out, q, k, v, None, cache, batch, spec, stores=False)
         return out
 

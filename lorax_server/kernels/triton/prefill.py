@@ -31,6 +31,7 @@ from lorax_server.kernels.triton.attention import (
 
 MOST_PACKED = 8  # heads of one program
 LARGE_SHARED = 200 << 10  # bytes of memory of a processor, which GPUs before Hopper do not have
+MOST_PLANNED = 256  # tokens of a batch in a graph, and so its sequences and tiles
 
 
 def prefill_attention(
@@ -39,11 +40,13 @@ def prefill_attention(
     """Attend as the op table says; a sequence with one new token has the bits of a decode step."""
     if not batch.stores_all:
         return prefill_with(decode_attention, q, k, v, cache, batch, spec)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # In a graph, sequences without a single token have theirs in a row after the last.
+    room = torch.empty(len(q) + batch.in_graph, *q.shape[1:], dtype=q.dtype, device=q.device)
+    out = room[: len(q)]
     attend_prompts(out, q, cache, batch, spec)
-    singles = batch.once("singles", _find_singles, batch)
+    singles = batch.once("singles", _mark_singles if batch.in_graph else _find_singles, batch)
     if singles is not None:
-        out[singles.tokens] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
+        room[singles.results] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
     return out
 
 
@@ -56,7 +59,7 @@ def attend_prompts(
     packed = max(count for count in range(1, MOST_PACKED + 1) if sharing % count == 0)
     tiling = choose_tiling(q, cache[0])
     height = tiling.rows // packed
-    tiles = batch.once(("tiles", height), _cut_tiles, batch, height)
+    tiles = batch.once(("tiles", height), plan_tiles if batch.in_graph else _cut_tiles, batch, height)
     if len(tiles):
         _launch(q, cache, batch.block_tables, tiles, out, spec, tiling, packed)
 
@@ -87,6 +90,7 @@ class _Singles(NamedTuple):
 
     batch: PagedBatch
     tokens: torch.Tensor
+    results: torch.Tensor  # the rows that they go to
 
 
 def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
@@ -106,6 +110,56 @@ def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
     return _send(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), batch.block_tables.device)
 
 
+def plan_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
+    """Cut the new tokens of a batch in a graph into tiles, as `_cut_tiles` does, but on the device.
+
+    There are as many tiles as there can be; those past the last have no tokens. The last number of a tile counts the
+    tokens to the end of its sequence. In a graph this is captured with the batch's first layer.
+    """
+    num_tokens, num_seqs = len(batch.slots), len(batch.block_tables)
+    if max(num_tokens, num_seqs) > MOST_PLANNED or batch.cu_seqlens is None:
+        raise ValueError(f"a batch in a graph has bounds, and up to {MOST_PLANNED} tokens and sequences")
+    most = num_tokens // 2 if height >= 4 else num_tokens  # a tile has at least two tokens, or its sequence has
+    tiles = torch.empty(most, 4, dtype=torch.int32, device=batch.block_tables.device)
+    lengths = batch.input_lengths, batch.cache_lengths, batch.cu_seqlens
+    _plan_kernel[(1,)](*lengths, tiles, num_seqs, most, height, ROOM=MOST_PLANNED, num_warps=16)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most", "height"])
+def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, height, ROOM: tl.constexpr):
+    numbers = tl.arange(0, ROOM)
+    new = tl.load(input_lengths + numbers, mask=numbers < num_seqs, other=0).to(tl.int32)
+    counts = tl.where(new > 1, tl.cdiv(new, height), 0)  # of each sequence
+    is_before = tl.cumsum(counts, 0)[None, :] <= numbers[:, None]  # a tile, and the sequences that end before it
+    seqs = tl.sum(is_before.to(tl.int32), 1)
+    offsets = (numbers - tl.sum(tl.where(is_before, counts[None, :], 0), 1)) * height
+    is_tile = numbers < tl.sum(counts, 0)
+    left = tl.load(input_lengths + seqs, mask=is_tile, other=0).to(tl.int32) - tl.where(is_tile, offsets, 0)
+    tokens = tl.load(bounds + seqs, mask=is_tile, other=0) + tl.where(is_tile, offsets, 0)
+    cached = tl.load(cache_lengths + seqs, mask=is_tile, other=0).to(tl.int32)
+    positions = tl.where(is_tile, cached + offsets, -1)
+    # The most keys first; each place is found by counting the tiles that come before.
+    first = (positions[None, :] > positions[:, None]) | (
+        (positions[None, :] == positions[:, None]) & (numbers[None, :] < numbers[:, None])
+    )
+    places = tl.sum(first.to(tl.int32), 1)
+    is_stored = places < most
+    tl.store(tiles + places * 4, tl.where(is_tile, seqs, 0), mask=is_stored)
+    tl.store(tiles + places * 4 + 1, tokens, mask=is_stored)
+    tl.store(tiles + places * 4 + 2, positions, mask=is_stored)
+    tl.store(tiles + places * 4 + 3, left, mask=is_stored)
+
+
+def _mark_singles(batch: PagedBatch) -> _Singles:
+    """Return all sequences of a batch in a graph; those without a single token have no tokens there."""
+    assert batch.cu_seqlens is not None
+    is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
+    cached = torch.where(is_single, batch.cache_lengths, 0)
+    own = PagedBatch(batch.block_tables, is_single.to(batch.input_lengths.dtype), cached, batch.slots)
+    return _Singles(own, first.clamp(max=last - 1), torch.where(is_single, first, last))
+
+
 def _find_singles(batch: PagedBatch) -> _Singles | None:
     new, _ = batch.read_lengths()
     starts, device = [0, *accumulate(new)], batch.block_tables.device
@@ -114,7 +168,8 @@ def _find_singles(batch: PagedBatch) -> _Singles | None:
         return None
     at = _send(torch.tensor(single), device)
     own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
-    return _Singles(own, _send(torch.tensor([starts[row] for row in single]), device))
+    tokens = _send(torch.tensor([starts[row] for row in single]), device)
+    return _Singles(own, tokens, tokens)
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -209,7 +264,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     group, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     seq, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
-    position, count = tl.load(tile + 2), tl.load(tile + 3)
+    position, count = tl.load(tile + 2), tl.minimum(tl.load(tile + 3), ROWS // PACKED)
+    if count == 0:
+        return
     kv_head = (group * PACKED // (NUM_HEADS // NUM_KV_HEADS)).to(tl.int64)
     lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
