@@ -336,11 +336,11 @@ struct Computing {
   }
 
   DEVICE void attend_all() {
+    if (TURNS && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
     float o[HEAD / 2];
     u32 weights[KEYS / 4];
     Item item;
-    if (!take_item<KEYS>(p, 0, item)) return;
-    if (TURNS && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
+    take_item<KEYS>(p, 0, item);  // there is one
     int tile = item.first, end;
     start(weights, item, tile);
 #pragma unroll
@@ -368,6 +368,7 @@ DEVICE void prefill(const TensorMap* q, const TensorMap* k, const TensorMap* v, 
   __syncthreads();
   let_next_kernel_start();
   wait_for_kernel_before();
+  if (p.tiles[blockIdx.x / (p.heads / p.pack)].w == 0) return;  // there are more blocks than items
   if (threadIdx.x < COPYING) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
     const int warp = threadIdx.x >> 5;
