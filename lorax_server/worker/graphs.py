@@ -28,7 +28,8 @@ _Segments = tuple[list[int], list[int]]
 
 LADDER = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 # Coarse: where prompts are, a few tokens more cost little. More tokens keep a GPU busy for longer than launches take.
-MIXED_LADDER = (16, 32, 64, 96, 128, 192, 256)
+MIXED_LADDER = (16, 32, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2305, 256))
+DECODE_TOKENS = LADDER[-1]  # up to these, kernels find a batch's adapters on the device; above, the host plans them
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -98,8 +99,10 @@ class StepGraphs:
         self._kv_cache = kv_cache
         self._memory = memory
         self._sizes = sizes
-        self._inputs = FixedInputs(tables, max(*sizes.decode, *sizes.mixed, 1))
-        self._x = self._embed(torch.zeros_like(self._inputs.rows), None, 1).clone()
+        largest = max(*sizes.decode, *sizes.mixed, 1)
+        # Small steps have inputs of their own: one copy brings all columns, whatever is in them.
+        self._inputs = [FixedInputs(tables, size) for size in sorted({min(largest, DECODE_TOKENS), largest})]
+        self._x = self._embed(self._inputs[-1], torch.zeros_like(self._inputs[-1].places), None, 1).clone()
         self._graphs: dict[_Key, _Graph] = {}
         self._planned: dict[_Key, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
@@ -108,10 +111,12 @@ class StepGraphs:
         if capture:
             self._capture_all()
 
-    def has(self, tokens: StepTokens) -> bool:
+    def has(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> bool:
         """Return whether there is a graph for a step."""
-        sizes = self._sizes.of(tokens)
-        return bool(sizes) and len(tokens.rows) <= sizes[-1]
+        sizes, count = self._sizes.of(tokens), len(tokens.rows)
+        if not sizes or count > sizes[-1]:
+            return False
+        return count <= DECODE_TOKENS or adapter_data is None or adapter_data.lora.fits_graph
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
@@ -119,14 +124,15 @@ class StepGraphs:
         count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)
         has_adapters = self._memory is not None if is_mixed else adapter_data is not None
         key = _Key(sizes[bisect_left(sizes, count)], is_mixed, has_adapters)
-        input_ids = self._inputs.write(plan, tokens, key.size)
-        self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
+        inputs = self._inputs_of(key.size)
+        input_ids = inputs.write(plan, tokens, key.size)
+        self._x[:count] = self._embed(inputs, input_ids, adapter_data, int(tokens.lengths.max()))
+        current = self._describe(key.size, _pad(adapter_data, key.size)) if has_adapters else None
         if not self._capture:
-            data = self._describe(key.size, _pad(adapter_data, key.size)) if has_adapters else None
-            return self._model.model.run_layers(self._x[: key.size], self._context(key, data))[:count]
+            return self._model.model.run_layers(self._x[: key.size], self._context(inputs, key, current))[:count]
         graph = self._graphs[key]
-        if has_adapters:
-            self._plan(key, graph, plan.adapter_indices[tokens.layout.sequences].tobytes())
+        if current is not None:
+            self._plan(key, graph, plan.adapter_indices[tokens.layout.sequences].tobytes(), current)
         graph.graph.replay()
         return graph.hidden[:count]
 
@@ -134,26 +140,30 @@ class StepGraphs:
         """Note that adapters have come, gone or moved: the table is another."""
         self._planned.clear()
 
-    def _plan(self, key: _Key, graph: _Graph, adapters: bytes) -> None:
+    def _plan(self, key: _Key, graph: _Graph, adapters: bytes, current: AdapterBatchData) -> None:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
         if self._planned.get(key) != adapters:
             assert graph.context.adapter_data is not None
-            lora = graph.context.adapter_data.lora
-            self._model.ops.plan_lora(lora, lora)
+            self._model.ops.plan_lora(graph.context.adapter_data.lora, current.lora)
             self._planned[key] = adapters
 
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------
 
-    def _context(self, key: _Key, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
-        """Describe a padded step: as many sequences as tokens, of which the last have none."""
-        inputs, first = self._inputs, slice(key.size)
+    def _inputs_of(self, size: int) -> FixedInputs:
+        return next(inputs for inputs in self._inputs if size <= inputs.size)
+
+    def _context(
+        self, inputs: FixedInputs, key: _Key, adapter_data: AdapterBatchData | None, max_position: int = 1
+    ) -> PagedContext:
+        """Describe a padded step: as many sequences as there can be, of which the last have no tokens."""
+        first, sequences = slice(key.size), slice(min(key.size, inputs.max_seqs))
         return self._model.make_context(
             self._kv_cache,
-            Seqlen(inputs.input_lengths[first], inputs.cache_lengths[first]),
+            Seqlen(inputs.input_lengths[sequences], inputs.cache_lengths[sequences]),
             inputs.position_ids[first],
-            block_tables=inputs.block_tables[first],
+            block_tables=inputs.block_tables[sequences],
             slots=inputs.slots[first],
-            cu_seqlens=inputs.cu_seqlens[: key.size + 1] if key.is_mixed else None,
+            cu_seqlens=inputs.cu_seqlens[: sequences.stop + 1] if key.is_mixed else None,
             token_prompt_lengths=inputs.prompt_lengths[first],
             stores_all=key.is_mixed,  # but for padding
             in_graph=True,
@@ -161,14 +171,16 @@ class StepGraphs:
             adapter_data=adapter_data,
         )
 
-    def _describe(self, size: int, segments: _Segments = ([], [])) -> AdapterBatchData:
+    def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
         """Describe the adapters of a padded batch. A graph knows them on the device only."""
         assert self._memory is not None
-        padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *segments)
-        return AdapterBatchData(padded, self._memory.arena)
+        padded = AdapterBatchMetadata(self._inputs_of(size).adapter_indices[:size], *(segments or ([], [])))
+        return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
 
-    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int) -> torch.Tensor:
-        context = self._context(_Key(len(input_ids)), adapter_data, max_position)
+    def _embed(
+        self, inputs: FixedInputs, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int
+    ) -> torch.Tensor:
+        context = self._context(inputs, _Key(len(input_ids)), adapter_data, max_position)
         return self._model.model.embed(input_ids, context)
 
     # --- Capture ------------------------------------------------------------------------------------------------------
@@ -206,11 +218,11 @@ class StepGraphs:
         )
 
     def _capture_one(self, key: _Key, adapter_data: AdapterBatchData | None, pool: Any) -> _Graph:
-        layers, x = self._model.model, self._x[: key.size]
-        layers.run_layers(x, self._context(key, adapter_data))  # compiles kernels, which cannot be captured
+        layers, x, inputs = self._model.model, self._x[: key.size], self._inputs_of(key.size)
+        layers.run_layers(x, self._context(inputs, key, adapter_data))  # compiles kernels, which cannot be captured
         torch.cuda.current_stream().synchronize()
         # Another context: what layers derive of lengths must be in the graph. What kernels derive of adapters stays.
-        context, graph = self._context(key, adapter_data), torch.cuda.CUDAGraph()
+        context, graph = self._context(inputs, key, adapter_data), torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage each time. Other threads may use the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         hidden = layers.run_layers(x, context)
@@ -226,9 +238,7 @@ def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
     return [*meta.adapter_segments, size], [*meta.segment_indices, 0]
 
 
-def measure_graphs(
-    model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, max_length: int, block_size: int
-) -> int:
+def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: RowTables) -> int:
     """Return the bytes that graphs of these sizes will take beside the cache, whose place they must know.
 
     So those of the two largest sizes of each kind are captured over a cache of one block, and given up. The largest
@@ -236,8 +246,7 @@ def measure_graphs(
     """
     if not sizes.decode:
         return 0
-    tables = RowTables(1, max_length, block_size, model.device)
-    kv_cache = model.allocate_kv_cache(1, block_size)
+    kv_cache = model.allocate_kv_cache(1, tables.block_size)
     largest = GraphSizes(sizes.decode[-2:], sizes.mixed[-2:])
     num_bytes = iter(StepGraphs(model, kv_cache, tables, memory, largest).num_bytes)
     torch.cuda.empty_cache()

@@ -170,22 +170,23 @@ class FixedInputs:
     """
 
     def __init__(self, tables: RowTables, size: int) -> None:
-        """`size` is the most tokens of a step, and so its most sequences."""
+        """`size` is the most tokens of a step."""
         device = tables.blocks.device
         self._tables = tables
-        self._size = size
+        self.size = size
+        self.max_seqs = min(size, len(tables.blocks))
         self._columns = torch.zeros(_NUM_COLUMNS, size, dtype=torch.int64, device=device)
         self.rows, self.cache_lengths, self.input_lengths = self._columns[:3]  # by sequence
         self.slots, self.prompt_lengths, self.places = self._columns[3:6]  # by token
         self.position_ids, self.adapter_indices = self._columns[6].view(torch.int32).view(2, size)
         self.cu_seqlens = self._columns[7].view(torch.int32)[: size + 1]
-        self.block_tables = torch.zeros(size, tables.blocks.shape[1], dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(self.max_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.slots.fill_(-1)
 
     def write(self, plan: StepPlan, tokens: "StepTokens", size: int) -> torch.Tensor:
         """Write a step that is padded to `size` tokens. Return the tokens that are not padding."""
         num_seqs, count, tables = len(plan.rows), len(tokens.rows), self._tables
-        columns = np.zeros((_NUM_COLUMNS, self._size), np.int64)
+        columns = np.zeros((_NUM_COLUMNS, self.size), np.int64)
         columns[0, :num_seqs] = plan.rows
         columns[1, :num_seqs] = plan.starts
         columns[2, :num_seqs] = plan.counts
@@ -201,5 +202,6 @@ class FixedInputs:
         bounds[num_seqs + 1 :] = count
         host = torch.from_numpy(columns)
         self._columns.copy_(host.pin_memory() if self._columns.is_cuda else host, non_blocking=True)
-        torch.index_select(tables.blocks, 0, self.rows[:size], out=self.block_tables[:size])
+        most_seqs = min(size, self.max_seqs)
+        torch.index_select(tables.blocks, 0, self.rows[:most_seqs], out=self.block_tables[:most_seqs])
         return tables.token_ids.view(-1).index_select(0, self.places[:count])

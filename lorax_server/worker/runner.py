@@ -118,7 +118,7 @@ class PagedRunner:
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Compute the hidden states after each token: by a graph if there is one for the step."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
-        if self._graphs is not None and self._graphs.has(tokens):
+        if self._graphs is not None and self._graphs.has(tokens, adapter_data):
             return self._graphs.run(plan, tokens, adapter_data)
         return self._run_eagerly(plan, tokens, adapter_data)
 

@@ -38,6 +38,7 @@ from lorax_server.plan import (
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, can_capture, measure_graphs
+from lorax_server.worker.inputs import RowTables
 from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
@@ -206,8 +207,10 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         preparer = _make_preparer(targets, dtype, group, device)
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
-    warm_up(model, memory, config.max_rows, step_tokens, CacheShape(max_length, config.block_size))
-    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
+    shape = CacheShape(max_length, config.block_size)
+    warm_up(model, memory, config.max_rows, step_tokens, shape)
+    tables = RowTables(config.max_rows, max_length, config.block_size, device)
+    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, tables)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
     capabilities = Capabilities(

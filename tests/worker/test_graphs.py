@@ -212,7 +212,7 @@ def test_rows_of_padding_are_nowhere() -> None:
     for plan in plans:
         rig.run(plan)
     assert rig.runner._graphs is not None
-    inputs, count = rig.runner._graphs._inputs, len(plans[-1].rows)
+    (inputs,), count = rig.runner._graphs._inputs, len(plans[-1].rows)
     assert 0 < count < 4
     assert inputs.input_lengths.tolist() == [1] * count + [0] * (4 - count)
     assert inputs.cache_lengths.tolist() == [*plans[-1].starts, *[0] * (4 - count)]

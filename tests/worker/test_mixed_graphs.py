@@ -28,7 +28,8 @@ from tests.worker.test_inputs import make_plan
 def test_sizes_end_with_the_largest_step() -> None:
     assert GraphSizes.choose(6, 8) == ([1, 2, 4, 6], [8])
     assert GraphSizes.choose(4, 100).mixed == [16, 32, 64, 96, 100]
-    assert GraphSizes.choose(4, 2048).mixed == list(MIXED_LADDER) == [16, 32, 64, 96, 128, 192, 256]
+    assert GraphSizes.choose(4, 4096).mixed == list(MIXED_LADDER)
+    assert GraphSizes.choose(4, 600).mixed == [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 600]
 
 
 @dataclass
@@ -177,7 +178,7 @@ def test_padded_inputs_without_adapters() -> None:
     assert check_traffic(Traffic(**SMALL, most=24, num_hosts=0, seed=5), rigs, 40, is_close) == set(sizes)
 
 
-@pytest.mark.parametrize("size", MIXED_LADDER)
+@pytest.mark.parametrize("size", [16, 32, 96, 192, 256, 320, 640, 1280])
 def test_padded_inputs_of_all_sizes(size: int) -> None:
     shape: dict[str, Any] = {"num_rows": 24, "max_length": 64, "block_size": 8}
     model = make_model("qwen3-window", CPU)
@@ -192,7 +193,7 @@ def test_padding_is_nowhere() -> None:
     blocks = np.array([[2, 0, 9], [2, 1, 8], [5, 0, 7]], np.int64)
     rig.run(make_plan([2, 5], [0, 1], [4, 3], new_rows=new, new_blocks=blocks))
     assert rig.runner._graphs is not None
-    inputs = rig.runner._graphs._inputs
+    (inputs,) = rig.runner._graphs._inputs
     assert inputs.input_lengths.tolist() == [4, 3, *[0] * 14]
     assert inputs.cache_lengths.tolist() == [0, 1, *[0] * 14]
     assert inputs.cu_seqlens.tolist() == [0, 4, *[7] * 15]
@@ -261,14 +262,15 @@ def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
     options = {"graph_sizes": GraphSizes(LADDER, MIXED_LADDER)}
     rigs = make_rigs(model, hosts, LARGE, {**options, "capture": False}, options)
     sizes = set()
-    for most in (16, 40, 130, 300):
+    for most in (16, 40, 130, 300, 700, 1300, 2300):
         traffic = Traffic(**LARGE, most=most, num_hosts=len(hosts), seed=most)
         for rig in rigs:  # each crowd loads its own
             for index in list(range(1, len(hosts) + 1)):
                 if rig._memory is not None and index in rig._memory._residents:
                     rig._memory.unload(index)
         sizes |= check_traffic(traffic, rigs, 40, is_same)
-    assert sizes == set(MIXED_LADDER)
+    assert sizes >= {size for size in MIXED_LADDER if size <= 256}
+    assert max(sizes) > 1024
 
 
 @pytest.mark.gpu

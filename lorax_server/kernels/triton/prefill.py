@@ -31,7 +31,6 @@ from lorax_server.kernels.triton.attention import (
 
 MOST_PACKED = 8  # heads of one program
 LARGE_SHARED = 200 << 10  # bytes of memory of a processor, which GPUs before Hopper do not have
-MOST_PLANNED = 256  # tokens of a batch in a graph, and so its sequences and tiles
 
 
 def prefill_attention(
@@ -113,42 +112,38 @@ def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
 def plan_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
     """Cut the new tokens of a batch in a graph into tiles, as `_cut_tiles` does, but on the device.
 
-    There are as many tiles as there can be; those past the last have no tokens. The last number of a tile counts the
-    tokens to the end of its sequence. In a graph this is captured with the batch's first layer.
+    There are as many tiles as there can be, in the order of their sequences; those past the last have no tokens. The
+    last number of a tile counts the tokens to the end of its sequence. In a graph this is captured with the batch's
+    first layer.
     """
     num_tokens, num_seqs = len(batch.slots), len(batch.block_tables)
-    if max(num_tokens, num_seqs) > MOST_PLANNED or batch.cu_seqlens is None:
-        raise ValueError(f"a batch in a graph has bounds, and up to {MOST_PLANNED} tokens and sequences")
-    most = num_tokens // 2 if height >= 4 else num_tokens  # a tile has at least two tokens, or its sequence has
+    if batch.cu_seqlens is None:
+        raise ValueError("a batch in a graph has bounds")
+    most = num_tokens // height + min(num_seqs, num_tokens // 2)  # all but the last tile of a sequence are full
     tiles = torch.empty(most, 4, dtype=torch.int32, device=batch.block_tables.device)
     lengths = batch.input_lengths, batch.cache_lengths, batch.cu_seqlens
-    _plan_kernel[(1,)](*lengths, tiles, num_seqs, most, height, ROOM=MOST_PLANNED, num_warps=16)
+    _plan_kernel[(1,)](*lengths, tiles, num_seqs, most, height, ROOM=triton.next_power_of_2(num_seqs), num_warps=8)
     return tiles
 
 
 @triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most", "height"])
 def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, height, ROOM: tl.constexpr):
-    numbers = tl.arange(0, ROOM)
-    new = tl.load(input_lengths + numbers, mask=numbers < num_seqs, other=0).to(tl.int32)
+    seqs = tl.arange(0, ROOM)
+    new = tl.load(input_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    cached = tl.load(cache_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    token = tl.load(bounds + seqs, mask=seqs < num_seqs, other=0)
     counts = tl.where(new > 1, tl.cdiv(new, height), 0)  # of each sequence
-    is_before = tl.cumsum(counts, 0)[None, :] <= numbers[:, None]  # a tile, and the sequences that end before it
-    seqs = tl.sum(is_before.to(tl.int32), 1)
-    offsets = (numbers - tl.sum(tl.where(is_before, counts[None, :], 0), 1)) * height
-    is_tile = numbers < tl.sum(counts, 0)
-    left = tl.load(input_lengths + seqs, mask=is_tile, other=0).to(tl.int32) - tl.where(is_tile, offsets, 0)
-    tokens = tl.load(bounds + seqs, mask=is_tile, other=0) + tl.where(is_tile, offsets, 0)
-    cached = tl.load(cache_lengths + seqs, mask=is_tile, other=0).to(tl.int32)
-    positions = tl.where(is_tile, cached + offsets, -1)
-    # The most keys first; each place is found by counting the tiles that come before.
-    first = (positions[None, :] > positions[:, None]) | (
-        (positions[None, :] == positions[:, None]) & (numbers[None, :] < numbers[:, None])
-    )
-    places = tl.sum(first.to(tl.int32), 1)
-    is_stored = places < most
-    tl.store(tiles + places * 4, tl.where(is_tile, seqs, 0), mask=is_stored)
-    tl.store(tiles + places * 4 + 1, tokens, mask=is_stored)
-    tl.store(tiles + places * 4 + 2, positions, mask=is_stored)
-    tl.store(tiles + places * 4 + 3, left, mask=is_stored)
+    first, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
+    for number in range(tl.max(counts, 0)):
+        at, offset, is_tile = tiles + (first + number) * 4, number * height, number < counts
+        tl.store(at, seqs, mask=is_tile)
+        tl.store(at + 1, token + offset, mask=is_tile)
+        tl.store(at + 2, cached + offset, mask=is_tile)
+        tl.store(at + 3, new - offset, mask=is_tile)
+    for start in range(0, most, ROOM):
+        is_empty = (start + seqs >= total) & (start + seqs < most)
+        for field in tl.static_range(4):
+            tl.store(tiles + (start + seqs) * 4 + field, 0, mask=is_empty)
 
 
 def _mark_singles(batch: PagedBatch) -> _Singles:
