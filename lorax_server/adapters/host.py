@@ -46,7 +46,6 @@ def prepare(
     targets: Mapping[str, AdapterTarget],
     dtype: torch.dtype,
     group: ProcessGroup,
-    pin: bool = False,
     max_rank: int | None = None,
 ) -> HostAdapter:
     """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses.
@@ -71,7 +70,7 @@ def prepare(
                 table[index][field] = layout.add(tensor)
         except AdapterError as error:  # continue: other ranks may accept this module and wait in the next
             refusal = refusal or error
-    buffer = layout.fill(dtype, pin)  # before ranks agree: when one rank has the answer, all have the adapter
+    buffer = layout.fill(dtype)  # before ranks agree: when one rank has the answer, all have the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
     if refused:
@@ -105,8 +104,8 @@ class _Layout:
         self.end += -(-tensor.numel() // self.unit) * self.unit
         return offset
 
-    def fill(self, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        buffer = torch.zeros(max(self.end, self.unit), dtype=dtype, pin_memory=pin)
+    def fill(self, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.zeros(max(self.end, self.unit), dtype=dtype)
         while self.tensors:  # each is freed once it is copied
             offset, tensor = self.tensors.pop()
             buffer[offset : offset + tensor.numel()] = tensor.flatten()
