@@ -248,9 +248,10 @@ class _PreparedModule:
         squares = [torch.zeros(base.shape[1] if is_embedding else 0, device=base.device)]
         for start in range(0, self._num_rows(), NORM_ROWS):
             rows = slice(start, min(start + NORM_ROWS, self._num_rows()))
-            matrix = self._replaced_rows(rows)
-            matrix += scale * (lora_a[rows] @ lora_b if is_embedding else lora_b.t()[rows] @ lora_a)
-            squares.append(matrix.square().sum(0 if is_embedding else 1))
+            left, right = (lora_a[rows], lora_b) if is_embedding else (lora_b.t()[rows], lora_a)
+            # In place: on a GPU, steps run beside this, and it should take little of the memory and of its bandwidth.
+            matrix = self._replaced_rows(rows).addmm_(left, right, alpha=scale)
+            squares.append(torch.linalg.vector_norm(matrix, dim=0 if is_embedding else 1).square())
         if not is_embedding:
             return torch.cat(squares)
         if self.target.adds_once:

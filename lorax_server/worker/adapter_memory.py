@@ -11,7 +11,7 @@ from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import NUM_OFFSETS
 from lorax_server.worker.copier import Arrival, Copier
 
-# An adapter is moved in pieces of this size, so that moving one over itself needs little room.
+# An adapter is moved over itself in pieces of this size, so that it needs little room.
 MOVE_UNITS = 65536
 
 
@@ -129,11 +129,14 @@ class AdapterMemory:
         """Move an adapter to a lower place, which may overlap its old one."""
         self.wait_for(index)
         assert 0 <= target < source, "adapters move down only"
-        buffer, piece = self.arena.buffer, MOVE_UNITS * self._unit
+        buffer, count = self.arena.buffer, self._residents[index].num_elements
         old, new = source * self._unit, target * self._unit
-        for done in range(0, self._residents[index].num_elements, piece):
-            count = min(piece, self._residents[index].num_elements - done)
-            buffer[new + done : new + done + count] = buffer[old + done : old + done + count].clone()
+        is_far = source - target >= MOVE_UNITS  # so that a piece does not meet itself
+        piece = old - new if is_far else MOVE_UNITS * self._unit
+        for done in range(0, count, piece):
+            stop = min(done + piece, count)
+            content = buffer[old + done : old + stop]
+            buffer[new + done : new + stop] = content if is_far else content.clone()
         self._point(index, new)
 
     def _point(self, index: int, start: int) -> None:
