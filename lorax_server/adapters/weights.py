@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -133,8 +133,9 @@ class StoredAdapter:
         """Read a tensor. It is not mapped: a mapped file that becomes shorter kills the process."""
         info = self.tensors[key]
         content = torch.empty(info.stop - info.start, dtype=torch.uint8)
+        array: Any = content.numpy()
         file.seek(info.start)
-        if file.readinto(content.numpy()) != len(content):
+        if file.readinto(array) != len(array):
             raise self._refuse(key, "is cut short: the file changed while it was read")
         tensor = content.view(DTYPES[info.dtype]).view(info.shape)
         if role not in FACTORS or tensor.dtype is torch.float64:
