@@ -2,11 +2,9 @@
 
 import json
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +35,7 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.graphs import GraphSizes, can_capture, measure_graphs
 from lorax_server.worker.inputs import RowTables
 from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
@@ -74,14 +73,14 @@ class Worker:
         self._runner = runner
         self._memory = memory
         self._loading: list[int] = []  # adapter indices whose load the engine has not heard the end of
-        self._arrivals: _Arrivals | None = None
         self._tickets: deque[Any] = deque()
 
     def on_news(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when there is something for `take_prepared` or `take_loaded`."""
         if self.preparer is not None:
             self.preparer.notify = notify
-            self._arrivals = _Arrivals(notify)
+        if self._memory is not None:
+            self._memory.on_arrival(notify)
 
     def submit(self, plan: StepPlan) -> None:
         if plan.token_masks is not None:
@@ -118,8 +117,8 @@ class Worker:
     def close(self) -> None:
         if self.preparer is not None:
             self.preparer.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _do(self, op: AdapterOp) -> None:
         assert self._memory is not None
@@ -128,42 +127,14 @@ class Worker:
             case Prepare():
                 self.preparer.enqueue(op.spec)
             case Load():
-                arrived = self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
+                self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
-                if arrived is not None and self._arrivals is not None:
-                    self._arrivals.expect(arrived)
             case Move():
                 self._memory.move(op.index, op.source, op.target)
             case Unload():
                 self._memory.unload(op.index)
             case Drop():
                 self.preparer.drop(op.identity)
-
-
-class _Arrivals:
-    """Waits for loads on a thread of its own, so that the engine need not poll. The first load that
-    is not there at once starts the thread."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
-        self._expected: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def expect(self, arrival: torch.cuda.Event) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="await adapters", daemon=True)
-            self._thread.start()
-        self._expected.put(arrival)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._expected.put(None)
-            self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        while (arrival := self._expected.get()) is not None:
-            arrival.synchronize()
-            self._notify()
 
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
@@ -203,7 +174,9 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
     memory = preparer = None
     if num_units:
-        memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
+        copier = Copier(StreamLane(device)) if device.type == "cuda" else None
+        is_follower = group.rank() > 0
+        memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower, copier)
         preparer = _make_preparer(targets, dtype, group, device)
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
@@ -247,7 +220,7 @@ def _make_preparer(
     targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, device: torch.device
 ) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-    return Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
+    return Preparer(targets, dtype, host_group, max_rank=find_max_rank(device))
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> int:

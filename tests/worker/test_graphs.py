@@ -56,7 +56,7 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     norm = next(name for name in targets if "norm" in name or "ln" in name)
     size = targets[norm].outputs.full
     adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
-    return [prepare(adapter, targets, dtype, FakeGroup(), device.type == "cuda") for adapter in adapters]
+    return [prepare(adapter, targets, dtype, FakeGroup()) for adapter in adapters]
 
 
 class Crowd:
