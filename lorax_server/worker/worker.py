@@ -194,8 +194,7 @@ def is_paged(config: EngineConfig) -> bool:
 
 def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
     """Build a worker around this rank's part of a model."""
-    device = model.device
-    step_tokens = _step_tokens(config, device)
+    device, step_tokens = model.device, _step_tokens(config, model.device)
     sizes = GraphSizes.choose(config.max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)

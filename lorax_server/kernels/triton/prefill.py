@@ -31,7 +31,7 @@ from lorax_server.kernels.triton.attention import (
 
 MOST_PACKED = 8  # heads of one program
 LARGE_SHARED = 200 << 10  # bytes of memory of a processor, which GPUs before Hopper do not have
-MOST_PLANNED = 256  # tokens of a batch in a graph, and so its sequences and tiles
+PLANNED = tl.constexpr(16)  # tiles of a batch in a graph that one program finds
 
 
 def prefill_attention(
@@ -117,33 +117,46 @@ def plan_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
     tokens to the end of its sequence. In a graph this is captured with the batch's first layer.
     """
     num_tokens, num_seqs = len(batch.slots), len(batch.block_tables)
-    if max(num_tokens, num_seqs) > MOST_PLANNED or batch.cu_seqlens is None:
-        raise ValueError(f"a batch in a graph has bounds, and up to {MOST_PLANNED} tokens and sequences")
-    most = num_tokens // 2 if height >= 4 else num_tokens  # a tile has at least two tokens, or its sequence has
+    if batch.cu_seqlens is None:
+        raise ValueError("a batch in a graph has the bounds of its sequences")
+    # One tile of each sequence may be smaller than the others, but none has but one token of its sequence.
+    most = min(num_tokens // height + num_seqs, num_tokens // 2 if height >= 4 else num_tokens)
     tiles = torch.empty(most, 4, dtype=torch.int32, device=batch.block_tables.device)
     lengths = batch.input_lengths, batch.cache_lengths, batch.cu_seqlens
-    _plan_kernel[(1,)](*lengths, tiles, num_seqs, most, height, ROOM=MOST_PLANNED, num_warps=16)
+    _plan_kernel[(triton.cdiv(most, PLANNED.value),)](
+        *(*lengths, tiles, num_seqs, most), HEIGHT=height, SEQS=max(256, triton.next_power_of_2(num_seqs)), num_warps=8
+    )
     return tiles
 
 
-@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most", "height"])
-def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, height, ROOM: tl.constexpr):
-    numbers = tl.arange(0, ROOM)
-    new = tl.load(input_lengths + numbers, mask=numbers < num_seqs, other=0).to(tl.int32)
-    counts = tl.where(new > 1, tl.cdiv(new, height), 0)  # of each sequence
-    is_before = tl.cumsum(counts, 0)[None, :] <= numbers[:, None]  # a tile, and the sequences that end before it
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most"])
+def _plan_kernel(
+    input_lengths, cache_lengths, bounds, tiles, num_seqs, most, HEIGHT: tl.constexpr, SEQS: tl.constexpr
+):  # fmt: skip
+    """Find some tiles, counted by sequence, and the place of each in the list: those with the most keys come first.
+
+    A tile's place is the number of tiles before it. Of each sequence these are all whose position is higher, and that
+    of the same position if the sequence comes first.
+    """
+    numbers, others = tl.program_id(0) * PLANNED + tl.arange(0, PLANNED), tl.arange(0, SEQS)
+    is_seq = others < num_seqs
+    new = tl.load(input_lengths + others, mask=is_seq, other=0).to(tl.int32)
+    cached = tl.load(cache_lengths + others, mask=is_seq, other=0).to(tl.int32)
+    counts = tl.where(new > 1, tl.cdiv(new, HEIGHT), 0)  # of each sequence
+    is_before = tl.cumsum(counts, 0)[None, :] <= numbers[:, None]  # sequences, and tiles that come after all theirs
     seqs = tl.sum(is_before.to(tl.int32), 1)
-    offsets = (numbers - tl.sum(tl.where(is_before, counts[None, :], 0), 1)) * height
     is_tile = numbers < tl.sum(counts, 0)
-    left = tl.load(input_lengths + seqs, mask=is_tile, other=0).to(tl.int32) - tl.where(is_tile, offsets, 0)
-    tokens = tl.load(bounds + seqs, mask=is_tile, other=0) + tl.where(is_tile, offsets, 0)
-    cached = tl.load(cache_lengths + seqs, mask=is_tile, other=0).to(tl.int32)
-    positions = tl.where(is_tile, cached + offsets, -1)
-    # The most keys first; each place is found by counting the tiles that come before.
-    first = (positions[None, :] > positions[:, None]) | (
-        (positions[None, :] == positions[:, None]) & (numbers[None, :] < numbers[:, None])
-    )
-    places = tl.sum(first.to(tl.int32), 1)
+    offsets = (numbers - tl.sum(tl.where(is_before, counts[None, :], 0), 1)) * HEIGHT
+    offsets = tl.where(is_tile, offsets, 0)
+    left = tl.load(input_lengths + seqs, mask=is_tile, other=0).to(tl.int32) - offsets
+    positions = tl.load(cache_lengths + seqs, mask=is_tile, other=0).to(tl.int32) + offsets
+    tokens = tl.load(bounds + seqs, mask=is_tile, other=0) + offsets
+    ahead = positions[:, None] - cached[None, :]
+    lower = tl.where(ahead < 0, 0, tl.minimum(ahead // HEIGHT + 1, counts[None, :]))  # or the same
+    is_same = (ahead >= 0) & (ahead % HEIGHT == 0) & (ahead // HEIGHT < counts[None, :])
+    is_first = is_same & (others[None, :] < seqs[:, None])
+    places = tl.sum(counts[None, :] - lower + is_first.to(tl.int32), 1)
+    places = tl.where(is_tile, places, numbers)
     is_stored = places < most
     tl.store(tiles + places * 4, tl.where(is_tile, seqs, 0), mask=is_stored)
     tl.store(tiles + places * 4 + 1, tokens, mask=is_stored)
