@@ -37,7 +37,6 @@ from lorax_server.plan import (
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.graphs import GraphSizes, can_capture, measure_graphs
-from lorax_server.worker.inputs import RowTables
 from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
@@ -166,8 +165,7 @@ def is_paged(config: EngineConfig) -> bool:
 
 def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
     """Build a worker around this rank's part of a model."""
-    device = model.device
-    step_tokens = _step_tokens(config, device)
+    device, step_tokens = model.device, _step_tokens(config, model.device)
     sizes = GraphSizes.choose(config.max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
@@ -182,8 +180,7 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
     _fix_rotary(model, max_length)
     shape = CacheShape(max_length, config.block_size)
     warm_up(model, memory, config.max_rows, step_tokens, shape)
-    tables = RowTables(config.max_rows, max_length, config.block_size, device)
-    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, tables)
+    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
     num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
     capabilities = Capabilities(
