@@ -51,15 +51,15 @@ def get_model(
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
     ops = ops or select_ops(device)
-    weights = open_weights(
+    with open_weights(
         settings.path,
         device=device,
         dtype=dtype,
         process_group=process_group or FakeGroup(),
         ops=ops,
         pack=_should_pack(settings, config, device, dtype, ops),
-    )
-    return build_model(config, weights)
+    ) as weights:
+        return build_model(config, weights)
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
