@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -58,6 +58,7 @@ class Engine:
         resolver: AdapterResolver,
     ) -> None:
         self.wake = threading.Event()
+        self.start_seconds: Mapping[str, float] = {}  # that the start took, by phase
         self.capabilities = executor.capabilities
         self._executor = executor
         self._scheduler = scheduler

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import graph_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,16 @@ class CacheShape(NamedTuple):
 
 
 def warm_up(
-    model: PagedCausalLM, memory: AdapterMemory | None, max_rows: int, step_tokens: int, shape: CacheShape
+    model: PagedCausalLM,
+    memory: AdapterMemory | None,
+    decode_rows: Collection[int],
+    step_tokens: int,
+    shape: CacheShape,
 ) -> None:
-    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps."""
+    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps.
+
+    Decode steps of `decode_rows` are run. Those that become graphs are run again before they are captured.
+    """
     if model.device.type != "cuda":
         return
     start = time.monotonic()
@@ -41,7 +48,7 @@ def warm_up(
         run_prompts(model, tokens, shape)
         if memory is not None:
             run_prompts(model, tokens, shape, make_believe(memory, tokens))
-    for rows in sorted({*graph_sizes(max_rows), max_rows}, reverse=True):  # the largest reserves memory for all
+    for rows in sorted(decode_rows, reverse=True):  # the largest reserves memory for all
         run_decode(model, rows, shape)
     run_decode(model, 1, CacheShape(1, shape.block_size))  # of short sequences, which kernels do not split
     if memory is not None:

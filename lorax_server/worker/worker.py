@@ -17,12 +17,13 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import ConfigError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.kernels import find_max_rank
+from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MODELS, get_model
+from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
@@ -164,11 +165,15 @@ class _Arrivals:
             self._notify()
 
 
-def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
+def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases: Phases | None = None) -> Worker:
     """Load this rank's part of the model, and allocate the memory that it may use."""
     if is_paged(config):
-        group = group or FakeGroup()
-        return paged_worker(get_model(config.model, group), config, group)
+        group, phases = group or FakeGroup(), phases or Phases()
+        with phases.measure("kernels"):
+            ops = select_ops(torch.device(config.model.device))
+        with phases.measure("weights"):
+            paged = get_model(config.model, group, ops)
+        return paged_worker(paged, config, group, phases)
     if config.tensor_parallel > 1:
         raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
     if config.model.quantize is not None:
@@ -191,9 +196,11 @@ def is_paged(config: EngineConfig) -> bool:
         return True
 
 
-def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
+def paged_worker(
+    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases | None = None
+) -> Worker:
     """Build a worker around this rank's part of a model."""
-    device = model.device
+    device, phases = model.device, phases or Phases()
     step_tokens = _step_tokens(config, device)
     sizes = graph_sizes(config.max_rows) if uses_graphs(model, config, group) else []
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
@@ -205,9 +212,12 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         preparer = _make_preparer(targets, dtype, group, device)
     max_length = min(config.max_length or _max_length(model), _max_length(model))
     _fix_rotary(model, max_length)
-    warm_up(model, memory, config.max_rows, step_tokens, CacheShape(max_length, config.block_size))
-    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
-    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
+    with phases.measure("kernels"):
+        rows = {config.max_rows} if sizes else {*graph_sizes(config.max_rows), config.max_rows}
+        warm_up(model, memory, rows, step_tokens, CacheShape(max_length, config.block_size))
+    with phases.measure("memory"):
+        reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
+        num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
     report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
     capabilities = Capabilities(
         vocab_size=model.config.vocab_size,
@@ -226,15 +236,16 @@ def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup
         dtype=str(dtype),
         rope=_rope_rule(model),
     )
-    runner = PagedRunner(
-        model,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        num_rows=config.max_rows,
-        max_length=capabilities.max_length,
-        memory=memory,
-        graph_sizes=sizes,
-    )
+    with phases.measure("graphs"):
+        runner = PagedRunner(
+            model,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_rows=config.max_rows,
+            max_length=capabilities.max_length,
+            memory=memory,
+            graph_sizes=sizes,
+        )
     return Worker(capabilities, runner, memory, preparer)
 
 
