@@ -11,7 +11,9 @@ import pytest
 from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("gpu_timing", "paged", "report"))
+SCRIPTS = sorted(
+    path for path in FOLDER.glob("*.py") if path.stem not in ("gpu_model", "gpu_timing", "paged", "report")
+)
 
 
 @pytest.fixture
