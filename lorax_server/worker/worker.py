@@ -38,8 +38,16 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import can_capture, graph_sizes, measure_graphs
-from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
+from lorax_server.worker.graphs import can_capture, graph_sizes
+from lorax_server.worker.memory import (
+    adapter_bytes,
+    adapter_rows,
+    count_blocks,
+    explain_lack,
+    find_max_rows,
+    measure_needs,
+    report_memory,
+)
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
@@ -184,7 +192,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
         raise ConfigError(
             f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
         )
-    capabilities = padded_capabilities(model, config.max_rows, config.max_length)
+    capabilities = padded_capabilities(model, find_max_rows(config, model.device), config.max_length)
     return Worker(capabilities, PaddedRunner(model))
 
 
@@ -199,54 +207,75 @@ def is_paged(config: EngineConfig) -> bool:
 def paged_worker(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases | None = None
 ) -> Worker:
-    """Build a worker around this rank's part of a model."""
-    device, phases = model.device, phases or Phases()
-    step_tokens = _step_tokens(config, device)
-    sizes = graph_sizes(config.max_rows) if uses_graphs(model, config, group) else []
+    """Build a worker around this rank's part of a model. Refuse where the device's memory does not suffice."""
+    num_units = _fewest(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
+    try:
+        return _build_paged(model, config, group, phases or Phases(), num_units)
+    except torch.OutOfMemoryError as error:
+        raise explain_lack(model, num_units * UNIT_BYTES) from error
+
+
+def _build_paged(
+    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, num_units: int
+) -> Worker:
+    device, max_rows = model.device, find_max_rows(config, model.device)
+    step_tokens = _step_tokens(config, device, max_rows)
+    sizes = graph_sizes(max_rows) if uses_graphs(model, config, group) else []
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
-    num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
     num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
-    memory = preparer = None
+    memory = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
-        preparer = _make_preparer(targets, dtype, group, device)
-    max_length = min(config.max_length or _max_length(model), _max_length(model))
-    _fix_rotary(model, max_length)
+    shape = CacheShape(min(config.max_length or _max_length(model), _max_length(model)), config.block_size)
+    _fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
-        rows = {config.max_rows} if sizes else {*graph_sizes(config.max_rows), config.max_rows}
-        warm_up(model, memory, rows, step_tokens, CacheShape(max_length, config.block_size))
+        warm_up(model, memory, {max_rows} if sizes else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
     with phases.measure("memory"):
-        reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
-        num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
-    report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
-    capabilities = Capabilities(
-        vocab_size=model.config.vocab_size,
-        max_rows=config.max_rows,
-        max_length=min(max_length, num_blocks * config.block_size),
+        needs = measure_needs(model, memory, sizes, max_rows, step_tokens, shape)
+        num_blocks = _fewest(count_blocks(model, config, max_rows, shape.max_length, needs), group, device)
+    report_memory(model, config, num_units * UNIT_BYTES, num_blocks, needs)
+    max_length = min(shape.max_length, num_blocks * config.block_size)
+    capabilities = replace(
+        _describe(model),
+        max_rows=max_rows,
+        max_length=max_length,
         max_step_tokens=step_tokens,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=shape.block_size,
         depth=config.depth or (2 if device.type == "cuda" else 1),
         num_adapter_units=num_units,
-        adapter_unit_bytes=UNIT_BYTES,
         max_adapters=num_adapter_rows - 1,
-        itemsize=dtype.itemsize,
-        model_type=model.config.model_type,
-        model_class=(getattr(model.config, "architectures", None) or [""])[0],
-        dtype=str(dtype),
-        rope=_rope_rule(model),
     )
     with phases.measure("graphs"):
         runner = PagedRunner(
             model,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            num_rows=config.max_rows,
-            max_length=capabilities.max_length,
+            num_rows=max_rows,
+            max_length=max_length,
             memory=memory,
             graph_sizes=sizes,
         )
+    preparer = None if memory is None else _make_preparer(targets, dtype, group, device)
     return Worker(capabilities, runner, memory, preparer)
+
+
+def _describe(model: PagedCausalLM) -> Capabilities:
+    """Describe what does not depend on settings; sizes are left open."""
+    dtype = model.lm_head.linear.weight.dtype
+    return Capabilities(
+        vocab_size=model.config.vocab_size,
+        max_rows=0,
+        max_length=0,
+        num_blocks=0,
+        block_size=0,
+        adapter_unit_bytes=UNIT_BYTES,
+        itemsize=dtype.itemsize,
+        model_type=model.config.model_type,
+        model_class=(getattr(model.config, "architectures", None) or [""])[0],
+        dtype=str(dtype),
+        rope=_rope_rule(model),
+    )
 
 
 def _make_preparer(
@@ -256,9 +285,9 @@ def _make_preparer(
     return Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
 
 
-def _step_tokens(config: EngineConfig, device: torch.device) -> int:
+def _step_tokens(config: EngineConfig, device: torch.device, max_rows: int) -> int:
     step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    return max(step_tokens, config.max_rows)
+    return max(step_tokens, max_rows)
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
