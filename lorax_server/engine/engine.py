@@ -30,7 +30,9 @@ class Executor(Protocol):
     def on_news(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when `take_prepared` or `take_loaded` has something to return."""
 
-    def submit(self, plan: StepPlan) -> None: ...
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step. Return an error if there is no memory for its sequences: its result will be that of a step
+        without any."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
@@ -148,8 +150,11 @@ class Engine:
         plan = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
         if plan is not None:
-            self._executor.submit(plan)
+            problem = self._executor.submit(plan)
             self._num_in_flight += 1
+            if problem is not None:
+                self._scheduler.take_back(problem)
+                outputs += self._scheduler.take_failed()
         if self._num_in_flight and (plan is None or self._num_in_flight >= self.capabilities.depth):
             outputs += self._scheduler.update(self._executor.collect())
             self._num_in_flight -= 1

@@ -81,12 +81,13 @@ class GroupExecutor:
     def take_loaded(self) -> list[int]:
         return self._worker.take_loaded()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step on all ranks. A rank without memory for it ends them all: they cannot undo it together."""
         message = pickle.dumps(plan, protocol=5)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
-            self._worker.submit(plan)
+            return self._worker.submit(plan)
         except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
             raise self._explain(error) from error
 

@@ -15,10 +15,9 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
-from lorax_server.errors import ConfigError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import find_max_rank, select_ops
-from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -32,12 +31,12 @@ from lorax_server.plan import (
     Move,
     Prepare,
     Prepared,
-    RopeRule,
     StepPlan,
     StepResult,
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.facts import describe, find_max_length, fix_rotary
 from lorax_server.worker.graphs import can_capture, graph_sizes
 from lorax_server.worker.memory import (
     adapter_bytes,
@@ -75,8 +74,12 @@ class Worker:
         runner: Runner,
         memory: AdapterMemory | None = None,
         preparer: Preparer | None = None,
+        *,
+        can_retry: bool = False,
     ) -> None:
+        """With `can_retry`, a step that ends in the middle for lack of memory may be submitted again."""
         self.capabilities = capabilities
+        self._can_retry = can_retry
         self.preparer = preparer
         self._runner = runner
         self._memory = memory
@@ -90,7 +93,9 @@ class Worker:
             self.preparer.notify = notify
             self._arrivals = _Arrivals(notify)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
+        return the error for the one that asks for too much."""
         if plan.token_masks is not None:
             raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
@@ -98,7 +103,27 @@ class Worker:
         if self._memory is not None:
             for index in set(plan.adapter_indices.tolist()) - {0}:
                 self._memory.wait_for(index)
-        self._tickets.append(self._runner.submit(plan))
+        if self._start(plan):
+            return None
+        torch.cuda.empty_cache()
+        if self._start(plan):
+            return None
+        logger.warning("a step of %d tokens in %d sequences has no memory", plan.num_tokens, len(plan.rows))
+        self._tickets.append(self._runner.submit(plan.without_sequences()))
+        return BusyError(
+            "the device has too little memory for this request beside the others; try again, or ask for less: a "
+            "shorter prompt, fewer alternatives, no log probabilities of the prompt"
+        )
+
+    def _start(self, plan: StepPlan) -> bool:
+        """Submit a step; False if there is no memory. The error must be gone before the next try: it holds tensors."""
+        try:
+            self._tickets.append(self._runner.submit(plan))
+        except torch.OutOfMemoryError:
+            if not self._can_retry:
+                raise
+            return False
+        return True
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
@@ -226,8 +251,8 @@ def _build_paged(
     memory = None
     if num_units:
         memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
-    shape = CacheShape(min(config.max_length or _max_length(model), _max_length(model)), config.block_size)
-    _fix_rotary(model, shape.max_length)
+    shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
+    fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
         warm_up(model, memory, {max_rows} if sizes else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
     with phases.measure("memory"):
@@ -236,7 +261,7 @@ def _build_paged(
     report_memory(model, config, num_units * UNIT_BYTES, num_blocks, needs)
     max_length = min(shape.max_length, num_blocks * config.block_size)
     capabilities = replace(
-        _describe(model),
+        describe(model),
         max_rows=max_rows,
         max_length=max_length,
         max_step_tokens=step_tokens,
@@ -257,25 +282,7 @@ def _build_paged(
             graph_sizes=sizes,
         )
     preparer = None if memory is None else _make_preparer(targets, dtype, group, device)
-    return Worker(capabilities, runner, memory, preparer)
-
-
-def _describe(model: PagedCausalLM) -> Capabilities:
-    """Describe what does not depend on settings; sizes are left open."""
-    dtype = model.lm_head.linear.weight.dtype
-    return Capabilities(
-        vocab_size=model.config.vocab_size,
-        max_rows=0,
-        max_length=0,
-        num_blocks=0,
-        block_size=0,
-        adapter_unit_bytes=UNIT_BYTES,
-        itemsize=dtype.itemsize,
-        model_type=model.config.model_type,
-        model_class=(getattr(model.config, "architectures", None) or [""])[0],
-        dtype=str(dtype),
-        rope=_rope_rule(model),
-    )
+    return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1)
 
 
 def _make_preparer(
@@ -309,29 +316,6 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
     return False
 
 
-def _fix_rotary(model: PagedCausalLM, max_length: int) -> None:
-    """Let the tables of angles keep their places on a GPU, which graphs know."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
-            module.make_room(max_length)
-
-
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:
     """Return the lowest count of all ranks: one engine hands out the blocks and units of all of them."""
     return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())
-
-
-def _rope_rule(model: PagedCausalLM) -> RopeRule:
-    for module in model.modules():
-        if isinstance(module, DynamicRotaryEmbedding):
-            return RopeRule(module.max_positions, by_length=True)
-        if isinstance(module, LongRotaryEmbedding):
-            return RopeRule(module.original)
-    return RopeRule()
-
-
-def _max_length(model: PagedCausalLM) -> int:
-    """Return the length the model was made for; rotary scaling by length extends it."""
-    length: int = model.config.max_position_embeddings
-    stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
-    return int(length * stretch)

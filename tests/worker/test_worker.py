@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.errors import ConfigError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, NotSupportedError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
@@ -206,6 +206,50 @@ def test_steps_end_in_their_order(worker: Worker) -> None:
     assert worker.collect().step == 0
     worker.forget()
     assert worker.collect().step == 2
+
+
+class FullDevice:
+    """A runner that has no memory for some tries."""
+
+    def __init__(self, fails: list[bool]) -> None:
+        self.fails = fails
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> StepPlan:
+        self.plans.append(plan)
+        if len(plan.rows) and self.fails.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plan
+
+    def collect(self, ticket: StepPlan) -> StepResult:
+        return StepResult(ticket.step, [7] * int(ticket.samples.sum()), [0.0] * int(ticket.samples.sum()))
+
+
+@pytest.mark.parametrize(("fails", "is_done"), [([False], True), ([True, False], True), ([True, True], False)])
+def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, record: Record) -> None:
+    runner, below = FullDevice(fails.copy()), cast(Any, record)
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
+    new = NewRow(1, [5, 6], 2, SamplingParams(), StopParams())
+    ops: list[AdapterOp] = [Load("b", 3, 9)]
+    error = worker.submit(make_plan(5, ops, [0, 3], new_rows=(new,), new_blocks=np.array([[1, 0, 4]])))
+    assert [said[0] for said in record.said] == ["load", "wait_for"]  # once
+    assert len(runner.plans) == len(fails) + (not is_done)
+    result = worker.collect()
+    if is_done:
+        assert error is None
+        assert result == StepResult(5, [7, 7], [0.0, 0.0])
+        return
+    assert isinstance(error, BusyError)
+    assert (error.status, error.retry_after_s) == (503, 1.0)
+    assert result == StepResult(5, [], [])
+    left = runner.plans[-1]
+    assert (left.new_rows, left.new_blocks.tolist(), left.adapter_ops, left.num_tokens) == ((new,), [[1, 0, 4]], (), 0)
+
+
+def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), FullDevice([True]))
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.submit(make_plan(5, [], [0]))
 
 
 def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
