@@ -116,7 +116,12 @@ class EngineConfig(Settings):
 
     max_rows: int | None = setting(None, "sequences that run at once", none="64, or 256 on a GPU of 40 GB and more")
     max_step_tokens: int | None = setting(
-        None, "tokens to compute in a step", none="512 on a CPU, 2048 on a GPU, more if more sequences run"
+        None, "tokens to compute in a step", none="512 on a CPU, 4096 on a GPU, more if more sequences run"
+    )
+    max_mixed_tokens: int | None = setting(
+        None,
+        "tokens of prompts in a step while other sequences wait for their next token",
+        none="2048 on a GPU; on a CPU no limit but that of a step",
     )
     max_chunk: int | None = setting(None, "tokens of one prompt in a step", none="no limit")
     max_length: int | None = setting(

@@ -157,6 +157,7 @@ class Capabilities:
     num_blocks: int
     block_size: int
     max_step_tokens: int = 512  # computed in a step
+    max_mixed_tokens: int | None = None  # of prompts, in a step in which other sequences decode; None: no limit
     depth: int = 1  # steps that may be in flight at once
     can_chunk: bool = True  # a prompt can be computed in parts, and again after a preemption
     can_reuse: bool = True  # blocks of one sequence can serve another

@@ -118,8 +118,10 @@ class Scheduler:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
+        if builder.scheduled:  # their next tokens wait for the prompts of this step
+            builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
-        reserve = self._reserve_for_others() if long else 0
+        reserve = builder.budget // 2 if long and self._has_others() else 0
         for sequence in long:
             num_tokens = sequence.num_uncomputed
             count = builder.cut(num_tokens, reserve)
@@ -184,10 +186,9 @@ class Scheduler:
         self._put(builder, sequence, count, samples)
         return True
 
-    def _reserve_for_others(self) -> int:
-        """Return the tokens that long prompts leave to a tenant that waits for a row of its own, and finds one."""
-        is_due = bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
-        return self.limits.max_step_tokens // 2 if is_due else 0
+    def _has_others(self) -> bool:
+        """Tell whether a tenant waits for a row of its own, and finds one: long prompts leave tokens to it."""
+        return bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
 
     def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens, if need be those of later sequences that are not in the step.
@@ -246,7 +247,7 @@ class Scheduler:
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()
-        num_tokens = self.limits.max_step_tokens - builder.budget
+        num_tokens = builder.num_tokens
         self.counters.steps += 1
         self.counters.computed_tokens += num_tokens
         step = builder.summarize(self.counters.steps, num_tokens, self._clock())

@@ -49,11 +49,12 @@ def _need(entry: Scheduled) -> tuple[bool, int, int, OrderKey]:
 
 @dataclass
 class StepBuilder:
-    """The sequences of the step so far, news of them for the workers, and the number of tokens left."""
+    """The sequences of the step so far, news of them for the workers, and the number of tokens in it and left."""
 
     budget: int
     max_chunk: int | None = None  # tokens of one sequence
     can_chunk: bool = True
+    num_tokens: int = 0
     scheduled: list[Scheduled] = field(default_factory=list)
     sequences: set[Sequence] = field(default_factory=set)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -71,6 +72,7 @@ class StepBuilder:
         self.scheduled.append(Scheduled(sequence, start, count, samples, asks))
         self.sequences.add(sequence)
         self.budget -= count
+        self.num_tokens += count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
 

@@ -47,7 +47,7 @@ class _Place(NamedTuple):
     start: int
 
 
-class _Buffer(NamedTuple):
+class _Staging(NamedTuple):
     """Host memory for a piece. On a GPU it is free again after the event."""
 
     memory: torch.Tensor
@@ -63,10 +63,10 @@ class WeightsReader:
         self._buffer_bytes = buffer_bytes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read weights")
-        self._free: SimpleQueue[_Buffer] = SimpleQueue()  # the longest unused first
+        self._free: SimpleQueue[_Staging] = SimpleQueue()  # the longest unused first
         for _ in range(NUM_BUFFERS):
             memory = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._free.put(_Buffer(memory, None if self._stream is None else torch.cuda.Event()))
+            self._free.put(_Staging(memory, None if self._stream is None else torch.cuda.Event()))
         self._files: dict[Path, _File] = {}
 
     def __enter__(self) -> Self:

@@ -11,6 +11,8 @@ from lorax_server.plan import Ints, StepPlan
 from lorax_server.sampling.sampler import RowSampling
 from lorax_server.types import SamplingParams
 
+_NUM_COLUMNS = 8  # of `FixedInputs`, each of int64, or of two numbers of int32
+
 
 class SelectedRows(NamedTuple):
     """Some rows of the tables, as steps need them. They serve until one of them is written again."""
@@ -93,7 +95,7 @@ class RowTables:
 
 
 class StepLayout(NamedTuple):
-    """The tokens of a step by their numbers alone, which decode steps repeat. Without a comment, on the host."""
+    """The tokens of a step by their numbers alone, which decode steps repeat; on the host."""
 
     key: bytes
     counts: list[int]  # of each sequence
@@ -103,8 +105,6 @@ class StepLayout(NamedTuple):
     bounds: Ints  # [sequences + 1]
     last: Ints  # [sampling sequences] the token that the next one is chosen after
     samples_all: bool
-    input_lengths: torch.Tensor  # [sequences] on the device
-    cu_seqlens: torch.Tensor | None  # [sequences + 1] on the device; None if each sequence has one token
 
 
 class StepTokens(NamedTuple):
@@ -118,22 +118,22 @@ class StepTokens(NamedTuple):
     @property
     def is_single(self) -> bool:
         """Return whether each sequence has one token."""
-        return self.layout.cu_seqlens is None
+        return self.layout.max_count == 1
 
 
-def locate_tokens(plan: StepPlan, device: torch.device, known: StepLayout | None = None) -> StepTokens:
+def locate_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens:
     """Find the tokens of a step. A layout that is known serves again, if it is the step's."""
     layout = known
     if layout is None or layout.key != plan.counts.tobytes() + plan.samples.tobytes():
-        layout = _lay_out(plan, device)
+        layout = _lay_out(plan)
     lengths = plan.starts + plan.counts
-    if layout.cu_seqlens is None:
+    if layout.max_count == 1:
         return StepTokens(layout, plan.rows, plan.starts, lengths)
     rows, positions = plan.rows[layout.sequences], plan.starts[layout.sequences] + layout.offsets
     return StepTokens(layout, rows, positions, lengths)
 
 
-def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
+def _lay_out(plan: StepPlan) -> StepLayout:
     key, counts = plan.counts.tobytes() + plan.samples.tobytes(), plan.counts.tolist()
     sequences = np.repeat(np.arange(len(counts)), plan.counts)
     bounds = np.concatenate([[0], plan.counts.cumsum()])
@@ -146,8 +146,6 @@ def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
         bounds,
         (bounds[1:] - 1)[plan.samples],
         bool(plan.samples.all()),
-        to_device(plan.counts, device),
-        None if max(counts) == 1 else to_device(bounds, device).int(),
     )
 
 
@@ -164,38 +162,46 @@ def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence
     return to_device(np.stack(columns), device).unbind()
 
 
-class DecodeInputs:
-    """The inputs of steps in which each sequence has one token, at fixed places on the device.
+class FixedInputs:
+    """The inputs of a step at fixed places on the device, for a graph that reads them there.
 
-    One copy brings all that the host knows. Only the last tokens and the blocks are gathered on the device. A batch may
-    be padded: a row of padding has no length, and its key and value go nowhere.
+    One copy brings all that the host knows. Only the tokens and the blocks are gathered on the device. A step may be
+    padded: a sequence of padding has no length, and the key and value of a token of padding go nowhere.
     """
 
-    def __init__(self, tables: RowTables, max_rows: int) -> None:
+    def __init__(self, tables: RowTables, size: int) -> None:
+        """`size` is the most tokens of a step."""
         device = tables.blocks.device
         self._tables = tables
-        self._max_rows = max_rows
-        # Five columns of int64 and two of int32, which take one together.
-        self._columns = torch.zeros(6, max_rows, dtype=torch.int64, device=device)
-        self.rows, self.cache_lengths, self.input_lengths, self.slots, self.prompt_lengths = self._columns[:5]
-        self.position_ids, self.adapter_indices = self._columns[5].view(torch.int32).view(2, max_rows)
-        self.block_tables = torch.zeros(max_rows, tables.blocks.shape[1], dtype=torch.int32, device=device)
+        self.size = size
+        self.max_seqs = min(size, len(tables.blocks))
+        self._columns = torch.zeros(_NUM_COLUMNS, size, dtype=torch.int64, device=device)
+        self.rows, self.cache_lengths, self.input_lengths = self._columns[:3]  # by sequence
+        self.slots, self.prompt_lengths, self.places = self._columns[3:6]  # by token
+        self.position_ids, self.adapter_indices = self._columns[6].view(torch.int32).view(2, size)
+        self.cu_seqlens = self._columns[7].view(torch.int32)[: size + 1]
+        self.block_tables = torch.zeros(self.max_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.slots.fill_(-1)
 
-    def write(self, plan: StepPlan, size: int) -> torch.Tensor:
-        """Write a step padded to `size` rows. Return the tokens of those that are not padding."""
-        count, tables = len(plan.rows), self._tables
-        columns = np.zeros((6, self._max_rows), np.int64)
-        columns[0, :count] = plan.rows
-        columns[1, :count] = plan.starts
-        columns[2, :count] = 1
-        columns[3] = -1
-        columns[3, :count] = tables.find_slots(plan.rows, plan.starts)
-        columns[4, :count] = tables.host_prompt_lengths[plan.rows]
-        small = columns[5].view(np.int32).reshape(2, -1)
-        small[0, :count] = plan.starts
-        small[1, :count] = plan.adapter_indices
+    def write(self, plan: StepPlan, tokens: "StepTokens", size: int) -> torch.Tensor:
+        """Write a step that is padded to `size` tokens. Return the tokens that are not padding."""
+        num_seqs, count, tables = len(plan.rows), len(tokens.rows), self._tables
+        columns = np.zeros((_NUM_COLUMNS, self.size), np.int64)
+        columns[0, :num_seqs] = plan.rows
+        columns[1, :num_seqs] = plan.starts
+        columns[2, :num_seqs] = plan.counts
+        columns[3, :count] = tables.find_slots(tokens.rows, tokens.positions)
+        columns[3, count:] = -1
+        columns[4, :count] = tables.host_prompt_lengths[tokens.rows]
+        columns[5, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
+        small = columns[6].view(np.int32).reshape(2, -1)
+        small[0, :count] = tokens.positions
+        small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
+        bounds = columns[7].view(np.int32)
+        bounds[: num_seqs + 1] = tokens.layout.bounds
+        bounds[num_seqs + 1 :] = count
         host = torch.from_numpy(columns)
         self._columns.copy_(host.pin_memory() if self._columns.is_cuda else host, non_blocking=True)
-        torch.index_select(tables.blocks, 0, self.rows[:size], out=self.block_tables[:size])
-        return tables.token_ids[self.rows[:count], self.cache_lengths[:count]]
+        most_seqs = min(size, self.max_seqs)
+        torch.index_select(tables.blocks, 0, self.rows[:most_seqs], out=self.block_tables[:most_seqs])
+        return tables.token_ids.view(-1).index_select(0, self.places[:count])

@@ -1,7 +1,7 @@
 """The shares of memory that the cache and the adapters get, and the refusal to start where something does not fit."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import measure_graphs
+from lorax_server.worker.graphs import GraphSizes, measure_graphs
+from lorax_server.worker.inputs import RowTables
 from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, make_believe, run_choice, run_prompts
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def block_bytes(model: PagedCausalLM, block_size: int) -> int:
 def measure_needs(
     model: PagedCausalLM,
     memory: AdapterMemory | None,
-    graph_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
     max_rows: int,
     step_tokens: int,
     shape: CacheShape,
@@ -106,10 +107,10 @@ def measure_needs(
     )  # the cache will have them
     hidden = step_tokens * model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
     choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length))
-    table_width = -(-shape.max_length // shape.block_size)
-    row_bytes = (shape.max_length + 1) * torch.int64.itemsize + 2 * table_width * torch.int32.itemsize
-    graphs = measure_graphs(model, memory, graph_sizes, shape.max_length, shape.block_size)
-    return Needs(max(prompts, hidden + choice), graphs, max_rows * row_bytes)
+    tables = RowTables(max_rows, shape.max_length, shape.block_size, model.device)
+    graphs = measure_graphs(model, memory, graph_sizes, tables)
+    # Inputs of graphs have tables of blocks like those of the rows, once for decode steps and once for others.
+    return Needs(max(prompts, hidden + choice), graphs, tables.token_ids.nbytes + 3 * tables.blocks.nbytes)
 
 
 def count_blocks(

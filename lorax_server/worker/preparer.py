@@ -37,14 +37,12 @@ class Preparer:
         dtype: torch.dtype,
         group: ProcessGroup,
         *,
-        pin: bool,
         max_rank: int | None = None,
     ) -> None:
         self.notify: Callable[[], None] = lambda: None  # called, on the thread, when there is something to take
         self._targets = targets
         self._dtype = dtype
         self._group = group
-        self._pin = pin
         self._max_rank = max_rank
         self._stream = _low_priority_stream(targets)
         self._failure: Exception | None = None  # after which nothing can be prepared
@@ -91,7 +89,7 @@ class Preparer:
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin, self._max_rank)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._max_rank)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:

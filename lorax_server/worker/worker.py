@@ -2,17 +2,14 @@
 
 import json
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
-from lorax_server.adapters.target import AdapterTarget
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupportedError
@@ -36,8 +33,9 @@ from lorax_server.plan import (
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.facts import describe, find_max_length, fix_rotary
-from lorax_server.worker.graphs import can_capture, graph_sizes
+from lorax_server.worker.graphs import GraphSizes, can_capture, graph_sizes
 from lorax_server.worker.memory import (
     adapter_bytes,
     adapter_rows,
@@ -54,7 +52,8 @@ from lorax_server.worker.warm_up import CacheShape, warm_up
 
 logger = logging.getLogger(__name__)
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 4096
+GPU_MIXED_TOKENS = 2048  # some 50 ms of an 8B on an H200
 
 
 class Runner(Protocol):
@@ -84,14 +83,14 @@ class Worker:
         self._runner = runner
         self._memory = memory
         self._loading: list[int] = []  # adapter indices whose load the engine has not heard the end of
-        self._arrivals: _Arrivals | None = None
         self._tickets: deque[Any] = deque()
 
     def on_news(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when there is something for `take_prepared` or `take_loaded`."""
         if self.preparer is not None:
             self.preparer.notify = notify
-            self._arrivals = _Arrivals(notify)
+        if self._memory is not None:
+            self._memory.on_arrival(notify)
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
         """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
@@ -150,8 +149,8 @@ class Worker:
     def close(self) -> None:
         if self.preparer is not None:
             self.preparer.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _do(self, op: AdapterOp) -> None:
         assert self._memory is not None
@@ -160,42 +159,14 @@ class Worker:
             case Prepare():
                 self.preparer.enqueue(op.spec)
             case Load():
-                arrived = self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
+                self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
-                if arrived is not None and self._arrivals is not None:
-                    self._arrivals.expect(arrived)
             case Move():
                 self._memory.move(op.index, op.source, op.target)
             case Unload():
                 self._memory.unload(op.index)
             case Drop():
                 self.preparer.drop(op.identity)
-
-
-class _Arrivals:
-    """Waits for loads on a thread of its own, so that the engine need not poll. The first load that
-    is not there at once starts the thread."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
-        self._expected: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def expect(self, arrival: torch.cuda.Event) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="await adapters", daemon=True)
-            self._thread.start()
-        self._expected.put(arrival)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._expected.put(None)
-            self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        while (arrival := self._expected.get()) is not None:
-            arrival.synchronize()
-            self._notify()
 
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases: Phases | None = None) -> Worker:
@@ -234,27 +205,35 @@ def paged_worker(
 ) -> Worker:
     """Build a worker around this rank's part of a model. Refuse where the device's memory does not suffice."""
     num_units = _fewest(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
+    copier = Copier(StreamLane(model.device)) if num_units and model.device.type == "cuda" else None
     try:
-        return _build_paged(model, config, group, phases or Phases(), num_units)
-    except torch.OutOfMemoryError as error:
-        raise explain_lack(model, num_units * UNIT_BYTES) from error
+        memory = _make_memory(model, num_units, group, copier) if num_units else None
+        return _build_paged(model, config, group, phases or Phases(), memory)
+    except BaseException as error:
+        if copier is not None:
+            copier.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise explain_lack(model, num_units * UNIT_BYTES) from error
+        raise
+
+
+def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copier: Copier | None) -> AdapterMemory:
+    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    num_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
+    return AdapterMemory(targets, dtype, model.device, num_units, num_rows, group.rank() > 0, copier)
 
 
 def _build_paged(
-    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, num_units: int
+    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
 ) -> Worker:
     device, max_rows = model.device, find_max_rows(config, model.device)
     step_tokens = _step_tokens(config, device, max_rows)
-    sizes = graph_sizes(max_rows) if uses_graphs(model, config, group) else []
-    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
-    num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
-    memory = None
-    if num_units:
-        memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
+    sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
+    num_units = 0 if memory is None else memory.num_units
     shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
     fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
-        warm_up(model, memory, {max_rows} if sizes else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
+        warm_up(model, memory, {max_rows} if sizes.decode else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
     with phases.measure("memory"):
         needs = measure_needs(model, memory, sizes, max_rows, step_tokens, shape)
         num_blocks = _fewest(count_blocks(model, config, max_rows, shape.max_length, needs), group, device)
@@ -265,11 +244,12 @@ def _build_paged(
         max_rows=max_rows,
         max_length=max_length,
         max_step_tokens=step_tokens,
+        max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if device.type == "cuda" else None),
         num_blocks=num_blocks,
         block_size=shape.block_size,
         depth=config.depth or (2 if device.type == "cuda" else 1),
         num_adapter_units=num_units,
-        max_adapters=num_adapter_rows - 1,
+        max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
     )
     with phases.measure("graphs"):
         runner = PagedRunner(
@@ -281,15 +261,14 @@ def _build_paged(
             memory=memory,
             graph_sizes=sizes,
         )
-    preparer = None if memory is None else _make_preparer(targets, dtype, group, device)
+    preparer = None if memory is None else _make_preparer(model, group)
     return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1)
 
 
-def _make_preparer(
-    targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, device: torch.device
-) -> Preparer:
+def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-    return Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
+    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    return Preparer(targets, dtype, host_group, max_rank=find_max_rank(model.device))
 
 
 def _step_tokens(config: EngineConfig, device: torch.device, max_rows: int) -> int:
@@ -298,7 +277,7 @@ def _step_tokens(config: EngineConfig, device: torch.device, max_rows: int) -> i
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
-    """Tell whether decode steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
+    """Tell whether small steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
     is_gpu = model.device.type == "cuda"
     if config.cuda_graphs is False or (config.cuda_graphs is None and not is_gpu):
         return False
@@ -312,7 +291,7 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
         return True
     if config.cuda_graphs:
         raise ConfigError(f"cuda_graphs: they {problem}; leave the setting out, or make it false")
-    logger.info("decode steps run without CUDA graphs: they %s", problem)
+    logger.info("steps run without CUDA graphs: they %s", problem)
     return False
 
 

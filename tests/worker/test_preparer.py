@@ -63,7 +63,7 @@ def targets() -> dict[str, AdapterTarget]:
 
 @pytest.fixture
 def preparer(targets: dict[str, AdapterTarget]) -> Iterator[Preparer]:
-    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    preparer = Preparer(targets, torch.float32, FakeGroup())
     yield preparer
     preparer.close()
 
@@ -204,7 +204,7 @@ def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets
 
 
 def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> None:
-    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    preparer = Preparer(targets, torch.float32, FakeGroup())
     begun, go_on, done = threading.Event(), threading.Event(), []
 
     def slow(*args: Any) -> HostAdapter:
@@ -306,14 +306,14 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = 1e6
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
-    half = Preparer(targets, torch.float16, FakeGroup(), pin=False)
+    half = Preparer(targets, torch.float16, FakeGroup())
     half.enqueue(make_spec(folder / "plain", targets))
     assert "float16 cannot hold" in str(take(half, 1)[0].error)
     half.close()
 
 
 def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, AdapterTarget], folder: Path) -> None:
-    limited = Preparer(targets, torch.float32, FakeGroup(), pin=False, max_rank=7)
+    limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=7)
     limited.enqueue(make_spec(folder / "plain", targets))
     error = take(limited, 1)[0].error
     assert isinstance(error, AdapterError)
@@ -363,7 +363,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
     second = beside(group, size)
     if second is None:
         return None
-    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second, pin=False)
+    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second)
     specs = make_specs(folder)
     try:
         taken = []

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import pickle
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.errors import BusyError, ConfigError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, EngineError, NotSupportedError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
@@ -170,25 +169,29 @@ def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Recor
     assert worker.take_loaded() == []
 
 
-def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, record: Record) -> None:
-    """The worker notifies when a copy (a stand-in for a GPU event) has ended, so that the engine need not poll."""
+def test_memory_and_preparer_tell_of_their_news(worker: Worker, record: Record) -> None:
+    told: list[str] = []
+    worker.on_news(lambda: told.append("news"))
+    record.notify()  # as the preparer does
+    (said,) = record.said
+    assert said[0] == "on_arrival"
+    said[1]()
+    assert told == ["news", "news"]
 
-    class Copy:
-        def synchronize(self) -> None:
-            assert may_end.wait(60)
-            record.arrived = {1}
 
-    may_end, was_told = threading.Event(), threading.Event()
-    record.load = lambda *_: Copy()  # type: ignore[method-assign, assignment]
-    worker.on_news(was_told.set)
+def test_a_load_that_failed_ends_the_step(worker: Worker, record: Record) -> None:
+    def fail(index: int) -> bool:
+        raise EngineError("adapters cannot be copied to the device any more")
+
     worker.submit(make_plan(0, [Load("a", 1, 0)]))
-    assert worker.collect().loaded == []
-    assert not was_told.is_set()
-    may_end.set()
-    assert was_told.wait(60)
-    assert worker.take_loaded() == [1]
+    record.is_loaded = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="cannot be copied"):
+        worker.collect()
+
+
+def test_the_threads_of_memory_and_preparer_are_closed(worker: Worker, record: Record) -> None:
     worker.close()
-    assert not any(thread.name == "await adapters" for thread in threading.enumerate())
+    assert record.said == [("close",), ("close",)]
 
 
 def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
@@ -255,8 +258,6 @@ def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
 def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
     record.ready = [Prepared("a")]
     assert worker.take_prepared() == [Prepared("a")]
-    worker.close()
-    assert record.said == [("close",)]
 
 
 def test_without_adapters(record: Record) -> None:
@@ -327,7 +328,7 @@ def test_capabilities() -> None:
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
-    assert (found.depth, found.max_step_tokens) == (1, 512)
+    assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
 
@@ -335,6 +336,7 @@ def test_capabilities() -> None:
 def test_settings_of_capabilities() -> None:
     assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
+    assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
     assert capabilities(depth=3).depth == 3
     assert capabilities(max_length=50).max_length == 50
     assert capabilities(max_length=5000).max_length == 128  # what it was made for
