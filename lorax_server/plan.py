@@ -1,7 +1,7 @@
 """Plans of steps, from the engine to the workers, and their results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +107,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
+
+    def without_sequences(self) -> "StepPlan":
+        """Return a plan that tells of the same rows and blocks, and computes nothing; the adapters' part is done."""
+        none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
+        numbers = replace(self, rows=none, starts=none, counts=none, adapter_indices=none)
+        return replace(numbers, samples=no, asks=no, adapter_ops=())
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Scheduler:
         """Return the next step; None if there is nothing to do now."""
         self._fail_late()
         self._take_rows_back()
-        builder = StepBuilder(self.limits.max_step_tokens)
+        builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         long = []
         for sequence in sort_running(self._running, self._waiting):
             num_tokens = sequence.num_uncomputed
@@ -124,7 +124,7 @@ class Scheduler:
         reserve = builder.budget // 2 if long and self._has_others() else 0
         for sequence in long:
             num_tokens = sequence.num_uncomputed
-            count = self._chunk(builder, num_tokens, reserve)
+            count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
@@ -146,6 +146,14 @@ class Scheduler:
                 outputs.append(self._take_token(sequence, result, index))
         self.counters.generated_tokens += len(outputs)
         return self.take_failed() + outputs
+
+    def take_back(self, error: LoraxError) -> None:
+        """Undo the last step, for which there was no memory. Its largest sequence fails, the others come again."""
+        step = self._in_flight.pop()
+        self._in_flight.append(step.take_back(self._cache))
+        largest = step.find_largest()
+        self._end(largest)
+        self._failed.append(Output.failed(largest.request.request_id, error))
 
     def take_failed(self) -> list[Output]:
         """Return the failures that were not reported yet."""
@@ -177,13 +185,6 @@ class Scheduler:
             return False
         self._put(builder, sequence, count, samples)
         return True
-
-    def _chunk(self, builder: StepBuilder, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
-        if not self.limits.can_chunk:
-            return num_tokens if num_tokens <= builder.budget else 0
-        available = max(builder.budget - reserve, min(builder.budget, 1))
-        return min(num_tokens, available, self.limits.max_chunk or builder.budget)
 
     def _has_others(self) -> bool:
         """Tell whether a tenant waits for a row of its own, and finds one: long prompts leave tokens to it."""
@@ -230,7 +231,7 @@ class Scheduler:
             return False
         self._cache.hold_prefix(sequence)
         num_tokens = sequence.num_uncomputed
-        count = self._chunk(builder, num_tokens)
+        count = builder.cut(num_tokens)
         if count == 0 or not self._cache.hold(sequence, count):
             self._cache.release(sequence)
             return False

@@ -253,9 +253,7 @@ def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
     return [*meta.adapter_segments, size], [*meta.segment_indices, 0]
 
 
-def measure_graphs(
-    model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, max_length: int, block_size: int
-) -> int:
+def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: RowTables) -> int:
     """Return the bytes that graphs of these sizes will take beside the cache, whose place they must know.
 
     So those of the two largest sizes of each kind are captured over a cache of one block, and given up. The largest
@@ -263,8 +261,7 @@ def measure_graphs(
     """
     if not sizes.decode:
         return 0
-    tables = RowTables(1, max_length, block_size, model.device)
-    kv_cache = model.allocate_kv_cache(1, block_size)
+    kv_cache = model.allocate_kv_cache(1, tables.block_size)
     largest = GraphSizes(sizes.decode[-2:], sizes.mixed[-2:])
     num_bytes = iter(StepGraphs(model, kv_cache, tables, memory, largest).num_bytes)
     torch.cuda.empty_cache()

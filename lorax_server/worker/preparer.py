@@ -153,6 +153,12 @@ def _low_priority_stream(targets: Mapping[str, AdapterTarget]) -> torch.cuda.Str
 def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:
     """Report an unexpected error: a bug of ours, or too little memory."""
     logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        where = " on the GPU" if isinstance(error, torch.OutOfMemoryError) else ""
+        return AdapterError(
+            f"adapter {spec.name!r}: cannot be prepared: out of memory{where}; try again, or give less to other things "
+            "(cache_bytes, adapter_bytes, adapter_host_bytes)"
+        )
     return AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
 
 

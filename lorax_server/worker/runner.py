@@ -92,9 +92,9 @@ class PagedRunner:
         """Start a step. On a GPU this returns before the step is done."""
         if plan.adapter_ops:
             self._forget_adapters(plan.adapter_ops)
+        self._tables.write_new(plan)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
-        self._tables.write_new(plan)
         tokens = locate_tokens(plan, self._layout)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)

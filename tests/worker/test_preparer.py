@@ -339,15 +339,28 @@ def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, Adapter
     limited.close()
 
 
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (ZeroDivisionError, "ZeroDivisionError"),
+        (MemoryError, "out of memory; try again"),
+        (torch.OutOfMemoryError, "out of memory on the GPU; try again"),
+    ],
+)
 @pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
 def test_a_bug_or_no_memory_takes_nobody_along(
-    where: str, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
+    where: str,
+    problem: type[Exception],
+    said: str,
+    preparer: Preparer,
+    targets: dict[str, AdapterTarget],
+    originals: Path,
 ) -> None:
     spec = make_spec(originals / "plain", targets)
-    with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=MemoryError):
+    with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=problem):
         preparer.enqueue(spec)
         (failed,) = take(preparer, 1)
-    assert str(failed.error) == "adapter 'plain': cannot be prepared: MemoryError"
+    assert str(failed.error).startswith(f"adapter 'plain': cannot be prepared: {said}")
     preparer.enqueue(spec)
     assert take(preparer, 1)[0].error is None
 
