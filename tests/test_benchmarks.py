@@ -12,7 +12,9 @@ from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(
-    path for path in FOLDER.glob("*.py") if path.stem not in ("gpu_model", "gpu_timing", "paged", "report")
+    path
+    for path in FOLDER.glob("*.py")
+    if path.stem not in ("gpu_engine", "gpu_model", "gpu_reference", "gpu_timing", "paged", "report")
 )
 
 
