@@ -80,7 +80,7 @@ CASES = (
     _plain(256, 64, 12.5, 36.9, 20.6),
     _plain(256, 256, 16.5, 108.9),
     DecodeCase("top-p", 64, plain_adapters(64), note=", top-p 0.9", sampling={"do_sample": True, "top_p": 0.9}),
-    DecodeCase("mixed", 64, MIXED, note=" of ranks 8 to 64, one of 512, one lacking modules"),
+    DecodeCase("mixed", 64, MIXED, note=" (ranks 8 to 64, one 512, one lacks modules)"),
     DecodeCase("dora", 64, DORA, note=" with DoRA"),
 )
 PROFILED_CASES = ("64/base", "64/1", "64/64")
@@ -195,9 +195,10 @@ def check(bench: Bench) -> list[Record]:
     agreement = compare(bench.folder, samples)
     tokens = agreement.num_tokens
     print(
-        f"check: {agreement.num_equal} of {tokens} tokens have the reference's best score, {agreement.num_near} are near "
-        f"it; the furthest is {agreement.largest_gap:.3f} below, {agreement.tolerance:.3f} allowed; had the reference no "
-        f"adapters, {agreement.num_near_base} of {agreement.num_adapted} would be near; {time.monotonic() - begin:.1f} s"
+        f"check: {agreement.num_equal} of {tokens} tokens have the reference's best score, {agreement.num_near} are "
+        f"near it; the furthest is {agreement.largest_gap:.3f} below, {agreement.tolerance:.3f} allowed; had the "
+        f"reference no adapters, {agreement.num_near_base} of {agreement.num_adapted} would be near; "
+        f"{time.monotonic() - begin:.1f} s"
     )
     share = agreement.num_near / tokens
     return [
