@@ -1,7 +1,7 @@
 """The speed of the API process by itself: streams over real sockets, in front of an engine that computes nothing.
 
-The engine gives every stream a token in each step, at a fixed pace (`stand_in_server.py`). A load generator in a process
-of its own reads the streams (`http_client.py`). Two paces are measured: one at which the API process keeps up, for its
+The engine gives every stream a token in each step, at a fixed pace (`stand_in_server.py`). A load generator in another
+process reads the streams (`http_client.py`). Two paces are measured: one at which the API process keeps up, for its
 CPU time for each token; and as fast as the engine can, for the tokens per second that one core of the API process
 takes. (Tokens of a stream that wait together are written together then.)
 """
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Served:
         gaps = []
         for sample in self.result["samples"]:
             arrivals = sample["arrivals"]
-            for (before, _), (at, count) in zip(arrivals, arrivals[1:], strict=False):
+            for (before, _), (at, count) in pairwise(arrivals):
                 gaps += [at - before] + [0.0] * (count - 1)
         return sorted(gaps)
 
@@ -95,7 +96,7 @@ def measure(folder: Path, path: str, streams: int, tokens: int, step_ms: float) 
     cpu_s = after.user + after.system - before.user - before.system
     sends = json.loads(Path(f"{seen}.engine").read_text())
     served = Served(json.loads(result.read_text()), cpu_s, json.loads(seen.read_text()), sends)
-    assert served.tokens == streams * tokens, {sample["error"] for sample in served.result["samples"]}
+    assert served.tokens == streams * tokens, next(filter(None, [each["error"] for each in served.result["samples"]]))
     return served
 
 
@@ -103,7 +104,7 @@ def make_body(path: str, number: int, tokens: int) -> dict[str, Any]:
     adapter = f"adapter-{number % 64:03}"
     if path == "/generate_stream":
         return {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens, "adapter_id": adapter}}
-    common = {"adapter_id": adapter, "adapter_source": "local", "max_tokens": tokens, "stream": True}
+    common = {"model": "", "adapter_id": adapter, "adapter_source": "local", "max_tokens": tokens, "stream": True}
     if path == "/v1/completions":
         return {"prompt": PROMPT, **common}
     return {"messages": [{"role": "user", "content": PROMPT}], **common}

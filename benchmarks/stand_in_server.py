@@ -87,7 +87,7 @@ class StandIn:
             self.wake.wait(0.05)
         self.wake.clear()
 
-    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:  # noqa: ARG002
+    def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
         future: Future[Resolved] = Future()
         future.set_result(Resolved(refs[0].name, tier="device"))
         return future
@@ -165,7 +165,7 @@ class Sampler:
     def stop(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if frame is not None:
             self.lines[f"{frame.f_code.co_filename[-40:]}:{frame.f_lineno} {frame.f_code.co_name}"] += 1
         while frame is not None:

@@ -25,6 +25,7 @@ class StoppingCriteria:
     def __init__(self, params: StopParams) -> None:
         self.params = params
         self.current_tokens = 0
+        self._ending_token_ids = params.ending_token_ids
         self.new_text = ""  # that the last token showed
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
@@ -52,7 +53,7 @@ class StoppingCriteria:
 
     def may_end_with(self, token_id: int) -> bool:
         """Tell whether a token would be the last one whatever its text is: only then is pending text shown."""
-        return self.remaining_tokens <= 1 or token_id in self.params.ending_token_ids
+        return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._ending_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
         """Append a token and the text that it completed. `pending_text` would follow if this were the last token."""
