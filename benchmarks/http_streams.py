@@ -8,7 +8,7 @@ takes. (Tokens of a stream that wait together are written together then.)
 
 import argparse
 import json
-import math
+import os
 import re
 import subprocess
 import sys
@@ -54,7 +54,7 @@ class Served:
             arrivals = sample["arrivals"]
             for (before, _), (at, count) in pairwise(arrivals):
                 gaps += [at - before] + [0.0] * (count - 1)
-        return sorted(gaps)
+        return gaps
 
 
 def main() -> None:
@@ -120,8 +120,8 @@ def describe(name: str, paced: Served, full: Served) -> list[Record]:
             Record(f"{name}:   {part}", cpu_us * count / num_samples, US, "", None)
             for part, count in sorted(paced.seen["parts"].items(), key=lambda each: -each[1])
         ],
-        Record(f"{name}: P50 between tokens", gaps[len(gaps) // 2] * 1e3, "ms", "", None),
-        Record(f"{name}: P99 between tokens", gaps[math.floor(len(gaps) * 0.99)] * 1e3, "ms", "", None),
+        Record(f"{name}: P50 between tokens", percentile(gaps, 0.5) * 1e3, "ms", "", None),
+        Record(f"{name}: P99 between tokens", percentile(gaps, 0.99) * 1e3, "ms", "", None),
         Record(f"{name}: sending {most} outputs, engine", paced.sends[most] * 1e3, "ms", "", 0.5, at_most=True),
         Record(f"{name}: tokens at full speed", full.tokens / full.result["seconds"], "1/s", "", None),
         Record(f"{name}: CPU at full speed", full.api_cpu_s / full.tokens * 1e6, US, "", None),
@@ -138,7 +138,11 @@ def serving(model: Path, step_ms: float, seen: Path) -> Iterator[tuple[str, psut
     """Run the stand-in; return its address and its API process."""
     log = seen.with_suffix(".log")
     command: Sequence[str] = [str(Path(__file__).with_name("stand_in_server.py")), str(model), str(step_ms), str(seen)]
-    with log.open("w") as file, subprocess.Popen([sys.executable, *command], stderr=file, cwd=ROOT) as process:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with (
+        log.open("w") as file,
+        subprocess.Popen([sys.executable, *command], stderr=file, cwd=ROOT, env=environment) as process,
+    ):
         try:
             yield wait_for_url(process, log), psutil.Process(process.pid)
         finally:
@@ -146,8 +150,14 @@ def serving(model: Path, step_ms: float, seen: Path) -> Iterator[tuple[str, psut
             process.wait(END_S)
 
 
-def wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + START_S
+def percentile(values: Sequence[float], part: float) -> float:
+    """Return the value that so many are not above; 0 if there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
+
+
+def wait_for_url(process: "subprocess.Popen[bytes]", log: Path, start_s: float = START_S) -> str:
+    deadline = time.monotonic() + start_s
     while process.poll() is None and time.monotonic() < deadline:
         found = READY.search(log.read_text())
         if found:
