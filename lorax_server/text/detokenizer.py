@@ -110,9 +110,9 @@ class ByteDetokenizer(Detokenizer):
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
         end = len(ids)
         if prefix_offset < read_offset == end - 1 and self._text_of(ids[read_offset - 1]):
-            text = self._text_of(ids[read_offset])
-            if text:  # whole characters after whole characters, among which nothing is incomplete
-                return Progress(text, self._context(ids, end), end)
+            whole = self._text_of(ids[read_offset])
+            if whole:  # whole characters after whole characters: nothing between them is incomplete
+                return Progress(whole, self._context(ids, end), end)
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # looking back over a long run of special tokens once per token would be quadratic
             return Progress("", prefix_offset, len(ids))

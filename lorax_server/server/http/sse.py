@@ -29,7 +29,7 @@ class PieceWriter(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client is there, and has read enough to get more."""
+        """The client is there, and has read enough to get more."""
 
     def write(self, piece: bytes) -> None:
         """Write a piece of the body at once."""
