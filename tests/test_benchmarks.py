@@ -14,11 +14,10 @@ from lorax_server.types import StopParams
 from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(
-    path
-    for path in FOLDER.glob("*.py")
-    if path.stem not in ("gpu_engine", "gpu_model", "gpu_reference", "gpu_timing", "paged", "report")
-)
+HELPERS = (
+    "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged", "report", "stand_in_server"
+)  # fmt: skip
+SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 
 @pytest.fixture
