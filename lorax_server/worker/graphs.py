@@ -144,8 +144,7 @@ class StepGraphs:
         input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
         self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
         if not self._capture:
-            data = self._describe(kind.size, _pad(adapter_data, kind.size)) if kind.has_adapters else None
-            return self._model.model.run_layers(self._x[: kind.size], self._context(kind, data))[:count]
+            return self._run_one_by_one(kind, adapter_data)[:count]
         graph = self._graphs[kind]
         if kind.has_adapters:
             self._plan(kind, graph, plan.adapter_indices[tokens.layout.sequences].tobytes(), adapter_data)
@@ -163,6 +162,17 @@ class StepGraphs:
             lora = graph.context.adapter_data.lora
             self._model.ops.plan_lora(lora, lora if adapter_data is None else adapter_data.lora)
             self._planned[kind] = adapters
+
+    def _run_one_by_one(self, kind: StepKind, adapter_data: AdapterBatchData | None) -> torch.Tensor:
+        """Launch what a graph of this kind launches. On a CPU, kernels need the adapters of the batch on the host."""
+        layers, x = self._model.model, self._x[: kind.size]
+        data = self._describe(kind.size, _pad(adapter_data, kind.size)) if kind.has_adapters else None
+        if data is not None and x.is_cuda:
+            captured = self._describe(kind.size)
+            layers.run_layers(x, self._context(kind, captured))  # derives what is then planned
+            self._model.ops.plan_lora(captured.lora, data.lora)
+            data = captured
+        return layers.run_layers(x, self._context(kind, data))
 
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------
 

@@ -4,14 +4,33 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lorax_server.config import EngineConfig
+from lorax_server.errors import ConfigError
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
 from lorax_server.models.pretrained import max_positions, resolve_pad_token
 from lorax_server.plan import Capabilities, NewRow, StepPlan, StepResult
 from lorax_server.sampling import NextTokenChooser
 from lorax_server.types import Alternatives, StopParams
+from lorax_server.worker.memory import find_max_rows
 
 BLOCK_SIZE = 16
+
+
+def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
+    """Load a model that we have no class for."""
+    if config.tensor_parallel > 1:
+        raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
+    if config.model.quantize is not None:
+        raise ConfigError(f"{config.model.path}: models of this type do not support quantize = {config.model.quantize}")
+    dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
+    model = CausalLM(str(config.model.path), dtype=dtype)
+    if model.device.type != torch.device(config.model.device).type:
+        raise ConfigError(
+            f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
+        )
+    max_rows = find_max_rows(config, model.device)
+    return padded_capabilities(model, max_rows, config.max_length), PaddedRunner(model)
 
 
 def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) -> Capabilities:

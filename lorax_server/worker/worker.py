@@ -16,7 +16,6 @@ from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupported
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.layers.targets import adapter_targets
-from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MODELS, get_model
 from lorax_server.phases import Phases
@@ -45,7 +44,6 @@ from lorax_server.worker.memory import (
     measure_needs,
     report_memory,
 )
-from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.warm_up import CacheShape, warm_up
@@ -178,18 +176,9 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
         with phases.measure("weights"):
             paged = get_model(config.model, group, ops)
         return paged_worker(paged, config, group, phases)
-    if config.tensor_parallel > 1:
-        raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
-    if config.model.quantize is not None:
-        raise ConfigError(f"{config.model.path}: models of this type do not support quantize = {config.model.quantize}")
-    dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
-    model = CausalLM(str(config.model.path), dtype=dtype)
-    if model.device.type != torch.device(config.model.device).type:
-        raise ConfigError(
-            f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
-        )
-    capabilities = padded_capabilities(model, find_max_rows(config, model.device), config.max_length)
-    return Worker(capabilities, PaddedRunner(model))
+    from lorax_server.worker.padded import build_padded  # noqa: PLC0415 - importing transformers' models takes seconds
+
+    return Worker(*build_padded(config))
 
 
 def is_paged(config: EngineConfig) -> bool:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -137,8 +137,17 @@ class Crowd:
         return ops
 
 
+@pytest.fixture(autouse=True)
+def close_rigs() -> Iterator[None]:
+    yield
+    while Rig.made:
+        Rig.made.pop().close()
+
+
 class Rig:
     """A runner with adapters, which it has at a place each, and blocks for all its rows."""
+
+    made: ClassVar[list["Rig"]] = []  # in this test
 
     def __init__(
         self,
@@ -150,6 +159,7 @@ class Rig:
         block_size: int = BLOCK_SIZE,
         **options: Any,
     ) -> None:
+        Rig.made.append(self)
         targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
         self._hosts, self._units = hosts, max((host.units for host in hosts), default=1)
         self._memory = None
@@ -166,6 +176,10 @@ class Rig:
             memory=self._memory,
             **options,
         )
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
     def submit(self, plan: StepPlan) -> Any:
         for op in plan.adapter_ops:

@@ -22,7 +22,15 @@ from lorax_server.weights import Weights
 from lorax_server.worker.graphs import LADDER, MIXED_LADDER, GraphSizes, StepGraphs
 from lorax_server.worker.inputs import locate_tokens
 from tests.parity.adapters.served import make_model
-from tests.worker.test_graphs import CPU, GPU, NAMES, Rig, gpu_model, make_hosts
+from tests.worker.test_graphs import (
+    CPU,
+    GPU,
+    NAMES,
+    Rig,
+    close_rigs,  # noqa: F401 - a fixture
+    gpu_model,
+    make_hosts,
+)
 from tests.worker.test_inputs import make_plan
 
 
