@@ -144,6 +144,7 @@ class StepGraphs:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
         if self._planned.get(key) != adapters:
             assert graph.context.adapter_data is not None
+            self._planned.pop(key, None)  # there may be no memory in the middle
             self._model.ops.plan_lora(graph.context.adapter_data.lora, current.lora)
             self._planned[key] = adapters
 
