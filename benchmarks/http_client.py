@@ -1,9 +1,10 @@
 """Send requests for streams or whole answers to a server, many at once, in a process of its own: the other side of
-`http_load.py`.
+`http_load.py`, `http_streams.py` and `gpu_serving.py`.
 
-It must leave a core to the server, so it parses nothing: a stream is searched for the bytes that a token and an end
-look like. Neither can stand within a JSON string, which has its quotes and line ends escaped. A whole answer says how
-many tokens and bytes it has in its headers.
+It must leave a core to the server, so it parses nothing: a stream is searched for the bytes that an event with a token
+and an end look like. Neither can stand within a JSON string, which has its quotes and line ends escaped. OpenAI's
+streams say at the end how many tokens they had, since an event may have several. A whole answer says how many tokens
+and bytes it has in its headers.
 """
 
 import argparse
@@ -13,19 +14,27 @@ import re
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PATHS = ("/generate_stream", "/generate")
+import uvloop
+
+WHOLE = "/generate"
+EVENTS = {  # what an event with a token looks like
+    "/generate_stream": b'"token":{',
+    "/v1/completions": b'"text":',
+    "/v1/chat/completions": b'"delta":{"content":',
+}
+PATHS = (*EVENTS, WHOLE)
 HEAD = "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 OK = b"HTTP/1.1 200 "
-TOKEN = b'"token":{'
 END = b"\r\n0\r\n\r\n"  # the last chunk of a body, which has no length
-TAIL = len(TOKEN) - 1  # bytes kept of the data before: too few to count a token twice
+LAST = 1024  # bytes at the end of a stream, which hold its usage
 HEAD_END = b"\r\n\r\n"
 GENERATED = re.compile(rb"x-generated-tokens: (\d+)")
+COMPLETION = re.compile(rb'"completion_tokens":(\d+)')
 LENGTH = re.compile(rb"content-length: (\d+)")
 
 
@@ -38,16 +47,18 @@ class Sample:
     end_s: float = 0.0
     tokens: int = 0
     error: str = ""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # of data, and the events with a token in it
 
 
 class Connection(asyncio.Protocol):
     """A connection for one stream after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: bytes) -> None:
         self.is_open = False
         self.tokens = 0
-        self.first_at = 0.0
-        self._tail = b""
+        self.arrivals: list[tuple[float, int]] = []
+        self._event = event
+        self._tail = self._last = b""
         self._ended: asyncio.Future[str] | None = None
         self._transport: Any = None
 
@@ -59,7 +70,7 @@ class Connection(asyncio.Protocol):
 
     async def ask(self, request: bytes) -> str:
         """Send a request and wait for the end of the answer; return its error, if any."""
-        self.tokens, self.first_at, self._tail = 0, 0.0, b""
+        self.tokens, self.arrivals, self._tail, self._last = 0, [], b"", b""
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._ended
@@ -69,12 +80,16 @@ class Connection(asyncio.Protocol):
             self._end(data.decode(errors="replace"))
             return
         data = self._tail + data
-        self.tokens += data.count(TOKEN)
-        if self.tokens and not self.first_at:
-            self.first_at = time.perf_counter()
+        count = data.count(self._event)
+        if count:
+            self.arrivals.append((time.perf_counter(), count))
+            self.tokens += count
+        self._last = (self._last + data)[-LAST:]
         if data.endswith(END):
+            told = COMPLETION.search(self._last)
+            self.tokens = int(told[1]) if told else self.tokens
             self._finish("" if self.tokens else data.decode(errors="replace"))
-        self._tail = data[-TAIL:]
+        self._tail = data[1 - len(self._event) :]  # too little to count an event twice
 
     def close(self) -> None:
         self._transport.close()
@@ -102,7 +117,8 @@ class WholeConnection(Connection):
         if not head.startswith(OK) or length is None or generated is None:
             self._end(self._tail.decode(errors="replace"))
         elif len(body) >= int(length[1]):
-            self.tokens, self.first_at = int(generated[1]), time.perf_counter()
+            self.tokens = int(generated[1])
+            self.arrivals = [(time.perf_counter(), self.tokens)]
             self._finish("")
 
 
@@ -111,18 +127,19 @@ class Load:
 
     def __init__(self, url: str, path: str, bodies: Sequence[Any]) -> None:
         parsed = urlsplit(url)
-        self._kind = Connection if path == PATHS[0] else WholeConnection
+        self._kind = WholeConnection if path == WHOLE else Connection
+        self._event = EVENTS.get(path, b"")
         self.samples = [Sample() for _ in bodies]
         self.most_open = 0
         self._num_open = 0
         self._host, self._port = parsed.hostname, parsed.port
         self._requests = [_request(path, body, parsed.netloc) for body in bodies]
         self._left: Iterator[int] = iter(range(len(bodies)))
-        self._start = 0.0
+        self.start = 0.0
 
     async def run(self, at_once: int) -> float:
         """Run all requests and return the seconds they took."""
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         await asyncio.gather(*[self._work() for _ in range(min(at_once, len(self.samples)))])
         return max(sample.end_s for sample in self.samples)
 
@@ -139,7 +156,8 @@ class Load:
                     connection = await self._connect()
                 sample.error = await connection.ask(self._requests[number])
                 sample.tokens = connection.tokens
-                sample.first_s = max(0.0, connection.first_at - self._start)
+                sample.arrivals = [(at - self.start, count) for at, count in connection.arrivals]
+                sample.first_s = sample.arrivals[0][0] if sample.arrivals else 0.0
             except OSError as error:
                 sample.error = str(error)
             sample.end_s = self._now()
@@ -149,11 +167,11 @@ class Load:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(self._kind, self._host, self._port)
+        _, connection = await loop.create_connection(lambda: self._kind(self._event), self._host, self._port)
         return connection
 
     def _now(self) -> float:
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self.start
 
 
 def main() -> None:
@@ -162,8 +180,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     load = Load(args.url, args.path, json.loads(args.bodies.read_text()))
     cpu_s = time.process_time()
-    seconds = asyncio.run(load.run(args.at_once))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        seconds = runner.run(load.run(args.at_once))
     result = {
+        "start": load.start,  # on the clock that all processes of a machine share
         "seconds": seconds,
         "cpu_s": time.process_time() - cpu_s,
         "most_open": load.most_open,

@@ -1,5 +1,6 @@
 """The shared code of the benchmarks: a record's value is judged by its goal, and the JSON is complete."""
 
+import importlib
 import json
 import runpy
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from lorax_server.llm import LLM
+from lorax_server.types import StopParams
 from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(
-    path for path in FOLDER.glob("*.py") if path.stem not in ("gpu_model", "gpu_timing", "paged", "report")
-)
+HELPERS = (
+    "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged", "report", "stand_in_server"
+)  # fmt: skip
+SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 
 @pytest.fixture
@@ -37,6 +41,22 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [record["met"] for record in written] == [True, False, None, True, False]
     assert set(written[0]) == {"name", "value", "unit", "peer", "goal", "met"}
     assert "NO" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_benchmarks")
+def test_made_models_and_adapters_are_real_files(tmp_path: Path) -> None:
+    made = importlib.import_module("gpu_model")
+    made.make_model(tmp_path / "model", made.TINY)
+    names = made.make_adapters(tmp_path / "adapters", made.TINY, 2)
+    made.make_adapter(tmp_path / "adapters/partial", made.TINY, 2, rank=64, modules=("q_proj", "down_proj"))
+    made.make_adapter(tmp_path / "adapters/dora", made.TINY, 3, use_dora=True)
+    adapters = [None, *names, "partial", "dora"]
+    stop = StopParams(max_new_tokens=12, ignore_eos=True)
+    with LLM(tmp_path / "model", tmp_path / "adapters", device="cpu", max_length=64, cache_bytes=2**22) as llm:
+        answers = llm.generate(["Hello"] * len(adapters), stop=stop, adapter=adapters)
+    assert names == ["adapter-000", "adapter-001"]
+    assert len({tuple(answer.token_ids) for answer in answers}) == len(adapters)
+    assert all(answer.text for answer in answers)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -72,20 +72,21 @@ class Generation:
         if output.prompt_logprobs is not None:
             completion.prompt_logprobs = output.prompt_logprobs
             completion.prompt_alternatives = output.prompt_alternatives
-        for token in output.tokens:
-            is_last = token is output.tokens[-1]
-            self._append_event(token, output.finish_reason if is_last else None)
-            if self.is_done:
+        last = len(output.tokens) - 1
+        for place, token in enumerate(output.tokens):
+            self._append_event(token, output.finish_reason if place == last else None)
+            if completion.finish_reason is not None:
                 return
 
     def _append_event(self, token: SampledToken, reason: FinishReason | None) -> None:
-        completion, offset = self.completion, self.num_characters
+        completion, criteria = self.completion, self._criteria
+        offset = criteria.num_characters
         text = self.append_token(token.token_id)
         completion.logprobs.append(token.logprob)
         if token.alternatives is not None:
             completion.alternatives.append(token.alternatives)
-        if self._criteria.finish_reason is not None:
-            reason = self._criteria.finish_reason
+        if criteria.finish_reason is not None:
+            reason = criteria.finish_reason
         self.events.append(TokenEvent(text, token.token_id, token.logprob, reason, token.alternatives, offset))
         if reason is not None:
             completion.text = self.text
@@ -93,17 +94,15 @@ class Generation:
 
     def append_token(self, token_id: int) -> str:
         """Return the text that a token adds."""
+        ids, shift, criteria = self._ids, self._shift, self._criteria
         self.completion.token_ids.append(token_id)
-        self._ids.append(token_id)
-        prefix, read = self._prefix - self._shift, self._read - self._shift
-        progress = self._detokenizer.advance(self._ids, prefix, read)
-        pending = ""
-        if self._criteria.may_end_with(token_id):
-            pending = self._detokenizer.pending(self._ids, progress.prefix_offset, progress.read_offset)
-        self._criteria(token_id, progress.text, pending)
-        self._prefix, self._read = progress.prefix_offset + self._shift, progress.read_offset + self._shift
-        self._forget_tokens(progress.prefix_offset)
-        return self._criteria.new_text
+        ids.append(token_id)
+        text, prefix, read = self._detokenizer.advance(ids, self._prefix - shift, self._read - shift)
+        pending = self._detokenizer.pending(ids, prefix, read) if criteria.may_end_with(token_id) else ""
+        criteria(token_id, text, pending)
+        self._prefix, self._read = prefix + shift, read + shift
+        self._forget_tokens(prefix)
+        return criteria.new_text
 
     def take_events(self) -> list[TokenEvent]:
         """Return the events since the last call."""

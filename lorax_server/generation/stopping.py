@@ -25,6 +25,7 @@ class StoppingCriteria:
     def __init__(self, params: StopParams) -> None:
         self.params = params
         self.current_tokens = 0
+        self._ending_token_ids = params.ending_token_ids
         self.new_text = ""  # that the last token showed
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
@@ -52,20 +53,22 @@ class StoppingCriteria:
 
     def may_end_with(self, token_id: int) -> bool:
         """Tell whether a token would be the last one whatever its text is: only then is pending text shown."""
-        return self.remaining_tokens <= 1 or token_id in self.params.ending_token_ids
+        return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._ending_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
         """Append a token and the text that it completed. `pending_text` would follow if this were the last token."""
         self.current_tokens += 1
-        reason = ended_by(last_token, self.current_tokens, self.params)
+        reason = None
+        if last_token in self._ending_token_ids:
+            reason = ended_by(last_token, self.current_tokens, self.params)
         if reason is FinishReason.EOS_TOKEN:
             last_text = ""
         elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
             last_text = pending_text = ""
-        shown, stopped = self._show(last_text)
+        shown, stopped = self._show(last_text) if self._matchers else (last_text, False)
         if stopped:
             reason = FinishReason.STOP_SEQUENCE
-        elif reason is None and self.remaining_tokens == 0:
+        elif reason is None and self.current_tokens == self.params.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
             more, stopped = self._show(pending_text)  # which may complete a stop string

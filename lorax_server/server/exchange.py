@@ -26,7 +26,7 @@ from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_t
 from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
-from lorax_server.server.http.sse import EventStream, event, until_gone
+from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
@@ -211,8 +211,9 @@ class Exchange:
             size += len(completion.prompt_logprobs or ())
         return make() if size <= SMALL else await asyncio.to_thread(make)
 
-    async def stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
-        return EventStream(await self.open_stream(events), self.service.config.keep_alive_s, self.stream_headers())
+    async def stream(self, events: AsyncGenerator[bytes, None], shortcut: Shortcut) -> EventStream:
+        keep_alive_s = self.service.config.keep_alive_s
+        return EventStream(await self.open_stream(events), keep_alive_s, self.stream_headers(), shortcut=shortcut)
 
     async def open_stream(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Return the same events when the first is there, or takes long.

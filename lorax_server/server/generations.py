@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
+from lorax_server.server.http.sse import Shortcut
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Request, Started
+from lorax_server.types import Output, Request, Started
 
 _Item = tuple[int, list[TokenEvent]] | BaseException | None
 
@@ -24,6 +25,8 @@ class RemoteGeneration(Generation):
         self.started: Started | None = None
         self.sent_at: float | None = None
         self.first_at: float | None = None
+        self._shortcut: Shortcut | None = None
+        self._write: Callable[[list[TokenEvent]], bytes] | None = None
         self._engine = engine
 
     @property
@@ -35,7 +38,7 @@ class RemoteGeneration(Generation):
     async def stream(self) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield events as they come. A reader that closes the stream ends the request."""
         self.sent_at = time.monotonic()
-        async with aclosing(self._engine.stream(self.request)) as stream:
+        async with aclosing(self._engine.stream(self.request, self._take)) as stream:
             async for outputs in stream:
                 if self.first_at is None:
                     self.first_at, self.started = time.monotonic(), outputs[0].started
@@ -45,6 +48,21 @@ class RemoteGeneration(Generation):
                 yield self.take_events()
                 if self.is_done:
                     return
+
+    def use(self, shortcut: Shortcut, write: Callable[[list[TokenEvent]], bytes]) -> None:
+        """Write events by the shortcut, if it is open: neither the first, nor the last, nor any that a reader has."""
+        self._shortcut, self._write = shortcut, write
+
+    def _take(self, output: Output) -> bool:
+        """Handle an output in place of the reader of `stream`, which waits for it; False if the reader must do it."""
+        shortcut, write = self._shortcut, self._write
+        if shortcut is None or write is None or self.first_at is None or not shortcut.is_open:
+            return False
+        self.append_output(output)
+        if self.is_done:  # by a stop string; the reader finds the events
+            return False
+        shortcut.write(write(self.take_events()))
+        return True
 
     async def finish(self) -> Completion:
         """Read the whole stream; `events` has all of its events then."""

@@ -102,11 +102,17 @@ class ByteDetokenizer(Detokenizer):
         self._scheme = scheme
         self._special = special
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}  # of tokens that are whole characters; others have an empty one
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
+        end = len(ids)
+        if prefix_offset < read_offset == end - 1 and self._text_of(ids[read_offset - 1]):
+            whole = self._text_of(ids[read_offset])
+            if whole:  # whole characters after whole characters: nothing between them is incomplete
+                return Progress(whole, self._context(ids, end), end)
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # looking back over a long run of special tokens once per token would be quadratic
             return Progress("", prefix_offset, len(ids))
@@ -136,11 +142,22 @@ class ByteDetokenizer(Detokenizer):
 
     def _context(self, ids: Sequence[int], end: int) -> int:
         """Return the position of the first token before `end` whose bytes can be part of an incomplete character."""
-        count = 0
+        count, known = 0, self._bytes
         while end > 0 and count < LONGEST_INCOMPLETE:
             end -= 1
-            count += len(self._bytes_of(ids[end]))
+            token_id = ids[end]
+            count += len(known[token_id] if token_id in known else self._bytes_of(token_id))
         return end
+
+    def _text_of(self, token_id: int) -> str:
+        cached = self._texts.get(token_id)
+        if cached is None:
+            try:
+                cached = self._bytes_of(token_id).decode()
+            except UnicodeDecodeError:
+                cached = ""
+            self._texts[token_id] = cached
+        return cached
 
     def _bytes_of(self, token_id: int) -> bytes:
         cached = self._bytes.get(token_id)

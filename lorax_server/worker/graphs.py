@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 _Segments = tuple[list[int], list[int]]
 
-LADDER = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+LADDER: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 # Coarse: where prompts are, a few tokens more cost little. More tokens keep a GPU busy for longer than launches take.
-MIXED_LADDER = (16, 32, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2305, 256))
-DECODE_TOKENS = LADDER[-1]  # up to these, kernels find a batch's adapters on the device; above, the host plans them
+MIXED_LADDER: tuple[int, ...] = (
+    *(16, 32, 64, 96, 128, 192),
+    *range(256, 512, 64),
+    *range(512, 1024, 128),
+    *range(1024, 2305, 256),
+)
+MIXED_SEQUENCES = 256  # the most of a mixed step with a graph
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -62,12 +67,22 @@ def can_capture(ops: Ops) -> bool:
     return ops is not reference
 
 
-class _Key(NamedTuple):
+class StepKind(NamedTuple):
     """A kind of step that has a graph."""
 
     size: int  # tokens
     is_mixed: bool = False
     has_adapters: bool = False
+
+    @property
+    def num_seqs(self) -> int:
+        return min(self.size, MIXED_SEQUENCES)
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether kernels take it for a prompt: their part of LoRA costs something without adapters too, and
+        learns from the host which token has which adapter."""
+        return self.size > LADDER[-1]
 
 
 class _Graph(NamedTuple):
@@ -79,8 +94,8 @@ class _Graph(NamedTuple):
 
 
 class StepGraphs:
-    """Graphs of a model's layers: one for each size of decode steps, and another where there are adapters; and one for
-    each size of mixed steps, with adapters if there can be any.
+    """Graphs of a model's layers: one for each size, and another where there are adapters. Of mixed steps that are not
+    large there is one of each size, with adapters if there can be any.
 
     Without `capture` the same padded inputs go through the layers one by one: that is for tests on a CPU.
     """
@@ -99,40 +114,41 @@ class StepGraphs:
         self._kv_cache = kv_cache
         self._memory = memory
         self._sizes = sizes
-        largest = max(*sizes.decode, *sizes.mixed, 1)
-        # Small steps have inputs of their own: one copy brings all columns, whatever is in them.
-        self._inputs = [FixedInputs(tables, size) for size in sorted({min(largest, DECODE_TOKENS), largest})]
-        self._x = self._embed(self._inputs[-1], torch.zeros_like(self._inputs[-1].places), None, 1).clone()
-        self._graphs: dict[_Key, _Graph] = {}
-        self._planned: dict[_Key, bytes] = {}  # the adapters that a graph was last planned for
+        most = max(*sizes.decode, *sizes.mixed, 1)
+        self._inputs = FixedInputs(tables, most, min(most, MIXED_SEQUENCES))
+        self._x = self._embed(torch.zeros_like(self._inputs.places), None, 1).clone()
+        self._graphs: dict[StepKind, _Graph] = {}
+        self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
         # Bytes that the graphs of each size take, those of the largest first, then likewise those of mixed steps.
         self.num_bytes: list[int] = []
         if capture:
             self._capture_all()
 
-    def has(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> bool:
-        """Return whether there is a graph for a step."""
-        sizes, count = self._sizes.of(tokens), len(tokens.rows)
-        if not sizes or count > sizes[-1]:
-            return False
-        return count <= DECODE_TOKENS or adapter_data is None or adapter_data.lora.fits_graph
+    def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
+        """Return the kind of a step, or None if it has no graph."""
+        count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)
+        if not sizes or count > sizes[-1] or len(tokens.lengths) > MIXED_SEQUENCES:
+            return None
+        kind = StepKind(sizes[bisect_left(sizes, count)], is_mixed, adapter_data is not None)
+        if kind.is_large:
+            return kind if adapter_data is None or adapter_data.lora.fits_graph else None
+        return kind._replace(has_adapters=self._memory is not None) if is_mixed else kind
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
-        """Return the hidden states after each token of a step."""
-        count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)
-        has_adapters = self._memory is not None if is_mixed else adapter_data is not None
-        key = _Key(sizes[bisect_left(sizes, count)], is_mixed, has_adapters)
-        inputs = self._inputs_of(key.size)
-        input_ids = inputs.write(plan, tokens, key.size)
-        self._x[:count] = self._embed(inputs, input_ids, adapter_data, int(tokens.lengths.max()))
-        current = self._describe(key.size, _pad(adapter_data, key.size)) if has_adapters else None
+    def run(
+        self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
+    ) -> torch.Tensor:
+        """Return the hidden states after each token of a step of this kind."""
+        count = len(tokens.rows)
+        input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
+        self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
         if not self._capture:
-            return self._model.model.run_layers(self._x[: key.size], self._context(inputs, key, current))[:count]
-        graph = self._graphs[key]
-        if current is not None:
-            self._plan(key, graph, plan.adapter_indices[tokens.layout.sequences].tobytes(), current)
+            data = self._describe(kind.size, _pad(adapter_data, kind.size)) if kind.has_adapters else None
+            return self._model.model.run_layers(self._x[: kind.size], self._context(kind, data))[:count]
+        graph = self._graphs[kind]
+        if kind.has_adapters:
+            self._plan(kind, graph, plan.adapter_indices[tokens.layout.sequences].tobytes(), adapter_data)
         graph.graph.replay()
         return graph.hidden[:count]
 
@@ -140,48 +156,42 @@ class StepGraphs:
         """Note that adapters have come, gone or moved: the table is another."""
         self._planned.clear()
 
-    def _plan(self, key: _Key, graph: _Graph, adapters: bytes, current: AdapterBatchData) -> None:
+    def _plan(self, kind: StepKind, graph: _Graph, adapters: bytes, adapter_data: AdapterBatchData | None) -> None:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
-        if self._planned.get(key) != adapters:
+        if self._planned.get(kind) != adapters:
             assert graph.context.adapter_data is not None
-            self._planned.pop(key, None)  # there may be no memory in the middle
-            self._model.ops.plan_lora(graph.context.adapter_data.lora, current.lora)
-            self._planned[key] = adapters
+            self._planned.pop(kind, None)  # there may be no memory in the middle
+            lora = graph.context.adapter_data.lora
+            self._model.ops.plan_lora(lora, lora if adapter_data is None else adapter_data.lora)
+            self._planned[kind] = adapters
 
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------
 
-    def _inputs_of(self, size: int) -> FixedInputs:
-        return next(inputs for inputs in self._inputs if size <= inputs.size)
-
-    def _context(
-        self, inputs: FixedInputs, key: _Key, adapter_data: AdapterBatchData | None, max_position: int = 1
-    ) -> PagedContext:
-        """Describe a padded step: as many sequences as there can be, of which the last have no tokens."""
-        first, sequences = slice(key.size), slice(min(key.size, inputs.max_seqs))
+    def _context(self, kind: StepKind, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
+        """Describe a padded step: as many sequences as tokens, of which the last have none."""
+        inputs, seqs, tokens = self._inputs, slice(kind.num_seqs), slice(kind.size)
         return self._model.make_context(
             self._kv_cache,
-            Seqlen(inputs.input_lengths[sequences], inputs.cache_lengths[sequences]),
-            inputs.position_ids[first],
-            block_tables=inputs.block_tables[sequences],
-            slots=inputs.slots[first],
-            cu_seqlens=inputs.cu_seqlens[: sequences.stop + 1] if key.is_mixed else None,
-            token_prompt_lengths=inputs.prompt_lengths[first],
-            stores_all=key.is_mixed,  # but for padding
+            Seqlen(inputs.input_lengths[seqs], inputs.cache_lengths[seqs]),
+            inputs.position_ids[tokens],
+            block_tables=inputs.block_tables[seqs],
+            slots=inputs.slots[tokens],
+            cu_seqlens=inputs.cu_seqlens[: kind.num_seqs + 1] if kind.is_mixed else None,
+            token_prompt_lengths=inputs.prompt_lengths[tokens],
+            stores_all=kind.is_mixed,  # but for padding
             in_graph=True,
             max_position=max_position,
             adapter_data=adapter_data,
         )
 
     def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
-        """Describe the adapters of a padded batch. A graph knows them on the device only."""
+        """Describe the adapters of a padded batch; without segments, of one in a graph."""
         assert self._memory is not None
-        padded = AdapterBatchMetadata(self._inputs_of(size).adapter_indices[:size], *(segments or ([], [])))
+        padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
 
-    def _embed(
-        self, inputs: FixedInputs, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int
-    ) -> torch.Tensor:
-        context = self._context(inputs, _Key(len(input_ids)), adapter_data, max_position)
+    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int) -> torch.Tensor:
+        context = self._context(StepKind(len(input_ids)), adapter_data, max_position)
         return self._model.model.embed(input_ids, context)
 
     # --- Capture ------------------------------------------------------------------------------------------------------
@@ -189,21 +199,15 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture_all(self) -> None:
         """Capture every size, the largest first: the others then find their memory in its pool."""
-        decode, mixed = (sorted(sizes, reverse=True) for sizes in self._sizes)
-        kinds = [*((size, False) for size in decode), *((size, True) for size in mixed)]
         device, start = self._model.device, time.monotonic()
         used = [_used_bytes(device)]
         pool: Any = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for size, is_mixed in kinds:
-                if not is_mixed or self._memory is None:
-                    key = _Key(size, is_mixed)
-                    self._graphs[key] = self._capture_one(key, None, pool)
-                if self._memory is not None:
-                    key = _Key(size, is_mixed, has_adapters=True)
-                    self._graphs[key] = self._capture_one(key, self._describe(size), pool)
+            for kinds in self._list_kinds():
+                for kind in kinds:
+                    self._graphs[kind] = self._capture_one(kind, pool)
                 used.append(_used_bytes(device))
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
@@ -218,12 +222,23 @@ class StepGraphs:
             num_bytes,
         )
 
-    def _capture_one(self, key: _Key, adapter_data: AdapterBatchData | None, pool: Any) -> _Graph:
-        layers, x, inputs = self._model.model, self._x[: key.size], self._inputs_of(key.size)
-        layers.run_layers(x, self._context(inputs, key, adapter_data))  # compiles kernels, which cannot be captured
+    def _list_kinds(self) -> Iterator[list[StepKind]]:
+        """Yield the kinds of each size, the largest first, then likewise those of mixed steps."""
+        for is_mixed, sizes in enumerate(self._sizes):
+            for size in reversed(sizes):
+                plain, adapted = StepKind(size, bool(is_mixed)), StepKind(size, bool(is_mixed), has_adapters=True)
+                if self._memory is None:
+                    yield [plain]
+                else:
+                    yield [adapted] if is_mixed and not plain.is_large else [plain, adapted]
+
+    def _capture_one(self, kind: StepKind, pool: Any) -> _Graph:
+        layers, x = self._model.model, self._x[: kind.size]
+        adapter_data = self._describe(kind.size) if kind.has_adapters else None
+        layers.run_layers(x, self._context(kind, adapter_data))  # compiles kernels, which cannot be captured
         torch.cuda.current_stream().synchronize()
         # Another context: what layers derive of lengths must be in the graph. What kernels derive of adapters stays.
-        context, graph = self._context(inputs, key, adapter_data), torch.cuda.CUDAGraph()
+        context, graph = self._context(kind, adapter_data), torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage each time. Other threads may use the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         hidden = layers.run_layers(x, context)

@@ -1,5 +1,6 @@
 """The inputs of a step: what its plan says, and tables on the device, so that plans need not repeat what is known."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,6 @@ import torch
 from lorax_server.plan import Ints, StepPlan
 from lorax_server.sampling.sampler import RowSampling
 from lorax_server.types import SamplingParams
-
-_NUM_COLUMNS = 8  # of `FixedInputs`, each of int64, or of two numbers of int32
 
 
 class SelectedRows(NamedTuple):
@@ -162,6 +161,21 @@ def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence
     return to_device(np.stack(columns), device).unbind()
 
 
+class _Places(NamedTuple):
+    """Columns of the inputs of a step, as parts of one array of int64, in which int32 takes half the room."""
+
+    sequences: slice  # three columns: rows, tokens in the cache, tokens of this step
+    bounds: slice  # of the sequences, int32
+    tokens: slice  # three columns: slots, prompt lengths, places in the table of tokens
+    small: slice  # two columns of int32: positions, adapters
+
+    @classmethod
+    def lay_out(cls, num_tokens: int, num_seqs: int) -> "_Places":
+        sizes = 3 * num_seqs, num_seqs // 2 + 1, 3 * num_tokens, num_tokens
+        ends = list(itertools.accumulate(sizes))
+        return cls(*(slice(end - size, end) for size, end in zip(sizes, ends, strict=True)))
+
+
 class FixedInputs:
     """The inputs of a step at fixed places on the device, for a graph that reads them there.
 
@@ -169,39 +183,37 @@ class FixedInputs:
     padded: a sequence of padding has no length, and the key and value of a token of padding go nowhere.
     """
 
-    def __init__(self, tables: RowTables, size: int) -> None:
-        """`size` is the most tokens of a step."""
+    def __init__(self, tables: RowTables, num_tokens: int, num_seqs: int) -> None:
+        """`num_tokens` and `num_seqs` are the most of a step."""
         device = tables.blocks.device
         self._tables = tables
-        self.size = size
-        self.max_seqs = min(size, len(tables.blocks))
-        self._columns = torch.zeros(_NUM_COLUMNS, size, dtype=torch.int64, device=device)
-        self.rows, self.cache_lengths, self.input_lengths = self._columns[:3]  # by sequence
-        self.slots, self.prompt_lengths, self.places = self._columns[3:6]  # by token
-        self.position_ids, self.adapter_indices = self._columns[6].view(torch.int32).view(2, size)
-        self.cu_seqlens = self._columns[7].view(torch.int32)[: size + 1]
-        self.block_tables = torch.zeros(self.max_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
+        self._at = at = _Places.lay_out(num_tokens, num_seqs)
+        self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
+        self.rows, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
+        self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
+        self.slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
+        self.position_ids, self.adapter_indices = self._numbers[at.small].view(torch.int32).view(2, -1)
+        self.block_tables = torch.zeros(num_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.slots.fill_(-1)
 
-    def write(self, plan: StepPlan, tokens: "StepTokens", size: int) -> torch.Tensor:
-        """Write a step that is padded to `size` tokens. Return the tokens that are not padding."""
-        num_seqs, count, tables = len(plan.rows), len(tokens.rows), self._tables
-        columns = np.zeros((_NUM_COLUMNS, self.size), np.int64)
-        columns[0, :num_seqs] = plan.rows
-        columns[1, :num_seqs] = plan.starts
-        columns[2, :num_seqs] = plan.counts
-        columns[3, :count] = tables.find_slots(tokens.rows, tokens.positions)
-        columns[3, count:] = -1
-        columns[4, :count] = tables.host_prompt_lengths[tokens.rows]
-        columns[5, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
-        small = columns[6].view(np.int32).reshape(2, -1)
-        small[0, :count] = tokens.positions
-        small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
-        bounds = columns[7].view(np.int32)
+    def write(self, plan: StepPlan, tokens: StepTokens, padded_seqs: int) -> torch.Tensor:
+        """Write a step. Return its tokens."""
+        num_seqs, count, tables, at = len(plan.rows), len(tokens.rows), self._tables, self._at
+        numbers = np.zeros(at.small.stop, np.int64)
+        by_seq, bounds = numbers[at.sequences].reshape(3, -1), numbers[at.bounds].view(np.int32)
+        by_seq[0, :num_seqs] = plan.rows
+        by_seq[1, :num_seqs] = plan.starts
+        by_seq[2, :num_seqs] = plan.counts
         bounds[: num_seqs + 1] = tokens.layout.bounds
         bounds[num_seqs + 1 :] = count
-        host = torch.from_numpy(columns)
-        self._columns.copy_(host.pin_memory() if self._columns.is_cuda else host, non_blocking=True)
-        most_seqs = min(size, self.max_seqs)
-        torch.index_select(tables.blocks, 0, self.rows[:most_seqs], out=self.block_tables[:most_seqs])
+        by_token, small = numbers[at.tokens].reshape(3, -1), numbers[at.small].view(np.int32).reshape(2, -1)
+        by_token[0, :count] = tables.find_slots(tokens.rows, tokens.positions)
+        by_token[0, count:] = -1
+        by_token[1, :count] = tables.host_prompt_lengths[tokens.rows]
+        by_token[2, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
+        small[0, :count] = tokens.positions
+        small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
+        host = torch.from_numpy(numbers)
+        self._numbers.copy_(host.pin_memory() if self._numbers.is_cuda else host, non_blocking=True)
+        torch.index_select(tables.blocks, 0, self.rows[:padded_seqs], out=self.block_tables[:padded_seqs])
         return tables.token_ids.view(-1).index_select(0, self.places[:count])

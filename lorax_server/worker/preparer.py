@@ -50,12 +50,12 @@ class Preparer:
         self._added = threading.Condition()  # to `_ready`
         self._is_closed = False
         self._results: deque[Prepared] = deque()
-        self._specs: SimpleQueue[AdapterSpec | None] = SimpleQueue()
+        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
 
     def enqueue(self, spec: AdapterSpec) -> None:
-        self._specs.put(spec)
+        self._tasks.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
         """Return an adapter that the first rank has. All ranks have agreed on it; this one may be a moment behind."""
@@ -64,8 +64,10 @@ class Preparer:
             return self._ready[identity]
 
     def drop(self, identity: str) -> None:
-        self.get(identity)
+        """Give an adapter up. The thread frees its memory, which takes milliseconds, before it prepares the next."""
+        host = self.get(identity)
         del self._ready[identity]
+        self._tasks.put(host)
 
     def take_results(self) -> list[Prepared]:
         """Return the adapters that have become ready, or failed, since the last call."""
@@ -75,7 +77,7 @@ class Preparer:
 
     def close(self) -> None:
         self._is_closed = True
-        self._specs.put(None)
+        self._tasks.put(None)
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
@@ -83,9 +85,11 @@ class Preparer:
             self._prepare_all()
 
     def _prepare_all(self) -> None:
-        while (spec := self._specs.get()) is not None and not self._is_closed:
-            self._results.append(self._prepare(spec))
-            self.notify()
+        while (task := self._tasks.get()) is not None and not self._is_closed:
+            if isinstance(task, AdapterSpec):
+                self._results.append(self._prepare(task))
+                self.notify()
+            del task  # the last that holds a dropped adapter
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:

@@ -118,8 +118,8 @@ class PagedRunner:
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Compute the hidden states after each token: by a graph if there is one for the step."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
-        if self._graphs is not None and self._graphs.has(tokens, adapter_data):
-            return self._graphs.run(plan, tokens, adapter_data)
+        if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
+            return self._graphs.run(kind, plan, tokens, adapter_data)
         return self._run_eagerly(plan, tokens, adapter_data)
 
     def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:

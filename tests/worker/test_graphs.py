@@ -20,6 +20,7 @@ from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unl
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.graphs import LADDER, GraphSizes, can_capture, graph_sizes
 from lorax_server.worker.runner import PagedRunner
 from tests.lora import GivenAdapter, random_factors
@@ -154,7 +155,8 @@ class Rig:
         self._memory = None
         if hosts:
             num_units = self._units * (len(hosts) + 1)
-            self._memory = AdapterMemory(targets, dtype, model.device, num_units, num_rows=len(hosts) + 1)
+            copier = Copier(StreamLane(model.device)) if model.device.type == "cuda" else None
+            self._memory = AdapterMemory(targets, dtype, model.device, num_units, len(hosts) + 1, copier=copier)
         self.runner = PagedRunner(
             model,
             num_blocks=num_rows * -(-max_length // block_size),
@@ -212,7 +214,7 @@ def test_rows_of_padding_are_nowhere() -> None:
     for plan in plans:
         rig.run(plan)
     assert rig.runner._graphs is not None
-    (inputs,), count = rig.runner._graphs._inputs, len(plans[-1].rows)
+    inputs, count = rig.runner._graphs._inputs, len(plans[-1].rows)
     assert 0 < count < 4
     assert inputs.input_lengths.tolist() == [1] * count + [0] * (4 - count)
     assert inputs.cache_lengths.tolist() == [*plans[-1].starts, *[0] * (4 - count)]

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,23 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
         assert not preparer._ready
     with mock.patch("lorax_server.worker.preparer.READY_S", 0.01), pytest.raises(KeyError):
         preparer.get(spec.identity)
+
+
+def test_a_dropped_adapter_is_freed_on_the_thread(preparer: Preparer, targets: Any, originals: Path) -> None:
+    """To return the memory takes a while, for which no step should wait."""
+    spec, freed = make_spec(originals / "plain", targets), threading.Event()
+    freed_by: list[str] = []
+
+    def note() -> None:
+        freed_by.append(threading.current_thread().name)
+        freed.set()
+
+    preparer.enqueue(spec)
+    take(preparer, 1)
+    weakref.finalize(preparer.get(spec.identity), note)
+    preparer.drop(spec.identity)
+    assert freed.wait(WAIT_S)
+    assert freed_by == ["prepare adapters"]
 
 
 def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from lorax_server.engine.remote.mailbox import Take
 from lorax_server.errors import LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
@@ -28,8 +29,11 @@ class EngineClient(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs as they come, or raise the error that ends it. A reader that stops aborts it."""
 
-    def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
-        """Yield outputs like `generate`, but in lists: all that came since the last list."""
+    def stream(self, request: Request, take: Take | None = None) -> AsyncGenerator[list[Output], None]:
+        """Yield outputs like `generate`, but in lists: all that came since the last list.
+
+        An output that is not the last one is offered to `take` first, if the reader waits: no task wakes for it then.
+        """
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
         """End a request and its reader, which gets the error if there is one. Do nothing if it has ended already."""

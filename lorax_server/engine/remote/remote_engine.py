@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import ClientChannel, describe
+from lorax_server.engine.remote.mailbox import Mailbox, Take
 from lorax_server.errors import EngineError, InputError, LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
@@ -48,7 +49,7 @@ class RemoteEngine:
         self._first_pause_s = first_pause_s
         self._ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[messages.Reply[Any]]] = {}
-        self._streams: dict[int, asyncio.Queue[Output | LoraxError | None]] = {}  # None: aborted
+        self._streams: dict[int, Mailbox] = {}
         self._channel: ClientChannel | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._problem = "the engine is not started"
@@ -84,29 +85,33 @@ class RemoteEngine:
                 for output in outputs:
                     yield output
 
-    async def stream(self, request: Request) -> AsyncGenerator[list[Output], None]:
-        """Yield outputs like `generate`, but in lists: all that came since the last list."""
+    async def stream(self, request: Request, take: Take | None = None) -> AsyncGenerator[list[Output], None]:
+        """Yield outputs like `generate`, but in lists: all that came since the last list.
+
+        An output that is not the last one is offered to `take` first, if the reader waits: no task wakes for it then.
+        """
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} is here already"
         self._send(messages.Add(request))
-        stream = self._streams[request_id] = asyncio.Queue()
+        mailbox = self._streams[request_id] = Mailbox(take)
         try:
             while True:
-                outputs, end = _drain(await stream.get(), stream)
+                await mailbox.wait()
+                outputs = mailbox.empty()
                 if outputs:
                     yield outputs
-                if isinstance(end, LoraxError):
-                    raise end
-                if end is None or (outputs and outputs[-1].finish_reason is not None):
+                if mailbox.error is not None and not mailbox.outputs:
+                    raise mailbox.error
+                if mailbox.is_ended and not mailbox.outputs:
                     return
         finally:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
         """End a request and its reader, which gets the error if there is one. Do nothing if it has ended already."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.put_nowait(error)
+        mailbox = self._streams.pop(request_id, None)
+        if mailbox is not None:
+            mailbox.end(error)
             self._send(messages.Abort((request_id,)))
 
     async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
@@ -168,12 +173,16 @@ class RemoteEngine:
                     return f"the engine is not understood: {type(message).__name__} is not due"
 
     def _deliver(self, output: Output) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
+        mailbox = self._streams.get(output.request_id)
+        if mailbox is None:
             return  # aborted meanwhile
-        stream.put_nowait(output if output.failure is None else output.failure.to_error())
-        if output.failure is not None or output.finish_reason is not None:
-            del self._streams[output.request_id]
+        if output.failure is None and output.finish_reason is None:
+            mailbox.put(output)
+            return
+        del self._streams[output.request_id]
+        if output.failure is None:
+            mailbox.outputs.append(output)
+        mailbox.end(None if output.failure is None else output.failure.to_error())
 
     def _settle(self, reply: messages.Reply[Any]) -> None:
         query = self._queries.get(reply.query_id)
@@ -231,28 +240,14 @@ class RemoteEngine:
         self._problem = problem if retry_after_s is None else f"{problem}; it is being started again"
         self._retry_after_s = None if retry_after_s is None else float(math.ceil(max(1.0, retry_after_s)))
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put_nowait(self._loss())
+        for mailbox in streams.values():
+            mailbox.end(self._loss())
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(self._loss())
 
     def _loss(self) -> EngineError:
         return EngineError(self._problem, self._retry_after_s)
-
-
-_Item = Output | LoraxError | None
-
-
-def _drain(first: _Item, queue: "asyncio.Queue[_Item]") -> tuple[list[Output], _Item]:
-    """Return all outputs so far, and the last item: an output, an error, or None if the request was aborted."""
-    outputs, item = [], first
-    while isinstance(item, Output):
-        outputs.append(item)
-        if queue.empty():
-            return outputs, item
-        item = queue.get_nowait()
-    return outputs, item
 
 
 def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:

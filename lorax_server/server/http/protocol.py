@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from lorax_server.server.http.connections import FULL, FULL_ADDRESS, Connections
 from lorax_server.server.http.problems import Problem, http_problem
-from lorax_server.server.http.sse import STUCK_S
+from lorax_server.server.http.sse import PIECE_WRITER, STUCK_S
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.request_record import RequestRecord
 
@@ -69,6 +69,19 @@ class Timer:
     def _ring(self, callback: Callable[..., None], *args: Any) -> None:
         self._handle = None
         callback(*args)
+
+
+class ChunkedCycle(RequestResponseCycle):
+    """A request of HTTP/1.1. It is a `PieceWriter` once its response has begun."""
+
+    @property
+    def is_writable(self) -> bool:
+        return bool(self.chunked_encoding) and not (
+            self.flow.write_paused or self.disconnected or self.response_complete
+        )
+
+    def write(self, piece: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class PlainCycle(RequestResponseCycle):
@@ -197,6 +210,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = PlainCycle  # uvicorn makes it, and has not begun with it
+        else:
+            self.cycle.__class__ = ChunkedCycle
+            self.cycle.scope["extensions"] = {PIECE_WRITER: self.cycle}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

@@ -49,7 +49,7 @@ async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
     if body.stream:
         frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
         write = partial(_write_deltas, body, generations)
-        return await exchange.stream(openai.stream_choices(exchange, body, frame, write))
+        return await openai.stream_choices(exchange, body, frame, write)
     await finish_all(generations)
     frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
     return await exchange.write(lambda: _write(exchange, body, frame))

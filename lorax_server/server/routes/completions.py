@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
         await asyncio.sleep(0)  # short prompts become tokens at once; others are not to wait for all of them
     frame = openai.make_frame(exchange, body, "cmpl", "text_completion")
     if body.stream:
-        return await exchange.stream(_stream(exchange, body, answers, frame))
+        return await openai.stream_choices(exchange, body, frame, _choice_writer(body, answers))
     await finish_all(exchange.generations)
     return await exchange.write(lambda: _write(exchange, body, answers, frame, num_choices))
 
@@ -146,15 +146,13 @@ def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:
     return [generations[index] for index in order[:count]]
 
 
-def _stream(
-    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: dict[str, Any]
-) -> AsyncGenerator[bytes, None]:
+def _choice_writer(body: CompletionRequest, all_answers: list[_Answers]) -> openai.Write:
     pairs = [(answers, generation) for answers in all_answers for generation in answers.generations]
 
     def write(index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
         return [_choice(body, index, *pairs[index], token_events, is_first)]
 
-    return openai.stream_choices(exchange, body, frame, write)
+    return write
 
 
 def _choice(

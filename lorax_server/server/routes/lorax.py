@@ -13,7 +13,7 @@ from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import refuse_misplaced
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import event
+from lorax_server.server.http.sse import Shortcut, event
 from lorax_server.server.routes.lorax_parameters import choose_adapter, to_options
 from lorax_server.server.routes.lorax_schemas import (
     CompatGenerateRequest,
@@ -91,7 +91,9 @@ def _write(exchange: Exchange, body: GenerateRequest, generations: list[RemoteGe
 
 async def _answer_stream(exchange: Exchange, body: GenerateRequest) -> Response:
     (generation,) = await _prepare(exchange, body, is_streamed=True)
-    return await exchange.stream(_stream(exchange, generation, body))
+    shortcut = Shortcut()
+    generation.use(shortcut, lambda token_events: _write_events(_describe(generation, token_events)))
+    return await exchange.stream(_stream(exchange, generation, body), shortcut)
 
 
 async def _stream(
@@ -100,10 +102,7 @@ async def _stream(
     parameters, first = body.parameters or GenerateParameters(), exchange.first_event
     async with aclosing(generation.stream()) as stream:
         async for token_events in stream:
-            answers: list[dict[str, Any]] = [
-                {"token": _token(generation, token_event), "generated_text": None, "details": None}
-                for token_event in token_events
-            ]
+            answers = _describe(generation, token_events)
             if generation.completion.finish_reason is not None:
                 prefix = body.inputs if parameters.return_full_text else ""
                 answers[-1]["generated_text"] = prefix + generation.text
@@ -113,7 +112,18 @@ async def _stream(
             if answers and first:
                 answers[0] |= first
                 first = {}
-            yield b"".join(map(event, answers))
+            yield _write_events(answers)
+
+
+def _describe(generation: RemoteGeneration, token_events: list[TokenEvent]) -> list[dict[str, Any]]:
+    return [
+        {"token": _token(generation, token_event), "generated_text": None, "details": None}
+        for token_event in token_events
+    ]
+
+
+def _write_events(answers: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, answers))
 
 
 def _summary(generation: RemoteGeneration) -> dict[str, Any]:

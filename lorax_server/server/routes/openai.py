@@ -17,7 +17,7 @@ from lorax_server.server.checks import MAX_BIASES, check, check_stops, not_yet, 
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.foreign_fields import refuse_foreign
-from lorax_server.server.http.sse import DONE, event
+from lorax_server.server.http.sse import DONE, EventStream, Shortcut, event
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
@@ -168,29 +168,44 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
-async def stream_choices(
-    exchange: Exchange,
-    body: CommonRequest,
-    frame: dict[str, Any],
-    write: Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]],
+Write = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
+"""Makes choices of a generation's index, its new tokens, and whether they are its first."""
+
+
+async def stream_choices(exchange: Exchange, body: CommonRequest, frame: dict[str, Any], write: Write) -> EventStream:
+    """Answer with the events of all generations, as they come."""
+    shortcut = Shortcut()
+    if len(exchange.generations) == 1:  # several take turns, which the shortcut does not know
+        exchange.generations[0].use(
+            shortcut, lambda token_events: _write_events(_frame(body, frame, write(0, token_events, False)))
+        )
+    return await exchange.stream(_stream(exchange, body, frame, write), shortcut)
+
+
+async def _stream(
+    exchange: Exchange, body: CommonRequest, frame: dict[str, Any], write: Write
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. `write` makes choices of a generation's index, its new tokens, and whether they are
-    its first."""
     begun, num_left, first = set[int](), len(exchange.generations), exchange.first_event
     async with aclosing(interleave(exchange.generations)) as stream:
         async for index, token_events in stream:
-            choices = write(index, token_events, index not in begun)
+            answers = _frame(body, frame, write(index, token_events, index not in begun))
             begun.add(index)
             num_left -= token_events[-1].finish_reason is not None
-            answers = [frame | {"choices": [choice]} for choice in choices]
-            if body.wants_usage:
-                answers = [answer | {"usage": None} for answer in answers]
             if body.says_nothing_of_usage and not num_left:
                 answers[-1]["usage"] = count_usage(exchange)
             if answers:
                 answers[0] |= first
                 first = {}
-                yield b"".join(map(event, answers))
+                yield _write_events(answers)
     if body.wants_usage:
         yield event(frame | {"choices": [], "usage": count_usage(exchange)})
     yield DONE
+
+
+def _frame(body: CommonRequest, frame: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    usage = {"usage": None} if body.wants_usage else {}
+    return [{**frame, "choices": [choice], **usage} for choice in choices]
+
+
+def _write_events(answers: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, answers))

@@ -1,0 +1,165 @@
+"""Shared code of the benchmarks of the whole engine: random files, an `LLM` over them, the times of its steps."""
+
+import argparse
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_model import ALL_MODULES, LLAMA_8B, TINY, ModelShape, make_adapter, make_adapters, make_model
+
+from lorax_server.llm import LLM
+from lorax_server.types import Output, Request, SamplingParams, StopParams
+
+FIRST_WORD = 256  # of the tokenizer's tokens, after the bytes
+MAX_ROWS = 256
+ADAPTER_BYTES, ADAPTER_HOST_BYTES = 24 * 2**30, 34 * 2**30  # on the device 256 of rank 16, on the host others beside
+
+
+class Adapter(NamedTuple):
+    """An adapter to be made."""
+
+    name: str
+    rank: int = 16
+    modules: tuple[str, ...] = ALL_MODULES
+    use_dora: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name.startswith("adapter-")
+
+    def count_bytes(self, shape: ModelShape) -> int:
+        """Count the bytes that a step reads of it."""
+        widths = sum(sum(shape.linears[module]) for module in self.modules)
+        factors = sum(shape.linears[module][0] for module in self.modules) if self.use_dora else 0
+        return 2 * shape.num_hidden_layers * (self.rank * widths + factors)
+
+
+def plain_adapters(count: int) -> tuple[Adapter, ...]:
+    return tuple(Adapter(f"adapter-{i:03}") for i in range(count))
+
+
+class Mark(NamedTuple):
+    """The end of a step: when it was, and how many sequences got a token."""
+
+    at: float
+    num_tokens: int
+
+
+class StepClock:
+    """Notes the end of every step of an LLM's engine. What the LLM does between two steps is part of the second one."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.marks: list[Mark] = []
+        self.observe: Callable[[Mark, list[Output]], None] | None = None  # called after every step
+        self._step = llm._engine.step
+        llm._engine.step = self._timed_step  # type: ignore[method-assign]
+
+    def _timed_step(self) -> list[Output]:
+        outputs = self._step()
+        mark = Mark(time.perf_counter(), len(outputs))
+        self.marks.append(mark)
+        if self.observe is not None:
+            self.observe(mark, outputs)
+        return outputs
+
+    @contextmanager
+    def observed(self, observe: Callable[[Mark, list[Output]], None]) -> Iterator[None]:
+        self.observe = observe
+        try:
+            yield
+        finally:
+            self.observe = None
+
+
+class Bench(NamedTuple):
+    """A running engine over random files."""
+
+    llm: LLM
+    clock: StepClock
+    shape: ModelShape
+    folder: Path
+
+    def generate(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, adapters: Sequence[str | None], **sampling: Any
+    ) -> list[list[int]]:
+        """Answer prompts with exactly so many tokens each."""
+        stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        answers = self.llm.generate(prompts, SamplingParams(**sampling), stop, adapter=adapters, progress=False)
+        return [answer.token_ids for answer in answers]
+
+    def load(self, adapters: Iterable[Adapter]) -> float:
+        """Bring adapters to the device by requests that need them, and return the seconds that this takes."""
+        names = [adapter.name for adapter in adapters]
+        begin = time.monotonic()
+        self.generate([[FIRST_WORD]] * len(names), 1, names)
+        return time.monotonic() - begin
+
+    def draw_prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
+        choice = random.Random(seed)
+        last_word = self.shape.vocab_size - 257 if self.shape is LLAMA_8B else self.shape.vocab_size * 7 // 8
+        return [[choice.randint(FIRST_WORD, last_word) for _ in range(length)] for _ in range(count)]
+
+    def add_to_engine(self, first_id: int, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        """Give the engine requests that are none of the LLM's, between two steps."""
+        stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self.llm._engine.add(Request(first_id + number, prompt, SamplingParams(), stop))
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument(
+        "--folder", type=Path, help="where the model and the adapters are, or are made; else a temporary one in memory"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a machine without a GPU")
+    return parser
+
+
+@contextmanager
+def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings: Any) -> Iterator[Bench]:
+    """Make the files that are missing, and start an engine over them."""
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    shape = TINY if args.tiny else LLAMA_8B
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="lorax-bench-", dir=memory if memory.is_dir() else None) as scratch:
+        folder = args.folder or Path(scratch)
+        begin = time.monotonic()
+        make_files(folder, shape, adapters)
+        print(f"files made in {time.monotonic() - begin:.1f} s", flush=True)
+        if not args.tiny:
+            settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
+        begin = time.monotonic()
+        with LLM(folder / "model", folder / "adapters", max_rows=MAX_ROWS, **settings) as llm:
+            print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
+            yield Bench(llm, StepClock(llm), shape, folder)
+
+
+def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
+    """Make the model, and those of the adapters that are not there. Contents follow from the adapter's name."""
+    if not (folder / "model/tokenizer_config.json").exists():  # the last file of a model
+        make_model(folder / "model", shape)
+    missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]
+    (folder / "adapters").mkdir(exist_ok=True)
+    num_plain = sum(one.is_plain for one in adapters)
+    if any(one.is_plain for one in missing):
+        make_adapters(folder / "adapters", shape, num_plain)
+
+    def make(one: Adapter) -> None:
+        seed = int.from_bytes(one.name.encode(), "little")
+        make_adapter(folder / "adapters" / one.name, shape, seed, one.rank, one.modules, one.use_dora)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(make, [one for one in missing if not one.is_plain]))
+
+
+def describe_device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
