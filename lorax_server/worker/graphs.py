@@ -159,6 +159,7 @@ class StepGraphs:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
         if self._planned.get(kind) != adapters:
             assert graph.context.adapter_data is not None
+            self._planned.pop(kind, None)  # there may be no memory in the middle
             lora = graph.context.adapter_data.lora
             self._model.ops.plan_lora(lora, lora if adapter_data is None else adapter_data.lora)
             self._planned[kind] = adapters

@@ -165,11 +165,12 @@ class PagedRunner:
         if key not in self._adapter_data:
             if len(self._adapter_data) >= 2:  # those of the tokens and those of the head
                 self._adapter_data = {}
-            self._adapter_data[key] = None
+            data = None
             if adapter_indices.any():
                 indices = to_device(np.repeat(adapter_indices, counts), self._device)
                 meta = AdapterBatchMetadata(indices, *_find_runs(adapter_indices, counts))
-                self._adapter_data[key] = AdapterBatchData(meta, self._memory.arena)
+                data = AdapterBatchData(meta, self._memory.arena)
+            self._adapter_data[key] = data  # now that there was memory for it
         return self._adapter_data[key]
 
     def _forget_adapters(self, ops: Sequence[AdapterOp]) -> None:

@@ -1,5 +1,6 @@
 """Steps of a real model that end in the middle for lack of memory: others' tokens are those of an undisturbed run."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from lorax_server.engine.engine import Engine
 from lorax_server.plan import StepPlan
 from lorax_server.types import Failure, SamplingParams
+from lorax_server.worker import inputs, runner
 from lorax_server.worker.runner import PagedRunner
+from lorax_server.worker.worker import Worker
 from tests.parity.test_engine import NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
 
 MAX_ROWS = 4
@@ -81,6 +84,38 @@ def test_others_get_the_same_tokens(
         for output, other in zip(crowd.answers[i], undisturbed.answers[i], strict=True):
             assert output.tokens[0].logprob == pytest.approx(other.tokens[0].logprob, abs=1e-5)
             assert output.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wherever_memory_ends_nothing_wrong_is_remembered(
+    seed: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any tensor that a step makes of numbers of the host may be one too many."""
+    models = make_models("llama-gqa", tmp_path, device)
+    undisturbed = run_all(models, make_engine(models))
+    rng, trying = random.Random(seed), [False]
+    for module, name in ((runner, "to_device"), (inputs, "to_device"), (inputs, "columns_to_device")):
+        whole: Callable[..., Any] = getattr(module, name)
+
+        def may_fail(*args: Any, whole: Callable[..., Any] = whole) -> Any:
+            if trying[0] and rng.random() < 0.02:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return whole(*args)
+
+        monkeypatch.setattr(module, name, may_fail)
+    start = Worker._start
+
+    def start_and_watch(worker: Worker, plan: StepPlan) -> bool:
+        trying[0] = True
+        try:
+            return start(worker, plan)
+        finally:
+            trying[0] = False
+
+    monkeypatch.setattr(Worker, "_start", start_and_watch)
+    crowd = run_all(models, make_engine(models))
+    for i in set(range(len(WHO))) - set(crowd.failures):
+        assert crowd.tokens(i) == undisturbed.tokens(i)
 
 
 def test_a_second_try_may_do(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
