@@ -206,7 +206,7 @@ def check(bench: Bench) -> list[Record]:
     share = agreement.num_near / tokens
     return [
         Record("checked tokens within rounding of the best", share, "share", "transformers and PEFT", 1.0),
-        Record("checked tokens that are the best", agreement.num_equal / tokens, "share", "the same", 0.9),
+        Record("checked tokens that are the best", agreement.num_equal / tokens, "share", "the same", 0.85),
     ]
 
 
