@@ -120,47 +120,50 @@ def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
     return (2 * (weights + cached) + adapters) / BANDWIDTH * 1e3
 
 
-def measure_cases(bench: Bench, cases: list[DecodeCase], steps: int, num_runs: int) -> list[Record]:
-    records = []
-    print(f"{'':60}      ms   floor  x floor")
-    for case in cases:
-        seconds = bench.load(case.adapters)
-        runs = [measure(bench, case, steps) for _ in range(num_runs)]
-        ms = statistics.median(run.ms for run in runs)
-        floor = find_floor_ms(case, bench.shape, runs[0].context)
-        each = " ".join(f"{run.ms:.2f}" for run in runs)
-        loaded = f"; adapters there after {seconds:.1f} s" if case.adapters else ""
-        print(f"{case.name:60}  {ms:6.2f}  {floor:6.2f}  {ms / floor:7.2f}  ({each}{loaded})", flush=True)
-        goal = None if bench.shape is TINY else case.goal
-        records.append(Record(f"step, {case.name}", ms, "ms", case.peer, goal, at_most=True))
-        records.append(Record(f"  over its floor, {case.name}", ms / floor, "x", f"{floor:.2f} ms", None))
-    return records
+def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> tuple[float, list[Record]]:
+    """Return the milliseconds of a step, and all that is to be reported of the case."""
+    num_before = bench.llm.status.adapters_loaded
+    seconds = bench.load(case.adapters)
+    num_loaded = bench.llm.status.adapters_loaded - num_before
+    runs = [measure(bench, case, steps) for _ in range(num_runs)]
+    ms = statistics.median(run.ms for run in runs)
+    floor = find_floor_ms(case, bench.shape, runs[0].context)
+    each = " ".join(f"{run.ms:.2f}" for run in runs)
+    print(f"{case.name:66}  {ms:6.2f}  {floor:6.2f}  {ms / floor:7.2f}  ({each})", flush=True)
+    goal = None if bench.shape is TINY else case.goal
+    records = [
+        Record(f"step, {case.name}", ms, "ms", case.peer, goal, at_most=True),
+        Record(f"  over its floor, {case.name}", ms / floor, "x", f"{floor:.2f} ms", None),
+    ]
+    if num_loaded > 0:
+        print(f"  {count(num_loaded, 'adapter')} from files to the device in {seconds:.1f} s")
+        records.append(Record(f"  {count(num_loaded, 'adapter')} more on the device", seconds, "s", "", None))
+    return ms, records
 
 
 # --- Profile ----------------------------------------------------------------------------------------------------------
 
 
-def profile(bench: Bench, case: DecodeCase, steps: int) -> None:
+def profile(bench: Bench, case: DecodeCase, step_ms: float) -> None:
     """Print the time of a step by kernel, and the time in which no kernel runs. Kernels may overlap."""
-    bench.load(case.adapters)
-    plain = measure(bench, case, steps)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    full = 0
+    first, full = 10, 0
 
     def watch(mark: Mark, _: list[Output]) -> None:
         nonlocal full
-        full += mark.num_tokens == case.rows
-        if mark.num_tokens == case.rows and full in (10, 10 + PROFILED):
-            torch.cuda.synchronize()
-            profiler.start() if full == 10 else profiler.stop()
+        if mark.num_tokens == case.rows:
+            full += 1
+            if full in (first, first + PROFILED):
+                torch.cuda.synchronize()
+                profiler.start() if full == first else profiler.stop()
 
     with bench.clock.observed(watch):
-        measure(bench, case, steps)
+        measure(bench, case, first + PROFILED + 10)
     events = [event for event in profiler.events() if event.device_type == torch._C._autograd.DeviceType.CUDA]
-    print_kernels(case, plain.ms * 1e3, events)
+    print_kernels(step_ms * 1e3, events)
 
 
-def print_kernels(case: DecodeCase, step_us: float, events: list[Any]) -> None:
+def print_kernels(step_us: float, events: list[Any]) -> None:
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, end = 0.0, spans[0][0]
     for first, last in spans:
@@ -172,7 +175,7 @@ def print_kernels(case: DecodeCase, step_us: float, events: list[Any]) -> None:
         sums[event.name] += event.time_range.end - event.time_range.start
         counts[event.name] += 1
     profiled = (end - spans[0][0]) / PROFILED
-    print(f"\n{case.name}: a step of {step_us:.0f} us, {profiled:.0f} us while profiled; a kernel runs in", end=" ")
+    print(f"  a step of {step_us:.0f} us, {profiled:.0f} us while profiled; a kernel runs in", end=" ")
     print(f"{busy / PROFILED:.0f} of these ({busy / PROFILED / profiled:.1%}); all kernels", end=" ")
     print(f"{sums.total() / PROFILED:.0f} us ({sums.total() / PROFILED / step_us:.1%} of the step)")
     for name, total in sums.most_common(14):
@@ -219,6 +222,8 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel on its own")
     args = parser.parse_args()
     unknown = set(args.cases or ()) - {case.key for case in CASES}
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile needs a GPU")
     if unknown:
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
     cases = [case for case in CASES if args.cases is None or case.key in args.cases]
@@ -227,11 +232,14 @@ def main() -> None:
     needed += [adapter for adapter in CHECKED if adapter is not None and args.check]
     settings = {"max_length": MAX_LENGTH, "cuda_graphs": False if args.no_graphs else None}
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    records: list[Record] = []
     with open_bench(args, list(dict.fromkeys(needed)), **settings) as bench:
-        records = measure_cases(bench, cases, steps, args.runs or (SHORT_RUNS if args.tiny else RUNS))
+        print(f"{'':66}      ms   floor  x floor")
         for case in cases:
+            step_ms, found = measure_case(bench, case, steps, args.runs or (SHORT_RUNS if args.tiny else RUNS))
+            records += found
             if args.profile and case.key in PROFILED_CASES:
-                profile(bench, case, steps)
+                profile(bench, case, step_ms)
         records += check(bench) if args.check else []
     report(records, args.json)
 

@@ -166,7 +166,7 @@ def decode_records(chain: Chain, pattern: str) -> list[Record]:
             plain[case.rows] = time_chain(chain, x, None, is_plain=True)
         lora = chain.batch(case.ranks, case.rows) if case.ranks else None
         if lora is not None:
-            chain.ops.plan_lora(lora)
+            chain.ops.plan_lora(lora, lora)
         value = time_chain(chain, x, lora)
         goal = None if case.study is None else round(case.study * 1.05, 2)
         name = f"{case.name} (floor {floor_ms(case.ranks):.2f}, cuBLAS base {plain[case.rows]:.2f})"

@@ -16,6 +16,7 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
+from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.executor import build_executor
@@ -26,14 +27,25 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 
 
-def build_engine(config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> Engine:
-    """Load the model on all ranks, build an engine on them, preload adapters. `on_death` is called if a rank ends."""
-    engine = assemble(config, build_executor(config, on_death))
+def build_engine(
+    config: EngineConfig,
+    on_death: Callable[[EngineError], None] | None = None,
+    phases: Phases | None = None,
+) -> Engine:
+    """Load the model on all ranks, build an engine on them, preload adapters. `on_death` is called if a rank ends.
+
+    `phases` may have some of this start already.
+    """
+    phases = phases or Phases()
+    engine = assemble(config, build_executor(config, on_death, phases))
+    engine.start_seconds = phases.seconds
     try:
-        preload(engine, config)
+        with phases.measure("adapters"):
+            preload(engine, config)
     except BaseException:
         engine.close()
         raise
+    logger.info("started in %s", phases)
     return engine
 
 

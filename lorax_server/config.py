@@ -114,9 +114,14 @@ class EngineConfig(Settings):
         None, "run the layers of decode steps as CUDA graphs", none="on one GPU, if its kernels allow it"
     )
 
-    max_rows: int = setting(64, "sequences that run at once")
+    max_rows: int | None = setting(None, "sequences that run at once", none="64, or 256 on a GPU of 40 GB and more")
     max_step_tokens: int | None = setting(
-        None, "tokens to compute in a step", none="512 on a CPU, 2048 on a GPU, more if more sequences run"
+        None, "tokens to compute in a step", none="512 on a CPU, 4096 on a GPU, more if more sequences run"
+    )
+    max_mixed_tokens: int | None = setting(
+        None,
+        "tokens of prompts in a step while other sequences wait for their next token",
+        none="2048 on a GPU; on a CPU no limit but that of a step",
     )
     max_chunk: int | None = setting(None, "tokens of one prompt in a step", none="no limit")
     max_length: int | None = setting(
@@ -131,10 +136,13 @@ class EngineConfig(Settings):
     gpu_memory_fraction: float = setting(0.9, "share of a GPU's memory to use in all")
 
     adapter_bytes: int | None = setting(
-        None, "memory for adapters on every GPU", none="1G on a CPU, a tenth of a GPU's memory", at_least=0
+        None,
+        "memory for adapters on every GPU",
+        none="1G on a CPU, a quarter of what the weights leave of a GPU",
+        at_least=0,
     )
     adapter_host_bytes: int | None = setting(
-        None, "host memory for prepared adapters, for every GPU", none="an eighth of the memory"
+        None, "host memory for prepared adapters, for every GPU", none="a quarter of the memory"
     )
     adapter_timeout_s: float = setting(120.0, "seconds that a request waits for its adapter to be loaded", at_least=0)
     adapter_patience_s: float = setting(
@@ -156,7 +164,7 @@ class EngineConfig(Settings):
             raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
             raise ConfigError("tenant_weights must be above 0")
-        if self.max_step_tokens is not None and self.max_step_tokens < self.max_rows:
+        if self.max_step_tokens is not None and self.max_step_tokens < (self.max_rows or 0):
             raise ConfigError(
                 f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
                 "sequence needs a token of each step"

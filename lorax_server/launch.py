@@ -4,6 +4,7 @@ Both processes import this module, so it imports neither torch, which only the e
 only the server needs.
 """
 
+import gc
 import sys
 from dataclasses import replace
 
@@ -52,6 +53,8 @@ def run_engine(config: EngineConfig, address: str) -> None:
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)
+        gc.collect()
+        gc.freeze()  # what is there now stays: looking through it would hold up a step for a tenth of a second
         sizes = engine.capabilities
         info = EngineInfo(
             max_length=sizes.max_length,

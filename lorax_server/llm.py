@@ -28,6 +28,7 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
+from lorax_server.phases import Phases
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts
@@ -63,12 +64,15 @@ class LLM:
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._tokenizer = load_tokenizer(path)
+        phases = Phases()
+        with phases.measure("tokenizer"):
+            self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._tokenizers = AdapterTokenizers(self._tokenizer, path)
         self._lock = threading.Lock()  # guards all below
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
-        self._built: Engine | None = build_engine(config)
+        self._built: Engine | None = build_engine(config, phases=phases)
+        self.start_seconds: Mapping[str, float] = phases.seconds  # that the start took, by phase
         self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
         self._runs: dict[int, Generation] = {}
         self._left: deque[Generation] = deque()  # to be aborted

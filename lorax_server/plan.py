@@ -1,7 +1,7 @@
 """Plans of steps, from the engine to the workers, and their results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +108,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.counts.sum())
 
+    def without_sequences(self) -> "StepPlan":
+        """Return a plan that tells of the same rows and blocks, and computes nothing; the adapters' part is done."""
+        none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
+        numbers = replace(self, rows=none, starts=none, counts=none, adapter_indices=none)
+        return replace(numbers, samples=no, asks=no, adapter_ops=())
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -151,6 +157,7 @@ class Capabilities:
     num_blocks: int
     block_size: int
     max_step_tokens: int = 512  # computed in a step
+    max_mixed_tokens: int | None = None  # of prompts, in a step in which other sequences decode; None: no limit
     depth: int = 1  # steps that may be in flight at once
     can_chunk: bool = True  # a prompt can be computed in parts, and again after a preemption
     can_reuse: bool = True  # blocks of one sequence can serve another

@@ -60,7 +60,8 @@ def test_settings_are_frozen() -> None:
 # --- Engines ----------------------------------------------------------------------------------------------------------
 
 MODEL = ModelConfig(Path("model"))
-COUNTS = ["tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_chunk", "max_length", "block_size"]
+COUNTS = ["tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_mixed_tokens", "max_chunk", "max_length"]
+COUNTS += ["block_size"]
 SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
 NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"]
 

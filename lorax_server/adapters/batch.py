@@ -85,6 +85,7 @@ class AdapterBatchData:
 
     meta: AdapterBatchMetadata
     arena: AdapterArena
+    in_graph: bool = False  # whether a graph is replayed with other adapters, so that the host knows none of them
 
     @cached_property
     def lora(self) -> LoraBatch:
@@ -98,6 +99,7 @@ class AdapterBatchData:
             arena.host_table,
             meta.adapter_segments,
             meta.segment_indices,
+            self.in_graph,
         )
 
     def find(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:

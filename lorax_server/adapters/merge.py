@@ -48,8 +48,8 @@ class MergedAdapter:
             if module in adapter.modules
         ]
         replaced = self._find_common_weight(module, [weights for weights, _ in loaded])
-        lora_as = [weights.lora_a for weights, _ in loaded if weights.lora_a is not None]
-        lora_bs = [weights.lora_b for weights, _ in loaded if weights.lora_b is not None]
+        lora_as = [weights.lora_a.float() for weights, _ in loaded if weights.lora_a is not None]
+        lora_bs = [weights.lora_b.float() for weights, _ in loaded if weights.lora_b is not None]
         scales = [weights.scale * weight for weights, weight in loaded if weights.lora_a is not None]
         if not lora_as:
             return ModuleWeights(weight=replaced)

@@ -70,6 +70,14 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._published[block_hash] = block
 
+    def unpublish(self, block: int) -> None:
+        """Let no other sequence find a block, which has not been computed after all. No other one has it yet."""
+        assert self._holders[block] == 1, f"block {block} has {self._holders[block]} holders"
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._published[block_hash]
+            self._hashes[block] = None
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one sequence's blocks, listed from its first token on.
 

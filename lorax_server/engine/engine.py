@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -30,7 +30,9 @@ class Executor(Protocol):
     def on_news(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when `take_prepared` or `take_loaded` has something to return."""
 
-    def submit(self, plan: StepPlan) -> None: ...
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step. Return an error if there is no memory for its sequences: its result will be that of a step
+        without any."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
@@ -58,6 +60,7 @@ class Engine:
         resolver: AdapterResolver,
     ) -> None:
         self.wake = threading.Event()
+        self.start_seconds: Mapping[str, float] = {}  # that the start took, by phase
         self.capabilities = executor.capabilities
         self._executor = executor
         self._scheduler = scheduler
@@ -147,8 +150,11 @@ class Engine:
         plan = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
         if plan is not None:
-            self._executor.submit(plan)
+            problem = self._executor.submit(plan)
             self._num_in_flight += 1
+            if problem is not None:
+                self._scheduler.take_back(problem)
+                outputs += self._scheduler.take_failed()
         if self._num_in_flight and (plan is None or self._num_in_flight >= self.capabilities.depth):
             outputs += self._scheduler.update(self._executor.collect())
             self._num_in_flight -= 1

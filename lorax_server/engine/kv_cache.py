@@ -53,6 +53,13 @@ class KvCache:
                 self._pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
 
+    def take_back(self, sequence: Sequence, num_computed: int) -> None:
+        """Note that a sequence has only so many computed tokens after all. It keeps its blocks."""
+        num_published = min(sequence.num_published, num_computed // self._pool.block_size)
+        for block in sequence.blocks[num_published : sequence.num_published]:
+            self._pool.unpublish(block)
+        sequence.num_published, sequence.num_computed = num_published, num_computed
+
     def release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
         sequence.blocks = []

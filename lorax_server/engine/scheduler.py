@@ -110,7 +110,7 @@ class Scheduler:
         """Return the next step; None if there is nothing to do now."""
         self._fail_late()
         self._take_rows_back()
-        builder = StepBuilder(self.limits.max_step_tokens)
+        builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         long = []
         for sequence in sort_running(self._running, self._waiting):
             num_tokens = sequence.num_uncomputed
@@ -118,11 +118,13 @@ class Scheduler:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
+        if builder.scheduled:  # their next tokens wait for the prompts of this step
+            builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
-        reserve = self._reserve_for_others() if long else 0
+        reserve = builder.budget // 2 if long and self._has_others() else 0
         for sequence in long:
             num_tokens = sequence.num_uncomputed
-            count = self._chunk(builder, num_tokens, reserve)
+            count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
@@ -144,6 +146,14 @@ class Scheduler:
                 outputs.append(self._take_token(sequence, result, index))
         self.counters.generated_tokens += len(outputs)
         return self.take_failed() + outputs
+
+    def take_back(self, error: LoraxError) -> None:
+        """Undo the last step, for which there was no memory. Its largest sequence fails, the others come again."""
+        step = self._in_flight.pop()
+        self._in_flight.append(step.take_back(self._cache))
+        largest = step.find_largest()
+        self._end(largest)
+        self._failed.append(Output.failed(largest.request.request_id, error))
 
     def take_failed(self) -> list[Output]:
         """Return the failures that were not reported yet."""
@@ -176,17 +186,9 @@ class Scheduler:
         self._put(builder, sequence, count, samples)
         return True
 
-    def _chunk(self, builder: StepBuilder, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
-        if not self.limits.can_chunk:
-            return num_tokens if num_tokens <= builder.budget else 0
-        available = max(builder.budget - reserve, min(builder.budget, 1))
-        return min(num_tokens, available, self.limits.max_chunk or builder.budget)
-
-    def _reserve_for_others(self) -> int:
-        """Return the tokens that long prompts leave to a tenant that waits for a row of its own, and finds one."""
-        is_due = bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
-        return self.limits.max_step_tokens // 2 if is_due else 0
+    def _has_others(self) -> bool:
+        """Tell whether a tenant waits for a row of its own, and finds one: long prompts leave tokens to it."""
+        return bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
 
     def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens, if need be those of later sequences that are not in the step.
@@ -229,7 +231,7 @@ class Scheduler:
             return False
         self._cache.hold_prefix(sequence)
         num_tokens = sequence.num_uncomputed
-        count = self._chunk(builder, num_tokens)
+        count = builder.cut(num_tokens)
         if count == 0 or not self._cache.hold(sequence, count):
             self._cache.release(sequence)
             return False
@@ -245,7 +247,7 @@ class Scheduler:
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()
-        num_tokens = self.limits.max_step_tokens - builder.budget
+        num_tokens = builder.num_tokens
         self.counters.steps += 1
         self.counters.computed_tokens += num_tokens
         step = builder.summarize(self.counters.steps, num_tokens, self._clock())

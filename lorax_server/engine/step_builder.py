@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.kv_cache import KvCache
+from lorax_server.engine.sequence import OrderKey, Sequence
 from lorax_server.plan import AdapterOp, NewRow, StepPlan
 
 
@@ -25,15 +26,35 @@ class SubmittedStep(NamedTuple):
     number: int
     num_tokens: int
     submitted_at: float
+    scheduled: list[Scheduled]
     sampled: list[Sequence]  # sequences that get a token
     asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
+
+    def take_back(self, cache: KvCache) -> "SubmittedStep":
+        """Undo what the step has changed of its sequences. Return what is left of it: a step without any."""
+        for entry in self.scheduled:
+            entry.sequence.num_in_flight -= entry.samples
+            cache.take_back(entry.sequence, entry.start)
+        return SubmittedStep(self.number, 0, self.submitted_at, [], [], [])
+
+    def find_largest(self) -> Sequence:
+        """Return the sequence that probably takes the most memory, of several such ones the last to come."""
+        return max(self.scheduled, key=_need).sequence
+
+
+def _need(entry: Scheduled) -> tuple[bool, int, int, OrderKey]:
+    sequence = entry.sequence
+    return entry.asks, entry.num_tokens, sequence.request.sampling.num_alternatives, sequence.order_key
 
 
 @dataclass
 class StepBuilder:
-    """The sequences of the step so far, news of them for the workers, and the number of tokens left."""
+    """The sequences of the step so far, news of them for the workers, and the number of tokens in it and left."""
 
     budget: int
+    max_chunk: int | None = None  # tokens of one sequence
+    can_chunk: bool = True
+    num_tokens: int = 0
     scheduled: list[Scheduled] = field(default_factory=list)
     sequences: set[Sequence] = field(default_factory=set)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -51,8 +72,16 @@ class StepBuilder:
         self.scheduled.append(Scheduled(sequence, start, count, samples, asks))
         self.sequences.add(sequence)
         self.budget -= count
+        self.num_tokens += count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
+
+    def cut(self, num_tokens: int, reserve: int = 0) -> int:
+        """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
+        if not self.can_chunk:
+            return num_tokens if num_tokens <= self.budget else 0
+        available = max(self.budget - reserve, min(self.budget, 1))
+        return min(num_tokens, available, self.max_chunk or self.budget)
 
     def sort_by_adapter(self) -> None:
         self.scheduled.sort(key=lambda entry: entry.sequence.adapter_index)
@@ -60,7 +89,7 @@ class StepBuilder:
     def summarize(self, number: int, num_tokens: int, now: float) -> SubmittedStep:
         sampled = [entry.sequence for entry in self.scheduled if entry.samples]
         asking = [(entry.sequence, entry.start) for entry in self.scheduled if entry.asks]
-        return SubmittedStep(number, num_tokens, now, sampled, asking)
+        return SubmittedStep(number, num_tokens, now, self.scheduled, sampled, asking)
 
     def build_plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         sequences, starts, counts, samples, asks = zip(*self.scheduled, strict=True) if self.scheduled else [()] * 5

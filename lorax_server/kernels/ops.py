@@ -85,6 +85,9 @@ class PagedBatch(Remembers):
     """The lengths of the sequences of one forward, and the places of their tokens in the cache.
 
     Every layer gets the same batch. All tensors are on the device: reading one on the host waits for the device.
+
+    A batch in a graph is padded. Its last sequences may have no tokens. Its last tokens may belong to none: they have
+    no slot, and whatever attention leaves in their rows reaches no other row.
     """
 
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
@@ -95,6 +98,7 @@ class PagedBatch(Remembers):
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
     host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
     stores_all: bool = False  # whether the caller knows that each token has a slot, so that the cache holds all
+    in_graph: bool = False  # whether a graph is replayed with other lengths, so that the host knows none of them
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def read_lengths(self) -> "HostLengths":
@@ -121,6 +125,8 @@ class Field(IntEnum):
 
 
 NUM_OFFSETS = Field.RANK
+GRAPH_RANK = 64  # the largest rank, and
+GRAPH_SEGMENTS = 320  # the most segments, of a batch that a graph of more than a decode step's tokens is replayed with
 MAX_RANK = 512  # of a linear's LoRA factors that the kernels of a GPU serve
 
 
@@ -168,6 +174,7 @@ class LoraBatch(Remembers):
     host_table: torch.Tensor  # a copy of `table`
     bounds: list[int]  # segment i, a run of one adapter's tokens, is tokens bounds[i] to bounds[i + 1]
     adapters: list[int]  # of each segment
+    in_graph: bool = False  # whether a graph is replayed with other adapters, so that the host knows none of them
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
@@ -184,10 +191,28 @@ class LoraBatch(Remembers):
         return self._has.rows[index]
 
     @property
+    def largest_ranks(self) -> list[int]:
+        """Return by target the largest rank among the batch's adapters."""
+        return self.once("ranks", self._find_ranks)
+
+    @property
+    def fits_graph(self) -> bool:
+        """Tell whether a graph of prompts can be replayed with these adapters."""
+        return len(self.adapters) <= GRAPH_SEGMENTS and max(self.largest_ranks, default=0) <= GRAPH_RANK
+
+    def _find_ranks(self) -> list[int]:
+        if self.in_graph:
+            return [GRAPH_RANK] * self.table.shape[1]
+        ranks: list[int] = self.host_table[sorted(set(self.adapters)), :, Field.RANK].amax(0).tolist()
+        return ranks
+
+    @property
     def _has(self) -> _Has:
         return self.once("has", self._find_kinds)
 
     def _find_kinds(self) -> _Has:
+        if self.in_graph:
+            return _Has(*([True] * self.table.shape[1] for _ in range(3)))
         table = self.host_table[sorted(set(self.adapters))]
         low_rank = table[..., Field.RANK] > 0
         vectors = (table[..., Field.FACTOR] >= 0) | (table[..., Field.SHIFT] >= 0)
@@ -293,6 +318,6 @@ class Ops(Protocol):
         """Compile the kernels that these linears need, so that no request waits for them."""
         ...
 
-    def plan_lora(self, lora: LoraBatch) -> None:
-        """Work out again, in place, what was derived of a batch whose adapters have changed under a captured graph."""
+    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
+        """Work out again, in place, what was derived of a batch in a graph, which has the adapters of another now."""
         ...

@@ -78,10 +78,13 @@ class PagedContext(PagedBatch):
     position_ids: torch.Tensor  # [num_tokens] on the device
     max_position: int  # on the host
     prompt_lengths: torch.Tensor | None = None  # [num_seqs] as in `Seqlen`
+    token_prompt_lengths: torch.Tensor | None = None  # [num_tokens] those of each token's sequence, instead
     adapter_data: AdapterBatchData | None = None
     cross_attention_states: torch.Tensor | None = None  # for layers of `create_layer_fn`; ours do not read it
 
     def rope_lengths(self) -> torch.Tensor:
+        if self.token_prompt_lengths is not None:
+            return self.token_prompt_lengths
         lengths = self.prompt_lengths
         if lengths is None:
             lengths = self.input_lengths + self.cache_lengths

@@ -50,16 +50,23 @@ def get_model(
     config = _read_config(settings)
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
-    ops = ops or select_ops(device)
-    weights = open_weights(
-        settings.path,
-        device=device,
-        dtype=dtype,
-        process_group=process_group or FakeGroup(),
-        ops=ops,
-        pack=_should_pack(settings, config, device, dtype, ops),
-    )
-    return build_model(config, weights)
+    ops, process_group = ops or select_ops(device), process_group or FakeGroup()
+    needed = _estimate_bytes(settings, config, dtype) // process_group.size()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+    if needed > free:
+        raise _explain_lack(device, needed, free)
+    try:
+        with open_weights(
+            settings.path,
+            device=device,
+            dtype=dtype,
+            process_group=process_group,
+            ops=ops,
+            pack=_should_pack(settings, config, device, dtype, ops),
+        ) as weights:
+            return build_model(config, weights)
+    except torch.OutOfMemoryError as error:
+        raise _explain_lack(device, needed, free) from error
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
@@ -130,9 +137,21 @@ def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype
     if settings.pack_weights is None and ops is not reference:
         return False  # they lay out matrices as they need them
     if settings.pack_weights is None:
-        stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
-        loaded = weight_bytes(settings.path) * dtype.itemsize / stored.itemsize
-        return possible and 2 * loaded <= machine_bytes() / 2
+        return possible and 2 * _estimate_bytes(settings, config, dtype) <= machine_bytes() / 2
     if settings.pack_weights and not possible:
         raise ConfigError("pack_weights needs a CPU, float32 and a torch with oneDNN")
     return settings.pack_weights
+
+
+def _estimate_bytes(settings: ModelConfig, config: Any, dtype: torch.dtype) -> int:
+    """Return about how many bytes the weights of all ranks take."""
+    stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else dtype
+    return weight_bytes(settings.path) * dtype.itemsize // stored.itemsize
+
+
+def _explain_lack(device: torch.device, needed: int, free: int) -> ConfigError:
+    return ConfigError(
+        f"the model's weights take about {needed} bytes, and {free} are free of the "
+        f"{torch.cuda.get_device_properties(device).total_memory} bytes of {device}; use a larger GPU, a smaller "
+        "dtype, or several GPUs by tensor_parallel"
+    )

@@ -1,22 +1,27 @@
 """The sequences of a batch that sampling needs to know of, and the tokens that it chooses for them."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from lorax_server.errors import InputError
+from lorax_server.kernels.ops import Remembers
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
 
 
-class RowSampling(NamedTuple):
-    """The parameters of one sequence. Until `min_new_tokens` its `ending_token_ids` are not chosen."""
+@dataclass(frozen=True)
+class RowSampling(Remembers):
+    """The parameters of one sequence, and what samplers derive of them, since a sequence is in many batches. Until
+    `min_new_tokens` its `ending_token_ids` are not chosen."""
 
     params: SamplingParams
     min_new_tokens: int = 0
     ending_token_ids: frozenset[int] = frozenset()
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, params: SamplingParams, stop: StopParams) -> "RowSampling":

@@ -1,7 +1,7 @@
 """Choose the next token of many sequences by a kernel that serves all parameters at once, on a GPU."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,34 @@ from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.score_ops import ChooseRows
 from lorax_server.sampling.upload import Upload
 
-_NOT_ASKED = -1.0
+_NOT_ASKED, _MOST = -1.0, 2**31 - 1
+
+
+class _Packed(NamedTuple):
+    """The parameters of a row, in any batch."""
+
+    record: bytes  # of `ROW`
+    is_special: bool  # whether some depend on the batch
+    needs_tokens: bool
+
+
+def _pack(sampling: RowSampling) -> _Packed:
+    params, row = sampling.params, np.zeros((), ROW)
+    row["temperature"], row["rest"], row["typical_p"] = 1, _NOT_ASKED, _NOT_ASKED
+    row["changed"] = row["listed"] = -1
+    row["flags"] = RAW * params.raw_logprobs + WATERMARK * params.watermark
+    if not params.is_greedy:
+        row["flags"] += SAMPLED
+        row["seed"] = params.seed
+        row["temperature"] = max(params.temperature, COLDEST)
+        row["rest"] = 1 - params.top_p if params.top_p < 1 else _NOT_ASKED
+        row["typical_p"] = params.typical_p if params.typical_p < 1 else _NOT_ASKED
+        row["top_k"], row["min_p"] = min(params.top_k, _MOST), params.min_p
+    row["num_alternatives"], row["min_new"] = min(params.num_alternatives, _MOST), min(sampling.min_new_tokens, _MOST)
+    row["repetition"] = params.repetition_penalty
+    row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
+    is_special = sampling.changes_scores or params.num_alternatives > 0
+    return _Packed(row.tobytes(), is_special, params.watermark or sampling.has_penalties)
 
 
 class RowSampler:
@@ -32,22 +59,25 @@ class RowSampler:
         self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device | str, choose: ChooseRows
     ) -> None:
         self._choose = choose
-        params = [sampling.params for sampling in row_sampling]
-        self._num_alternatives = {row: p.num_alternatives for row, p in enumerate(params) if p.num_alternatives}
+        packed = [sampling.once("packed", _pack, sampling) for sampling in row_sampling]
+        table = np.frombuffer(bytearray().join([each.record for each in packed]), ROW)
+        np.minimum(table["top_k"], vocab_size, out=table["top_k"])
+        np.minimum(table["num_alternatives"], vocab_size, out=table["num_alternatives"])
+        self._num_alternatives: dict[int, int] = {}
         self._entries: list[tuple[int, float]] = []  # token ids and values
-        table = np.zeros(len(params), ROW)
-        num_changed = num_asking = 0
-        for number, sampling in enumerate(row_sampling):
-            row = table[number]
-            self._describe(row, sampling, vocab_size)
+        num_changed = 0
+        for number in (number for number, each in enumerate(packed) if each.is_special):
+            sampling, row = row_sampling[number], table[number]
+            self._describe_special(row, sampling, vocab_size)
             if sampling.changes_scores:
                 row["changed"], num_changed = num_changed, num_changed + 1
             if 0 < row["num_alternatives"] <= MAX_LISTED:
-                row["listed"] = num_asking
-            num_asking += bool(row["num_alternatives"])
+                row["listed"] = len(self._num_alternatives)
+            if sampling.params.num_alternatives:
+                self._num_alternatives[number] = sampling.params.num_alternatives
         most = min(max(self._num_alternatives.values(), default=0), vocab_size)
-        self._batch = self._send(table, num_asking, most, torch.device(device))
-        self.needs_tokens = any(each.params.watermark or each.has_penalties for each in row_sampling)
+        self._batch = self._send(table, len(self._num_alternatives), most, torch.device(device))
+        self.needs_tokens = any(each.needs_tokens for each in packed)
         self._many = self._prepare_many(row_sampling, vocab_size, torch.device(device))
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
@@ -67,24 +97,9 @@ class RowSampler:
         alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
         return Sampled(chosen.token_ids, chosen.logprobs, alternatives)
 
-    def _describe(self, row: Any, sampling: RowSampling, vocab_size: int) -> None:
-        """Fill in the parameters of a row, and add its entries."""
-        params = sampling.params
-        row["temperature"], row["rest"], row["typical_p"] = 1, _NOT_ASKED, _NOT_ASKED
-        row["changed"] = row["listed"] = -1
-        row["flags"] = RAW * params.raw_logprobs + WATERMARK * params.watermark
-        if not params.is_greedy:
-            row["flags"] += SAMPLED
-            row["seed"] = params.seed
-            row["temperature"] = max(params.temperature, COLDEST)
-            row["rest"] = 1 - params.top_p if params.top_p < 1 else _NOT_ASKED
-            row["typical_p"] = params.typical_p if params.typical_p < 1 else _NOT_ASKED
-            row["top_k"], row["min_p"] = min(params.top_k, vocab_size), params.min_p
-        row["num_alternatives"] = min(params.num_alternatives, vocab_size)
-        row["repetition"] = params.repetition_penalty
-        row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
+    def _describe_special(self, row: Any, sampling: RowSampling, vocab_size: int) -> None:
+        """Add the entries of a row."""
         row["biases"], row["biases_end"] = self._add_entries(sampling.list_biases(vocab_size))
-        row["min_new"] = min(sampling.min_new_tokens, 2**31 - 1)
         forbidden = [(token, 0.0) for token in sampling.ending_token_ids if token < vocab_size]
         row["forbidden"], row["forbidden_end"] = self._add_entries(forbidden if sampling.min_new_tokens > 0 else [])
 

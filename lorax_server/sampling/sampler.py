@@ -48,7 +48,7 @@ class Sampler:
         self._row_sampling = row_sampling
         self._vocab_size = vocab_size
         self._ops = ops
-        ways = [_way_of(sampling) for sampling in row_sampling]
+        ways = [sampling.once("way", _way_of, sampling) for sampling in row_sampling]
         # Of a batch that is chosen as a whole, on a GPU.
         self._whole: RowSampler | GeneralSampler | None = None
         self._parts: list[_Part] = []

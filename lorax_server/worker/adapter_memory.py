@@ -1,6 +1,6 @@
 """The adapters of one rank in device memory, at the places that the engine chooses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,9 @@ from lorax_server.adapters.batch import AdapterArena
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import NUM_OFFSETS
+from lorax_server.worker.copier import Arrival, Copier
 
-# An adapter is moved in pieces of this size, so that moving one over itself needs little room.
+# An adapter is moved over itself in pieces of this size, so that it needs little room.
 MOVE_UNITS = 65536
 
 
@@ -21,7 +22,7 @@ class _Resident:
     table: torch.Tensor
     scales: torch.Tensor
     num_elements: int
-    arrived: torch.cuda.Event | None
+    arrival: Arrival | None  # None: it was copied at once
 
 
 class AdapterMemory:
@@ -29,9 +30,10 @@ class AdapterMemory:
 
     There is no largest rank and no number of slots: an adapter takes the bytes it has. Index 0 is the base model.
 
-    On a GPU an adapter's bytes are copied on a stream of their own, beside the steps of the model. Everything else (the
-    tables, moves) happens on the caller's stream, which must be that of the steps: then a step sees the table as it was
-    when the step was submitted, and an index can be used for another adapter at once.
+    A copier brings an adapter's bytes to a GPU beside the steps of the model. Everything else (the tables, moves)
+    happens on the caller's stream, which must be that of the steps: then a step sees the table as it was when the step
+    was submitted, and an index can be used for another adapter at once. Without a copier, as on a CPU, there is nothing
+    to run beside, and the bytes are copied at once.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class AdapterMemory:
         num_units: int,
         num_rows: int = 64,
         is_follower: bool = False,
+        copier: Copier | None = None,
     ) -> None:
         """The tables have `num_rows` rows, so the highest index is one less: they keep their places on the device.
 
@@ -66,50 +69,54 @@ class AdapterMemory:
             [self._base_vocab] * num_rows,
             targets,
         )
-        self._unordered: set[int] = set()  # indices that the stream of the steps has not waited for
-        self._stream: torch.cuda.Stream | None = None  # on a CPU there is nothing to run beside
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copier = copier
+        if copier is not None:
+            copier.follow_caller()  # which fills the buffer with zeros
 
-    def load(self, index: int, adapter: HostAdapter, first_unit: int) -> torch.cuda.Event | None:
-        """Begin to copy an adapter in. Return the event of its arrival, or None if it is there.
+    def on_arrival(self, notify: Callable[[], None]) -> None:
+        """Call `notify`, on any thread, when a load has ended that did not end at once."""
+        if self._copier is not None:
+            self._copier.notify = notify
 
-        No step that is under way may read these units.
-        """
+    def close(self) -> None:
+        """End the copies that are under way."""
+        if self._copier is not None:
+            self._copier.close()
+
+    def load(self, index: int, adapter: HostAdapter, first_unit: int) -> None:
+        """Begin to copy an adapter in. No step that is under way may read these units."""
         assert index > 0, "index 0 is the base model"
         assert index < len(self.arena.host_table), f"index {index} is beyond the tables"
         assert index not in self._residents, f"index {index} is in use"
         assert 0 <= first_unit <= self.num_units - adapter.units, "outside of the buffer"
         start = first_unit * self._unit
         units = self.arena.buffer[start : start + adapter.buffer.numel()]
-        arrived = None
-        if self._stream is None:
+        arrival = None
+        if self._copier is None:
             units.copy_(adapter.buffer)
         else:
-            self._unordered.add(index)
             if self._is_follower:
-                self._stream.wait_stream(torch.cuda.current_stream(units.device))
-            with torch.cuda.stream(self._stream):
-                units.copy_(adapter.buffer, non_blocking=True)
-                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # a thread that waits sleeps
-        self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrived)
+                self._copier.follow_caller()
+            arrival = self._copier.begin(units, adapter.buffer)
+        self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrival)
         self._point(index, start)
         self.arena.vocab_sizes[index] = adapter.vocab_size
         _write(self.arena.scales[index], adapter.scales)
-        return arrived
 
     def wait_for(self, index: int) -> None:
         """Let the steps from now on wait, on the device, until all of an adapter has arrived."""
-        resident = self._residents[index]
-        if resident.arrived is not None and index in self._unordered:
-            torch.cuda.current_stream(self.arena.buffer.device).wait_event(resident.arrived)
-            self._unordered.remove(index)
+        arrival = self._residents[index].arrival
+        if arrival is not None and self._copier is not None:
+            self._copier.wait_for(arrival)
 
     def is_loaded(self, index: int) -> bool:
-        """Return whether all of an adapter has arrived, so that a step may use it."""
+        """Return whether all of an adapter has arrived, so that a step may use it. Raise if it never will."""
         resident = self._residents.get(index)
-        return resident is not None and (resident.arrived is None or resident.arrived.query())
+        if resident is None or resident.arrival is None or resident.arrival.is_there:
+            return resident is not None
+        assert self._copier is not None
+        self._copier.check()
+        return False
 
     def unload(self, index: int) -> None:
         """Free an index that no later step uses. Its row on the device stays, and is never read."""
@@ -122,11 +129,14 @@ class AdapterMemory:
         """Move an adapter to a lower place, which may overlap its old one."""
         self.wait_for(index)
         assert 0 <= target < source, "adapters move down only"
-        buffer, piece = self.arena.buffer, MOVE_UNITS * self._unit
+        buffer, count = self.arena.buffer, self._residents[index].num_elements
         old, new = source * self._unit, target * self._unit
-        for done in range(0, self._residents[index].num_elements, piece):
-            count = min(piece, self._residents[index].num_elements - done)
-            buffer[new + done : new + done + count] = buffer[old + done : old + done + count].clone()
+        is_far = source - target >= MOVE_UNITS  # so that a piece does not meet itself
+        piece = old - new if is_far else MOVE_UNITS * self._unit
+        for done in range(0, count, piece):
+            stop = min(done + piece, count)
+            content = buffer[old + done : old + stop]
+            buffer[new + done : new + stop] = content if is_far else content.clone()
         self._point(index, new)
 
     def _point(self, index: int, start: int) -> None:

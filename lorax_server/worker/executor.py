@@ -22,6 +22,7 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.machine import give_back_memory, share_arenas
+from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
 from lorax_server.worker.worker import Worker, build_worker
 
@@ -36,8 +37,13 @@ GROUP_TIMEOUT_S = 600.0  # for ranks to wait for each other, e.g. while one load
 class GroupExecutor:
     """The first rank in this process, each other rank in a process of its own. They end together."""
 
-    def __init__(self, config: EngineConfig, on_death: Callable[[EngineError], None] | None = None) -> None:
-        """`on_death` is called, on a thread, as soon as a rank has ended unexpectedly."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_death: Callable[[EngineError], None] | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        """`on_death` is called, on a thread, as soon as a rank has ended unexpectedly. The first rank has `phases`."""
         self._on_death = on_death
         self._failure: EngineError | None = None
         self._is_closing = False
@@ -56,7 +62,7 @@ class GroupExecutor:
         self._watcher = threading.Thread(target=self._watch, name="watch ranks", daemon=True)
         self._watcher.start()
         try:
-            self._worker = _join(config, 0, meeting)
+            self._worker = _join(config, 0, meeting, phases)
         except BaseException as error:
             explained = self._explain(error)
             self.close()
@@ -75,12 +81,13 @@ class GroupExecutor:
     def take_loaded(self) -> list[int]:
         return self._worker.take_loaded()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step on all ranks. A rank without memory for it ends them all: they cannot undo it together."""
         message = pickle.dumps(plan, protocol=5)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
-            self._worker.submit(plan)
+            return self._worker.submit(plan)
         except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
             raise self._explain(error) from error
 
@@ -127,14 +134,14 @@ class GroupExecutor:
 
 
 def build_executor(
-    config: EngineConfig, on_death: Callable[[EngineError], None] | None = None
+    config: EngineConfig, on_death: Callable[[EngineError], None] | None = None, phases: Phases | None = None
 ) -> Worker | GroupExecutor:
     if config.tensor_parallel == 1:
-        return build_worker(config)
-    return GroupExecutor(config, on_death)
+        return build_worker(config, phases=phases)
+    return GroupExecutor(config, on_death, phases)
 
 
-def _join(config: EngineConfig, rank: int, meeting: str) -> Worker:
+def _join(config: EngineConfig, rank: int, meeting: str, phases: Phases | None = None) -> Worker:
     if config.model.device.startswith("cuda:"):
         raise ConfigError(f"device {config.model.device!r} is one GPU; several ranks need one each: set device cuda")
     if config.model.device == "cuda":
@@ -142,7 +149,7 @@ def _join(config: EngineConfig, rank: int, meeting: str) -> Worker:
     device = torch.device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return build_worker(config, join_group(rank, config.tensor_parallel, meeting, device, GROUP_TIMEOUT_S))
+    return build_worker(config, join_group(rank, config.tensor_parallel, meeting, device, GROUP_TIMEOUT_S), phases)
 
 
 def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connection) -> None:

@@ -1,14 +1,15 @@
-"""Decode steps as CUDA graphs: the layers are launched by one call, whatever their number.
+"""Steps as CUDA graphs: the layers are launched by one call, whatever their number.
 
-A graph is captured for some batch sizes, and a batch is padded to the next of them. Embedding and head stay outside:
-there the host decides what is computed.
+A graph is captured for some numbers of tokens, and a step is padded to the next of them. There are two kinds: of decode
+steps, in which each sequence has one token, and of mixed steps, in which sequences have any number. Embedding and head
+stay outside: there the host decides what is computed.
 """
 
+import itertools
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +20,46 @@ from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import StepPlan
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.inputs import DecodeInputs, RowTables
+from lorax_server.worker.inputs import FixedInputs, RowTables, StepTokens
 
 logger = logging.getLogger(__name__)
 
-LADDER = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+_Segments = tuple[list[int], list[int]]
+
+LADDER: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+# Coarse: where prompts are, a few tokens more cost little. More tokens keep a GPU busy for longer than launches take.
+MIXED_LADDER: tuple[int, ...] = (
+    *(16, 32, 64, 96, 128, 192),
+    *range(256, 512, 64),
+    *range(512, 1024, 128),
+    *range(1024, 2305, 256),
+)
+MIXED_SEQUENCES = 256  # the most of a mixed step with a graph
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes that have a graph, in ascending order."""
-    largest = min(max_rows, LADDER[-1])
-    return [*(size for size in LADDER if size < largest), largest]
+    """Return the batch sizes of decode steps that have a graph, in ascending order."""
+    return _cut_ladder(LADDER, max_rows)
+
+
+def _cut_ladder(ladder: Sequence[int], most: int) -> list[int]:
+    largest = min(most, ladder[-1])
+    return [*(size for size in ladder if size < largest), largest]
+
+
+class GraphSizes(NamedTuple):
+    """The numbers of tokens that have a graph, in ascending order; without any, there are no graphs."""
+
+    decode: Sequence[int] = ()
+    mixed: Sequence[int] = ()
+
+    @classmethod
+    def choose(cls, max_rows: int, step_tokens: int) -> "GraphSizes":
+        return cls(graph_sizes(max_rows), _cut_ladder(MIXED_LADDER, step_tokens))
+
+    def of(self, tokens: StepTokens) -> Sequence[int]:
+        """Return those of steps of one kind."""
+        return self.decode if tokens.is_single else self.mixed
 
 
 def can_capture(ops: Ops) -> bool:
@@ -37,16 +67,35 @@ def can_capture(ops: Ops) -> bool:
     return ops is not reference
 
 
+class StepKind(NamedTuple):
+    """A kind of step that has a graph."""
+
+    size: int  # tokens
+    is_mixed: bool = False
+    has_adapters: bool = False
+
+    @property
+    def num_seqs(self) -> int:
+        return min(self.size, MIXED_SEQUENCES)
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether kernels take it for a prompt: their part of LoRA costs something without adapters too, and
+        learns from the host which token has which adapter."""
+        return self.size > LADDER[-1]
+
+
 class _Graph(NamedTuple):
-    """A captured batch size."""
+    """A captured kind of step."""
 
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor  # its output
     context: PagedContext  # holds the tensors that it reads
 
 
-class DecodeGraphs:
-    """Graphs of a model's layers, one for each size, and another where there are adapters.
+class StepGraphs:
+    """Graphs of a model's layers: one for each size, and another where there are adapters. Of mixed steps that are not
+    large there is one of each size, with adapters if there can be any.
 
     Without `capture` the same padded inputs go through the layers one by one: that is for tests on a CPU.
     """
@@ -57,7 +106,7 @@ class DecodeGraphs:
         kv_cache: KVCache,
         tables: RowTables,
         memory: AdapterMemory | None,
-        sizes: Sequence[int],
+        sizes: GraphSizes,
         *,
         capture: bool = True,
     ) -> None:
@@ -65,29 +114,41 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._memory = memory
         self._sizes = sizes
-        self.max_rows = sizes[-1]
-        self._inputs = DecodeInputs(tables, self.max_rows)
-        self._x = self._embed(torch.zeros_like(self._inputs.rows), None, 1).clone()
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._planned: dict[int, bytes] = {}  # by size: the adapters that its graph was last planned for
+        most = max(*sizes.decode, *sizes.mixed, 1)
+        self._inputs = FixedInputs(tables, most, min(most, MIXED_SEQUENCES))
+        self._x = self._embed(torch.zeros_like(self._inputs.places), None, 1).clone()
+        self._graphs: dict[StepKind, _Graph] = {}
+        self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
-        self.num_bytes: list[int] = []  # that the graphs of each size take, those of the largest first
+        # Bytes that the graphs of each size take, those of the largest first, then likewise those of mixed steps.
+        self.num_bytes: list[int] = []
         if capture:
             self._capture_all()
 
+    def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
+        """Return the kind of a step, or None if it has no graph."""
+        count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)
+        if not sizes or count > sizes[-1] or len(tokens.lengths) > MIXED_SEQUENCES:
+            return None
+        kind = StepKind(sizes[bisect_left(sizes, count)], is_mixed, adapter_data is not None)
+        if kind.is_large:
+            return kind if adapter_data is None or adapter_data.lora.fits_graph else None
+        return kind._replace(has_adapters=self._memory is not None) if is_mixed else kind
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan, adapter_data: AdapterBatchData | None) -> torch.Tensor:
-        """Return the hidden states after the one token of each sequence."""
-        count = len(plan.rows)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        input_ids = self._inputs.write(plan, size)
-        self._x[:count] = self._embed(input_ids, adapter_data, int(plan.starts.max()) + 1)
+    def run(
+        self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
+    ) -> torch.Tensor:
+        """Return the hidden states after each token of a step of this kind."""
+        count = len(tokens.rows)
+        input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
+        self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
         if not self._capture:
-            data = adapter_data and self._describe(size, adapter_data.meta)
-            return self._model.model.run_layers(self._x[:size], self._context(size, data))[:count]
-        graph = self._graphs[size, adapter_data is not None]
-        if adapter_data is not None:
-            self._plan(size, graph, plan.adapter_indices.tobytes())
+            data = self._describe(kind.size, _pad(adapter_data, kind.size)) if kind.has_adapters else None
+            return self._model.model.run_layers(self._x[: kind.size], self._context(kind, data))[:count]
+        graph = self._graphs[kind]
+        if kind.has_adapters:
+            self._plan(kind, graph, plan.adapter_indices[tokens.layout.sequences].tobytes(), adapter_data)
         graph.graph.replay()
         return graph.hidden[:count]
 
@@ -95,42 +156,41 @@ class DecodeGraphs:
         """Note that adapters have come, gone or moved: the table is another."""
         self._planned.clear()
 
-    def _plan(self, size: int, graph: _Graph, adapters: bytes) -> None:
+    def _plan(self, kind: StepKind, graph: _Graph, adapters: bytes, adapter_data: AdapterBatchData | None) -> None:
         """Let the kernels work out again what they have derived of a batch's adapters, if it is not the last one's."""
-        if self._planned.get(size) != adapters:
+        if self._planned.get(kind) != adapters:
             assert graph.context.adapter_data is not None
-            self._model.ops.plan_lora(graph.context.adapter_data.lora)
-            self._planned[size] = adapters
+            lora = graph.context.adapter_data.lora
+            self._model.ops.plan_lora(lora, lora if adapter_data is None else adapter_data.lora)
+            self._planned[kind] = adapters
 
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------
 
-    def _context(self, size: int, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
-        inputs, rows = self._inputs, slice(size)
-        lengths = Seqlen(
-            inputs.input_lengths[rows], inputs.cache_lengths[rows], prompt_lengths=inputs.prompt_lengths[rows]
-        )
+    def _context(self, kind: StepKind, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
+        """Describe a padded step: as many sequences as tokens, of which the last have none."""
+        inputs, seqs, tokens = self._inputs, slice(kind.num_seqs), slice(kind.size)
         return self._model.make_context(
             self._kv_cache,
-            lengths,
-            inputs.position_ids[rows],
-            block_tables=inputs.block_tables[rows],
-            slots=inputs.slots[rows],
+            Seqlen(inputs.input_lengths[seqs], inputs.cache_lengths[seqs]),
+            inputs.position_ids[tokens],
+            block_tables=inputs.block_tables[seqs],
+            slots=inputs.slots[tokens],
+            cu_seqlens=inputs.cu_seqlens[: kind.num_seqs + 1] if kind.is_mixed else None,
+            token_prompt_lengths=inputs.prompt_lengths[tokens],
+            stores_all=kind.is_mixed,  # but for padding
+            in_graph=True,
             max_position=max_position,
             adapter_data=adapter_data,
         )
 
-    def _describe(self, size: int, meta: AdapterBatchMetadata | None = None) -> AdapterBatchData:
-        """Describe the adapters of a padded batch. A graph knows them on the device only."""
+    def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
+        """Describe the adapters of a padded batch; without segments, of one in a graph."""
         assert self._memory is not None
-        bounds: list[int] = []
-        adapters: list[int] = []
-        if meta is not None:
-            bounds, adapters = [*meta.adapter_segments, size], [*meta.segment_indices, 0]
-        padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], bounds, adapters)
-        return AdapterBatchData(padded, self._memory.arena)
+        padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
+        return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
 
     def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int) -> torch.Tensor:
-        context = self._context(len(input_ids), adapter_data, max_position)
+        context = self._context(StepKind(len(input_ids)), adapter_data, max_position)
         return self._model.model.embed(input_ids, context)
 
     # --- Capture ------------------------------------------------------------------------------------------------------
@@ -144,23 +204,40 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for size in reversed(self._sizes):
-                self._graphs[size, False] = self._capture_one(size, None, pool)
-                if self._memory is not None:
-                    self._graphs[size, True] = self._capture_one(size, self._describe(size), pool)
+            for kinds in self._list_kinds():
+                for kind in kinds:
+                    self._graphs[kind] = self._capture_one(kind, pool)
                 used.append(_used_bytes(device))
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
-        self.num_bytes = [after - before for before, after in pairwise(used)]
-        sizes, seconds = ", ".join(map(str, self._sizes)), time.monotonic() - start
-        logger.info("captured graphs of %s rows in %.1f s; they take %d bytes", sizes, seconds, sum(self.num_bytes))
+        self.num_bytes = [after - before for before, after in itertools.pairwise(used)]
+        rows, tokens = (", ".join(map(str, sizes)) for sizes in self._sizes)
+        seconds, num_bytes = time.monotonic() - start, sum(self.num_bytes)
+        logger.info(
+            "captured graphs of %s rows and of %s tokens of mixed steps in %.1f s; they take %d bytes",
+            rows,
+            tokens,
+            seconds,
+            num_bytes,
+        )
 
-    def _capture_one(self, size: int, adapter_data: AdapterBatchData | None, pool: Any) -> _Graph:
-        layers, x = self._model.model, self._x[:size]
-        layers.run_layers(x, self._context(size, adapter_data))  # compiles kernels, which cannot be captured
+    def _list_kinds(self) -> Iterator[list[StepKind]]:
+        """Yield the kinds of each size, the largest first, then likewise those of mixed steps."""
+        for is_mixed, sizes in enumerate(self._sizes):
+            for size in reversed(sizes):
+                plain, adapted = StepKind(size, bool(is_mixed)), StepKind(size, bool(is_mixed), has_adapters=True)
+                if self._memory is None:
+                    yield [plain]
+                else:
+                    yield [adapted] if is_mixed and not plain.is_large else [plain, adapted]
+
+    def _capture_one(self, kind: StepKind, pool: Any) -> _Graph:
+        layers, x = self._model.model, self._x[: kind.size]
+        adapter_data = self._describe(kind.size) if kind.has_adapters else None
+        layers.run_layers(x, self._context(kind, adapter_data))  # compiles kernels, which cannot be captured
         torch.cuda.current_stream().synchronize()
         # Another context: what layers derive of lengths must be in the graph. What kernels derive of adapters stays.
-        context, graph = self._context(size, adapter_data), torch.cuda.CUDAGraph()
+        context, graph = self._context(kind, adapter_data), torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage each time. Other threads may use the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         hidden = layers.run_layers(x, context)
@@ -168,21 +245,31 @@ class DecodeGraphs:
         return _Graph(graph, hidden, context)
 
 
-def measure_graphs(
-    model: PagedCausalLM, memory: AdapterMemory | None, sizes: Sequence[int], max_length: int, block_size: int
-) -> int:
+def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
+    """Return the bounds and adapters of a batch's segments; padding belongs to the base model."""
+    if adapter_data is None:
+        return [0, size], [0]
+    meta = adapter_data.meta
+    return [*meta.adapter_segments, size], [*meta.segment_indices, 0]
+
+
+def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: RowTables) -> int:
     """Return the bytes that graphs of these sizes will take beside the cache, whose place they must know.
 
-    So those of the two largest sizes are captured over a cache of one block, and given up. The largest take the pool
-    that all share. Each of the others takes what the second largest do beyond it.
+    So those of the two largest sizes of each kind are captured over a cache of one block, and given up. The largest
+    take the pool that all share. Each of the others takes what the second largest do beyond it.
     """
-    if not sizes:
+    if not sizes.decode:
         return 0
-    tables = RowTables(1, max_length, block_size, model.device)
-    kv_cache = model.allocate_kv_cache(1, block_size)
-    num_bytes = DecodeGraphs(model, kv_cache, tables, memory, sizes[-2:]).num_bytes
+    kv_cache = model.allocate_kv_cache(1, tables.block_size)
+    largest = GraphSizes(sizes.decode[-2:], sizes.mixed[-2:])
+    num_bytes = iter(StepGraphs(model, kv_cache, tables, memory, largest).num_bytes)
     torch.cuda.empty_cache()
-    return num_bytes[0] + num_bytes[-1] * (len(sizes) - 1)
+    total = 0
+    for ladder, captured in zip(sizes, largest, strict=True):
+        measured = list(itertools.islice(num_bytes, len(captured)))
+        total += sum(measured) + sum(measured[1:]) * (len(ladder) - 2)
+    return total
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """The inputs of a step: what its plan says, and tables on the device, so that plans need not repeat what is known."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ class RowTables:
 
 
 class StepLayout(NamedTuple):
-    """The tokens of a step by their numbers alone, which decode steps repeat. Without a comment, on the host."""
+    """The tokens of a step by their numbers alone, which decode steps repeat; on the host."""
 
     key: bytes
     counts: list[int]  # of each sequence
@@ -103,8 +104,6 @@ class StepLayout(NamedTuple):
     bounds: Ints  # [sequences + 1]
     last: Ints  # [sampling sequences] the token that the next one is chosen after
     samples_all: bool
-    input_lengths: torch.Tensor  # [sequences] on the device
-    cu_seqlens: torch.Tensor | None  # [sequences + 1] on the device; None if each sequence has one token
 
 
 class StepTokens(NamedTuple):
@@ -118,22 +117,22 @@ class StepTokens(NamedTuple):
     @property
     def is_single(self) -> bool:
         """Return whether each sequence has one token."""
-        return self.layout.cu_seqlens is None
+        return self.layout.max_count == 1
 
 
-def locate_tokens(plan: StepPlan, device: torch.device, known: StepLayout | None = None) -> StepTokens:
+def locate_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens:
     """Find the tokens of a step. A layout that is known serves again, if it is the step's."""
     layout = known
     if layout is None or layout.key != plan.counts.tobytes() + plan.samples.tobytes():
-        layout = _lay_out(plan, device)
+        layout = _lay_out(plan)
     lengths = plan.starts + plan.counts
-    if layout.cu_seqlens is None:
+    if layout.max_count == 1:
         return StepTokens(layout, plan.rows, plan.starts, lengths)
     rows, positions = plan.rows[layout.sequences], plan.starts[layout.sequences] + layout.offsets
     return StepTokens(layout, rows, positions, lengths)
 
 
-def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
+def _lay_out(plan: StepPlan) -> StepLayout:
     key, counts = plan.counts.tobytes() + plan.samples.tobytes(), plan.counts.tolist()
     sequences = np.repeat(np.arange(len(counts)), plan.counts)
     bounds = np.concatenate([[0], plan.counts.cumsum()])
@@ -146,8 +145,6 @@ def _lay_out(plan: StepPlan, device: torch.device) -> StepLayout:
         bounds,
         (bounds[1:] - 1)[plan.samples],
         bool(plan.samples.all()),
-        to_device(plan.counts, device),
-        None if max(counts) == 1 else to_device(bounds, device).int(),
     )
 
 
@@ -164,38 +161,59 @@ def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence
     return to_device(np.stack(columns), device).unbind()
 
 
-class DecodeInputs:
-    """The inputs of steps in which each sequence has one token, at fixed places on the device.
+class _Places(NamedTuple):
+    """Columns of the inputs of a step, as parts of one array of int64, in which int32 takes half the room."""
 
-    One copy brings all that the host knows. Only the last tokens and the blocks are gathered on the device. A batch may
-    be padded: a row of padding has no length, and its key and value go nowhere.
+    sequences: slice  # three columns: rows, tokens in the cache, tokens of this step
+    bounds: slice  # of the sequences, int32
+    tokens: slice  # three columns: slots, prompt lengths, places in the table of tokens
+    small: slice  # two columns of int32: positions, adapters
+
+    @classmethod
+    def lay_out(cls, num_tokens: int, num_seqs: int) -> "_Places":
+        sizes = 3 * num_seqs, num_seqs // 2 + 1, 3 * num_tokens, num_tokens
+        ends = list(itertools.accumulate(sizes))
+        return cls(*(slice(end - size, end) for size, end in zip(sizes, ends, strict=True)))
+
+
+class FixedInputs:
+    """The inputs of a step at fixed places on the device, for a graph that reads them there.
+
+    One copy brings all that the host knows. Only the tokens and the blocks are gathered on the device. A step may be
+    padded: a sequence of padding has no length, and the key and value of a token of padding go nowhere.
     """
 
-    def __init__(self, tables: RowTables, max_rows: int) -> None:
+    def __init__(self, tables: RowTables, num_tokens: int, num_seqs: int) -> None:
+        """`num_tokens` and `num_seqs` are the most of a step."""
         device = tables.blocks.device
         self._tables = tables
-        self._max_rows = max_rows
-        # Five columns of int64 and two of int32, which take one together.
-        self._columns = torch.zeros(6, max_rows, dtype=torch.int64, device=device)
-        self.rows, self.cache_lengths, self.input_lengths, self.slots, self.prompt_lengths = self._columns[:5]
-        self.position_ids, self.adapter_indices = self._columns[5].view(torch.int32).view(2, max_rows)
-        self.block_tables = torch.zeros(max_rows, tables.blocks.shape[1], dtype=torch.int32, device=device)
+        self._at = at = _Places.lay_out(num_tokens, num_seqs)
+        self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
+        self.rows, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
+        self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
+        self.slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
+        self.position_ids, self.adapter_indices = self._numbers[at.small].view(torch.int32).view(2, -1)
+        self.block_tables = torch.zeros(num_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.slots.fill_(-1)
 
-    def write(self, plan: StepPlan, size: int) -> torch.Tensor:
-        """Write a step padded to `size` rows. Return the tokens of those that are not padding."""
-        count, tables = len(plan.rows), self._tables
-        columns = np.zeros((6, self._max_rows), np.int64)
-        columns[0, :count] = plan.rows
-        columns[1, :count] = plan.starts
-        columns[2, :count] = 1
-        columns[3] = -1
-        columns[3, :count] = tables.find_slots(plan.rows, plan.starts)
-        columns[4, :count] = tables.host_prompt_lengths[plan.rows]
-        small = columns[5].view(np.int32).reshape(2, -1)
-        small[0, :count] = plan.starts
-        small[1, :count] = plan.adapter_indices
-        host = torch.from_numpy(columns)
-        self._columns.copy_(host.pin_memory() if self._columns.is_cuda else host, non_blocking=True)
-        torch.index_select(tables.blocks, 0, self.rows[:size], out=self.block_tables[:size])
-        return tables.token_ids[self.rows[:count], self.cache_lengths[:count]]
+    def write(self, plan: StepPlan, tokens: StepTokens, padded_seqs: int) -> torch.Tensor:
+        """Write a step. Return its tokens."""
+        num_seqs, count, tables, at = len(plan.rows), len(tokens.rows), self._tables, self._at
+        numbers = np.zeros(at.small.stop, np.int64)
+        by_seq, bounds = numbers[at.sequences].reshape(3, -1), numbers[at.bounds].view(np.int32)
+        by_seq[0, :num_seqs] = plan.rows
+        by_seq[1, :num_seqs] = plan.starts
+        by_seq[2, :num_seqs] = plan.counts
+        bounds[: num_seqs + 1] = tokens.layout.bounds
+        bounds[num_seqs + 1 :] = count
+        by_token, small = numbers[at.tokens].reshape(3, -1), numbers[at.small].view(np.int32).reshape(2, -1)
+        by_token[0, :count] = tables.find_slots(tokens.rows, tokens.positions)
+        by_token[0, count:] = -1
+        by_token[1, :count] = tables.host_prompt_lengths[tokens.rows]
+        by_token[2, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
+        small[0, :count] = tokens.positions
+        small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
+        host = torch.from_numpy(numbers)
+        self._numbers.copy_(host.pin_memory() if self._numbers.is_cuda else host, non_blocking=True)
+        torch.index_select(tables.blocks, 0, self.rows[:padded_seqs], out=self.block_tables[:padded_seqs])
+        return tables.token_ids.view(-1).index_select(0, self.places[:count])

@@ -1,6 +1,8 @@
-"""The shares of memory that the cache and the adapters get."""
+"""The shares of memory that the cache and the adapters get, and the refusal to start where something does not fit."""
 
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -11,25 +13,48 @@ from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.machine import free_bytes, machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.warm_up import CacheShape, make_believe, run_prompts
+from lorax_server.worker.graphs import GraphSizes, measure_graphs
+from lorax_server.worker.inputs import RowTables
+from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, make_believe, run_choice, run_prompts
 
 logger = logging.getLogger(__name__)
 
+ROWS, LARGE_GPU_ROWS = 64, 256
+LARGE_GPU_BYTES = 40 * 10**9
 CPU_ADAPTER_BYTES = 2**30
 CPU_CACHE_SHARE = 4  # one part in so many of the free memory
-GPU_ADAPTER_SHARE = 10
-HOST_ADAPTER_SHARE = 8
+GPU_ADAPTER_SHARE = 4  # one part in so many of what the weights leave
+LEAST_GPU_ADAPTER_BYTES = 2**28
+HOST_ADAPTER_SHARE = 4
 ADAPTER_TABLE_SHARE = 64  # of the bytes for adapters, beside them
 LEAST_ADAPTER_ROWS = 64
 
 
+class Needs(NamedTuple):
+    """Bytes that steps take on a GPU besides weights, adapters and cache."""
+
+    step: int = 0  # the largest step, while it runs
+    graphs: int = 0
+    tables: int = 0  # of the rows
+
+
+def find_max_rows(config: EngineConfig, device: torch.device) -> int:
+    """Return the number of sequences that run at once."""
+    if config.max_rows is not None:
+        return config.max_rows
+    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
+    rows = LARGE_GPU_ROWS if is_large else ROWS
+    return rows if config.max_step_tokens is None else min(rows, config.max_step_tokens)
+
+
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes for adapters on the device."""
+    """Return the bytes for adapters on the device, once the model's weights are there."""
     if config.adapter_bytes is not None:
         return config.adapter_bytes
     if device.type != "cuda":
         return CPU_ADAPTER_BYTES
-    return torch.cuda.get_device_properties(device).total_memory // GPU_ADAPTER_SHARE
+    free, _ = _free_on_gpu(config, device)
+    return max(free // GPU_ADAPTER_SHARE, LEAST_GPU_ADAPTER_BYTES)
 
 
 def adapter_rows(num_bytes: int, num_targets: int) -> int:
@@ -59,56 +84,103 @@ def model_bytes(model: PagedCausalLM) -> int:
     return packed + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
-def report_memory(model: PagedCausalLM, num_adapter_bytes: int, num_blocks: int, block_size: int) -> None:
-    """Say what the start takes of the memory."""
-    logger.info(
-        "memory: %.1f MB for the model's weights, %.1f MB for adapters, %.1f MB for keys and values of %d tokens",
-        model_bytes(model) / 1e6,
-        num_adapter_bytes / 1e6,
-        num_blocks * block_bytes(model, block_size) / 1e6,
-        num_blocks * block_size,
-    )
-
-
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:
     num_kv_heads, head_dim = model.kv_shape
     return 2 * model.num_layers * num_kv_heads * head_dim * block_size * model.kv_dtype.itemsize
 
 
-def count_blocks(
+def measure_needs(
     model: PagedCausalLM,
-    config: EngineConfig,
+    memory: AdapterMemory | None,
+    graph_sizes: GraphSizes,
+    max_rows: int,
     step_tokens: int,
-    max_length: int,
-    memory: AdapterMemory | None = None,
-    reserved: int = 0,
+    shape: CacheShape,
+) -> Needs:
+    """Measure, on a GPU, by running the largest step and capturing some graphs."""
+    if model.device.type != "cuda":
+        return Needs()
+    data = None if memory is None else make_believe(memory, step_tokens)
+    prompts = _measure_peak(model, lambda: run_prompts(model, step_tokens, shape, data))
+    prompts -= count_prompt_blocks(step_tokens, shape) * block_bytes(
+        model, shape.block_size
+    )  # the cache will have them
+    hidden = step_tokens * model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
+    choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length))
+    tables = RowTables(max_rows, shape.max_length, shape.block_size, model.device)
+    graphs = measure_graphs(model, memory, graph_sizes, tables)
+    # Inputs of graphs have tables of blocks like those of the rows, once for decode steps and once for others.
+    return Needs(max(prompts, hidden + choice), graphs, tables.token_ids.nbytes + 3 * tables.blocks.nbytes)
+
+
+def count_blocks(
+    model: PagedCausalLM, config: EngineConfig, max_rows: int, max_length: int, needs: Needs | None = None
 ) -> int:
-    """Count the blocks that fit beside `reserved` bytes, but not more than all sequences at once can ever need."""
-    size = block_bytes(model, config.block_size)
-    available = config.cache_bytes
-    if available is None and model.device.type == "cuda":
-        available = _free_on_gpu(model, config, step_tokens, max_length, memory) - reserved
-    elif available is None:
-        available = free_bytes() // CPU_CACHE_SHARE
-    count = min(available // size, -(-config.max_rows * max_length // config.block_size))
+    """Count the blocks that fit, but not more than all sequences at once can ever need. Refuse if none does."""
+    size, needed = block_bytes(model, config.block_size), sum(needs or ())
+    most = -(-max_rows * max_length // config.block_size)
+    if model.device.type != "cuda":
+        available = free_bytes() // CPU_CACHE_SHARE if config.cache_bytes is None else config.cache_bytes
+    else:
+        usable, free = _free_on_gpu(config, model.device)
+        available = usable - needed if config.cache_bytes is None else config.cache_bytes
+        if min(available // size, most) * size > free - needed:
+            raise ConfigError(
+                f"cache_bytes = {available} do not fit: {free} bytes of the GPU are free, and steps need {needed} of "
+                "them; lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+            )
+    count = min(available // size, most)
     if count < 1:
         raise ConfigError(
             f"{available} bytes for keys and values do not hold a block of {size}: raise cache_bytes, or lower "
-            "adapter_bytes"
+            f"adapter_bytes, max_rows or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
         )
     return count
 
 
-def _free_on_gpu(
-    model: PagedCausalLM, config: EngineConfig, step_tokens: int, max_length: int, memory: AdapterMemory | None
-) -> int:
-    """Measure the memory that the model, the adapters and the largest step leave free."""
+def report_memory(
+    model: PagedCausalLM, config: EngineConfig, num_adapter_bytes: int, num_blocks: int, needs: Needs
+) -> None:
+    """Say, in one line, what the start gives to whom."""
+    cache, device = num_blocks * block_bytes(model, config.block_size), model.device
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (free_bytes(), machine_bytes())
+    logger.info(
+        "memory: of %s, weights %s, adapters %s, graphs %s, tables %s, the largest step %s, keys and values %s (%d "
+        "tokens in %d blocks), left free %s; adapters in host memory up to %s",
+        *(_in_mb(each) for each in (total, model_bytes(model), num_adapter_bytes, needs.graphs, needs.tables)),
+        *(_in_mb(each) for each in (needs.step, cache)),
+        num_blocks * config.block_size,
+        num_blocks,
+        _in_mb(free - sum(needs) - cache),
+        _in_mb(adapter_host_bytes(config)),
+    )
+
+
+def explain_lack(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigError:
+    """Return the error of a start for which a GPU's memory did not suffice, once weights were loaded."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    return ConfigError(
+        f"the GPU's memory of {total} bytes does not suffice: weights take {model_bytes(model)}, adapters may take "
+        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+    )
+
+
+def _free_on_gpu(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are free within the share that may be used, and all that are free."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - total * (1 - config.gpu_memory_fraction))), free
+
+
+def _measure_peak(model: PagedCausalLM, run: Callable[[], None]) -> int:
+    """Return the most bytes that something takes while it runs."""
     torch.cuda.synchronize(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    shape = CacheShape(max_length, config.block_size)
-    run_prompts(model, step_tokens, shape, None if memory is None else make_believe(memory, step_tokens))
-    needed = torch.cuda.max_memory_allocated(model.device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(model.device)
-    return int(free - needed - total * (1 - config.gpu_memory_fraction))
+    run()
+    return int(torch.cuda.max_memory_allocated(model.device) - before)
+
+
+def _in_mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"

@@ -37,14 +37,12 @@ class Preparer:
         dtype: torch.dtype,
         group: ProcessGroup,
         *,
-        pin: bool,
         max_rank: int | None = None,
     ) -> None:
         self.notify: Callable[[], None] = lambda: None  # called, on the thread, when there is something to take
         self._targets = targets
         self._dtype = dtype
         self._group = group
-        self._pin = pin
         self._max_rank = max_rank
         self._stream = _low_priority_stream(targets)
         self._failure: Exception | None = None  # after which nothing can be prepared
@@ -52,12 +50,12 @@ class Preparer:
         self._added = threading.Condition()  # to `_ready`
         self._is_closed = False
         self._results: deque[Prepared] = deque()
-        self._specs: SimpleQueue[AdapterSpec | None] = SimpleQueue()
+        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
 
     def enqueue(self, spec: AdapterSpec) -> None:
-        self._specs.put(spec)
+        self._tasks.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
         """Return an adapter that the first rank has. All ranks have agreed on it; this one may be a moment behind."""
@@ -66,8 +64,10 @@ class Preparer:
             return self._ready[identity]
 
     def drop(self, identity: str) -> None:
-        self.get(identity)
+        """Give an adapter up. The thread frees its memory, which takes milliseconds, before it prepares the next."""
+        host = self.get(identity)
         del self._ready[identity]
+        self._tasks.put(host)
 
     def take_results(self) -> list[Prepared]:
         """Return the adapters that have become ready, or failed, since the last call."""
@@ -77,7 +77,7 @@ class Preparer:
 
     def close(self) -> None:
         self._is_closed = True
-        self._specs.put(None)
+        self._tasks.put(None)
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
@@ -85,13 +85,15 @@ class Preparer:
             self._prepare_all()
 
     def _prepare_all(self) -> None:
-        while (spec := self._specs.get()) is not None and not self._is_closed:
-            self._results.append(self._prepare(spec))
-            self.notify()
+        while (task := self._tasks.get()) is not None and not self._is_closed:
+            if isinstance(task, AdapterSpec):
+                self._results.append(self._prepare(task))
+                self.notify()
+            del task  # the last that holds a dropped adapter
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._pin, self._max_rank)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._max_rank)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
@@ -151,6 +153,12 @@ def _low_priority_stream(targets: Mapping[str, AdapterTarget]) -> torch.cuda.Str
 def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:
     """Report an unexpected error: a bug of ours, or too little memory."""
     logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        where = " on the GPU" if isinstance(error, torch.OutOfMemoryError) else ""
+        return AdapterError(
+            f"adapter {spec.name!r}: cannot be prepared: out of memory{where}; try again, or give less to other things "
+            "(cache_bytes, adapter_bytes, adapter_host_bytes)"
+        )
     return AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata, find_segments
+from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -17,7 +17,7 @@ from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
 from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import DecodeGraphs
+from lorax_server.worker.graphs import GraphSizes, StepGraphs
 from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
@@ -70,19 +70,19 @@ class PagedRunner:
         num_rows: int,
         max_length: int,
         memory: AdapterMemory | None = None,
-        graph_sizes: Sequence[int] = (),
+        graph_sizes: GraphSizes | None = None,
         capture: bool = True,
     ) -> None:
-        """Decode steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `DecodeGraphs`."""
+        """Steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `StepGraphs`."""
         self._model = model
         self._device = model.device
         self._memory = memory
         self._score_ops = select_score_ops(model.ops)
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
-        self._graphs: DecodeGraphs | None = None
-        if graph_sizes:
-            self._graphs = DecodeGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
+        self._graphs: StepGraphs | None = None
+        if graph_sizes is not None and graph_sizes.decode:
+            self._graphs = StepGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
         self._layout: StepLayout | None = None  # of the last step
         self._sampler: tuple[int, list[RowSampling], Sampler] | None = None
         self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step, by the adapters of its tokens
@@ -92,10 +92,10 @@ class PagedRunner:
         """Start a step. On a GPU this returns before the step is done."""
         if plan.adapter_ops:
             self._forget_adapters(plan.adapter_ops)
+        self._tables.write_new(plan)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
-        self._tables.write_new(plan)
-        tokens = locate_tokens(plan, self._device, self._layout)
+        tokens = locate_tokens(plan, self._layout)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
         sampled = self._choose(plan, tokens, hidden) if len(tokens.layout.last) else None
@@ -118,8 +118,8 @@ class PagedRunner:
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
         """Compute the hidden states after each token: by a graph if there is one for the step."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
-        if self._graphs is not None and tokens.is_single and len(plan.rows) <= self._graphs.max_rows:
-            return self._graphs.run(plan, adapter_data)
+        if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
+            return self._graphs.run(kind, plan, tokens, adapter_data)
         return self._run_eagerly(plan, tokens, adapter_data)
 
     def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
@@ -128,12 +128,15 @@ class PagedRunner:
         starts = to_device(plan.starts, self._device)
         positions = to_device(tokens.positions.astype(np.int32), self._device)
         slots = to_device(tables.find_slots(tokens.rows, tokens.positions), self._device)
-        first_places = selected.first_places if tokens.is_single else selected.first_places[layout.sequences]
+        cu_seqlens, first_places = None, selected.first_places
+        if not tokens.is_single:
+            cu_seqlens = to_device(layout.bounds.astype(np.int32), self._device)
+            first_places = first_places[layout.sequences]
         max_s = max(tokens.lengths.tolist())
         seqlen = Seqlen(
-            layout.input_lengths,
+            to_device(plan.counts, self._device),
             starts,
-            layout.cu_seqlens,
+            cu_seqlens,
             layout.max_count,
             max_s,
             selected.prompt_lengths,
@@ -143,7 +146,7 @@ class PagedRunner:
         hidden, _ = self._model(
             tables.read_tokens(first_places + tokens.positions),
             positions,
-            layout.cu_seqlens,
+            cu_seqlens,
             self._kv_cache,
             tables.take_blocks(selected, max_s),
             slots,
@@ -164,9 +167,8 @@ class PagedRunner:
                 self._adapter_data = {}
             self._adapter_data[key] = None
             if adapter_indices.any():
-                indices = np.repeat(adapter_indices, counts)
-                segments = find_segments(torch.from_numpy(indices))  # on the host, which need not wait for the device
-                meta = AdapterBatchMetadata(to_device(indices, self._device), *segments)
+                indices = to_device(np.repeat(adapter_indices, counts), self._device)
+                meta = AdapterBatchMetadata(indices, *_find_runs(adapter_indices, counts))
                 self._adapter_data[key] = AdapterBatchData(meta, self._memory.arena)
         return self._adapter_data[key]
 
@@ -240,6 +242,13 @@ class PagedRunner:
         ticket = cast(Ticket, _to_host(ticket))
         done: Any = torch.cuda.current_stream(self._device).record_event()
         return ticket._replace(done=done)
+
+
+def _find_runs(adapter_indices: Ints, counts: Ints) -> tuple[list[int], list[int]]:
+    """Find the runs of one adapter as `find_segments` does, of so many tokens each."""
+    firsts = np.flatnonzero(np.diff(adapter_indices, prepend=-1))
+    bounds = np.concatenate([[0], counts.cumsum()])
+    return [*bounds[firsts].tolist(), int(bounds[-1])], adapter_indices[firsts].tolist()
 
 
 def _to_host(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,20 @@ from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.sampling.sampler import History, RowSampling, Sampler
+from lorax_server.sampling.score_ops import select_score_ops
+from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import graph_sizes
+from lorax_server.worker.runner import SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
 
 # Numbers of tokens that kernels are compiled for: few rows, short prompts, long prompts.
 TOKEN_COUNTS = (200, 1024, 2304)
 MOST_SAMPLED = 256  # rows of the head's output that are taken into account
+MOST_DEMANDING = SamplingParams(
+    do_sample=True, temperature=0.7, top_k=50, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, num_alternatives=20
+)
 
 
 class CacheShape(NamedTuple):
@@ -30,9 +37,16 @@ class CacheShape(NamedTuple):
 
 
 def warm_up(
-    model: PagedCausalLM, memory: AdapterMemory | None, max_rows: int, step_tokens: int, shape: CacheShape
+    model: PagedCausalLM,
+    memory: AdapterMemory | None,
+    decode_rows: Collection[int],
+    step_tokens: int,
+    shape: CacheShape,
 ) -> None:
-    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps."""
+    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps.
+
+    Decode steps of `decode_rows` are run. Those that become graphs are run again before they are captured.
+    """
     if model.device.type != "cuda":
         return
     start = time.monotonic()
@@ -41,7 +55,7 @@ def warm_up(
         run_prompts(model, tokens, shape)
         if memory is not None:
             run_prompts(model, tokens, shape, make_believe(memory, tokens))
-    for rows in sorted({*graph_sizes(max_rows), max_rows}, reverse=True):  # the largest reserves memory for all
+    for rows in sorted(decode_rows, reverse=True):  # the largest reserves memory for all
         run_decode(model, rows, shape)
     run_decode(model, 1, CacheShape(1, shape.block_size))  # of short sequences, which kernels do not split
     if memory is not None:
@@ -111,14 +125,36 @@ def run_decode(
     )
 
 
+def run_choice(model: PagedCausalLM, rows: int, max_length: int) -> None:
+    """Choose tokens as those requests do that need the most memory, and score tokens of a prompt."""
+    device, head = model.device, model.lm_head
+    logits = head.linear.plain.new_zeros(rows, head.vocab_size)
+    sampling = RowSampling.of(MOST_DEMANDING, StopParams())
+    lengths = torch.ones(rows, dtype=torch.int64, device=device)
+    history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
+    Sampler([sampling] * rows, head.vocab_size, device, select_score_ops(model.ops))(logits, history)
+    del history
+    logits = head.linear.plain.new_zeros(SCORED_TOKENS, head.vocab_size)
+    logits.float().log_softmax(-1).topk(min(MOST_DEMANDING.num_alternatives, head.vocab_size), dim=-1)
+
+
+def count_prompt_blocks(step_tokens: int, shape: CacheShape) -> int:
+    """Count the blocks of the cache that `run_prompts` makes."""
+    return sum(-(-length // shape.block_size) for length in _cut_prompts(step_tokens, shape))
+
+
+def _cut_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
+    """Return the lengths of as few prompts as fill a step."""
+    full, rest = divmod(step_tokens, shape.max_length)
+    return [shape.max_length] * full + [rest] * (rest > 0)
+
+
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
     """Run a step full of prompts, as few and as long as they can be, through the model and its head."""
-    max_length, block_size = shape
-    device = model.device
-    full, rest = divmod(step_tokens, max_length)
-    lengths = [max_length] * full + [rest] * (rest > 0)
+    block_size, device = shape.block_size, model.device
+    lengths = _cut_prompts(step_tokens, shape)
     blocks = [-(-length // block_size) for length in lengths]  # of each prompt, one after the other
     firsts = list(itertools.accumulate(blocks, initial=0))
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)

@@ -2,27 +2,24 @@
 
 import json
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
-from lorax_server.adapters.target import AdapterTarget
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
-from lorax_server.errors import ConfigError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.kernels import find_max_rank
-from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
+from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MODELS, get_model
+from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,
@@ -31,14 +28,23 @@ from lorax_server.plan import (
     Move,
     Prepare,
     Prepared,
-    RopeRule,
     StepPlan,
     StepResult,
     Unload,
 )
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import can_capture, graph_sizes, measure_graphs
-from lorax_server.worker.memory import adapter_bytes, adapter_rows, count_blocks, report_memory
+from lorax_server.worker.copier import Copier, StreamLane
+from lorax_server.worker.facts import describe, find_max_length, fix_rotary
+from lorax_server.worker.graphs import GraphSizes, can_capture, graph_sizes
+from lorax_server.worker.memory import (
+    adapter_bytes,
+    adapter_rows,
+    count_blocks,
+    explain_lack,
+    find_max_rows,
+    measure_needs,
+    report_memory,
+)
 from lorax_server.worker.padded import PaddedRunner, padded_capabilities
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
@@ -46,7 +52,8 @@ from lorax_server.worker.warm_up import CacheShape, warm_up
 
 logger = logging.getLogger(__name__)
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 4096
+GPU_MIXED_TOKENS = 2048  # some 50 ms of an 8B on an H200
 
 
 class Runner(Protocol):
@@ -66,22 +73,28 @@ class Worker:
         runner: Runner,
         memory: AdapterMemory | None = None,
         preparer: Preparer | None = None,
+        *,
+        can_retry: bool = False,
     ) -> None:
+        """With `can_retry`, a step that ends in the middle for lack of memory may be submitted again."""
         self.capabilities = capabilities
+        self._can_retry = can_retry
         self.preparer = preparer
         self._runner = runner
         self._memory = memory
         self._loading: list[int] = []  # adapter indices whose load the engine has not heard the end of
-        self._arrivals: _Arrivals | None = None
         self._tickets: deque[Any] = deque()
 
     def on_news(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when there is something for `take_prepared` or `take_loaded`."""
         if self.preparer is not None:
             self.preparer.notify = notify
-            self._arrivals = _Arrivals(notify)
+        if self._memory is not None:
+            self._memory.on_arrival(notify)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> LoraxError | None:
+        """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
+        return the error for the one that asks for too much."""
         if plan.token_masks is not None:
             raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
@@ -89,7 +102,27 @@ class Worker:
         if self._memory is not None:
             for index in set(plan.adapter_indices.tolist()) - {0}:
                 self._memory.wait_for(index)
-        self._tickets.append(self._runner.submit(plan))
+        if self._start(plan):
+            return None
+        torch.cuda.empty_cache()
+        if self._start(plan):
+            return None
+        logger.warning("a step of %d tokens in %d sequences has no memory", plan.num_tokens, len(plan.rows))
+        self._tickets.append(self._runner.submit(plan.without_sequences()))
+        return BusyError(
+            "the device has too little memory for this request beside the others; try again, or ask for less: a "
+            "shorter prompt, fewer alternatives, no log probabilities of the prompt"
+        )
+
+    def _start(self, plan: StepPlan) -> bool:
+        """Submit a step; False if there is no memory. The error must be gone before the next try: it holds tensors."""
+        try:
+            self._tickets.append(self._runner.submit(plan))
+        except torch.OutOfMemoryError:
+            if not self._can_retry:
+                raise
+            return False
+        return True
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
@@ -116,8 +149,8 @@ class Worker:
     def close(self) -> None:
         if self.preparer is not None:
             self.preparer.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _do(self, op: AdapterOp) -> None:
         assert self._memory is not None
@@ -126,10 +159,8 @@ class Worker:
             case Prepare():
                 self.preparer.enqueue(op.spec)
             case Load():
-                arrived = self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
+                self._memory.load(op.index, self.preparer.get(op.identity), op.first_unit)
                 self._loading.append(op.index)
-                if arrived is not None and self._arrivals is not None:
-                    self._arrivals.expect(arrived)
             case Move():
                 self._memory.move(op.index, op.source, op.target)
             case Unload():
@@ -138,37 +169,15 @@ class Worker:
                 self.preparer.drop(op.identity)
 
 
-class _Arrivals:
-    """Waits for loads on a thread of its own, so that the engine need not poll. The first load that
-    is not there at once starts the thread."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
-        self._expected: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def expect(self, arrival: torch.cuda.Event) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="await adapters", daemon=True)
-            self._thread.start()
-        self._expected.put(arrival)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._expected.put(None)
-            self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        while (arrival := self._expected.get()) is not None:
-            arrival.synchronize()
-            self._notify()
-
-
-def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Worker:
+def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases: Phases | None = None) -> Worker:
     """Load this rank's part of the model, and allocate the memory that it may use."""
     if is_paged(config):
-        group = group or FakeGroup()
-        return paged_worker(get_model(config.model, group), config, group)
+        group, phases = group or FakeGroup(), phases or Phases()
+        with phases.measure("kernels"):
+            ops = select_ops(torch.device(config.model.device))
+        with phases.measure("weights"):
+            paged = get_model(config.model, group, ops)
+        return paged_worker(paged, config, group, phases)
     if config.tensor_parallel > 1:
         raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
     if config.model.quantize is not None:
@@ -179,7 +188,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None) -> Wor
         raise ConfigError(
             f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
         )
-    capabilities = padded_capabilities(model, config.max_rows, config.max_length)
+    capabilities = padded_capabilities(model, find_max_rows(config, model.device), config.max_length)
     return Worker(capabilities, PaddedRunner(model))
 
 
@@ -191,67 +200,84 @@ def is_paged(config: EngineConfig) -> bool:
         return True
 
 
-def paged_worker(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> Worker:
-    """Build a worker around this rank's part of a model."""
-    device = model.device
-    step_tokens = _step_tokens(config, device)
-    sizes = graph_sizes(config.max_rows) if uses_graphs(model, config, group) else []
+def paged_worker(
+    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases | None = None
+) -> Worker:
+    """Build a worker around this rank's part of a model. Refuse where the device's memory does not suffice."""
+    num_units = _fewest(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
+    copier = Copier(StreamLane(model.device)) if num_units and model.device.type == "cuda" else None
+    try:
+        memory = _make_memory(model, num_units, group, copier) if num_units else None
+        return _build_paged(model, config, group, phases or Phases(), memory)
+    except BaseException as error:
+        if copier is not None:
+            copier.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise explain_lack(model, num_units * UNIT_BYTES) from error
+        raise
+
+
+def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copier: Copier | None) -> AdapterMemory:
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
-    num_units = _fewest(adapter_bytes(config, device) // UNIT_BYTES, group, device)
-    num_adapter_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
-    memory = preparer = None
-    if num_units:
-        memory = AdapterMemory(targets, dtype, device, num_units, num_adapter_rows, is_follower=group.rank() > 0)
-        preparer = _make_preparer(targets, dtype, group, device)
-    max_length = min(config.max_length or _max_length(model), _max_length(model))
-    _fix_rotary(model, max_length)
-    warm_up(model, memory, config.max_rows, step_tokens, CacheShape(max_length, config.block_size))
-    reserved = 0 if config.cache_bytes else measure_graphs(model, memory, sizes, max_length, config.block_size)
-    num_blocks = _fewest(count_blocks(model, config, step_tokens, max_length, memory, reserved), group, device)
-    report_memory(model, num_units * UNIT_BYTES, num_blocks, config.block_size)
-    capabilities = Capabilities(
-        vocab_size=model.config.vocab_size,
-        max_rows=config.max_rows,
-        max_length=min(max_length, num_blocks * config.block_size),
+    num_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
+    return AdapterMemory(targets, dtype, model.device, num_units, num_rows, group.rank() > 0, copier)
+
+
+def _build_paged(
+    model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
+) -> Worker:
+    device, max_rows = model.device, find_max_rows(config, model.device)
+    step_tokens = _step_tokens(config, device, max_rows)
+    sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
+    num_units = 0 if memory is None else memory.num_units
+    shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
+    fix_rotary(model, shape.max_length)
+    with phases.measure("kernels"):
+        warm_up(model, memory, {max_rows} if sizes.decode else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
+    with phases.measure("memory"):
+        needs = measure_needs(model, memory, sizes, max_rows, step_tokens, shape)
+        num_blocks = _fewest(count_blocks(model, config, max_rows, shape.max_length, needs), group, device)
+    report_memory(model, config, num_units * UNIT_BYTES, num_blocks, needs)
+    max_length = min(shape.max_length, num_blocks * config.block_size)
+    capabilities = replace(
+        describe(model),
+        max_rows=max_rows,
+        max_length=max_length,
         max_step_tokens=step_tokens,
+        max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if device.type == "cuda" else None),
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=shape.block_size,
         depth=config.depth or (2 if device.type == "cuda" else 1),
         num_adapter_units=num_units,
-        adapter_unit_bytes=UNIT_BYTES,
-        max_adapters=num_adapter_rows - 1,
-        itemsize=dtype.itemsize,
-        model_type=model.config.model_type,
-        model_class=(getattr(model.config, "architectures", None) or [""])[0],
-        dtype=str(dtype),
-        rope=_rope_rule(model),
+        max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
     )
-    runner = PagedRunner(
-        model,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        num_rows=config.max_rows,
-        max_length=capabilities.max_length,
-        memory=memory,
-        graph_sizes=sizes,
-    )
-    return Worker(capabilities, runner, memory, preparer)
+    with phases.measure("graphs"):
+        runner = PagedRunner(
+            model,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_rows=max_rows,
+            max_length=max_length,
+            memory=memory,
+            graph_sizes=sizes,
+        )
+    preparer = None if memory is None else _make_preparer(model, group)
+    return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1)
 
 
-def _make_preparer(
-    targets: Mapping[str, AdapterTarget], dtype: torch.dtype, group: ProcessGroup, device: torch.device
-) -> Preparer:
+def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-    return Preparer(targets, dtype, host_group, pin=device.type == "cuda", max_rank=find_max_rank(device))
+    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    return Preparer(targets, dtype, host_group, max_rank=find_max_rank(model.device))
 
 
-def _step_tokens(config: EngineConfig, device: torch.device) -> int:
+def _step_tokens(config: EngineConfig, device: torch.device, max_rows: int) -> int:
     step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    return max(step_tokens, config.max_rows)
+    return max(step_tokens, max_rows)
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
-    """Tell whether decode steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
+    """Tell whether small steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
     is_gpu = model.device.type == "cuda"
     if config.cuda_graphs is False or (config.cuda_graphs is None and not is_gpu):
         return False
@@ -265,33 +291,10 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
         return True
     if config.cuda_graphs:
         raise ConfigError(f"cuda_graphs: they {problem}; leave the setting out, or make it false")
-    logger.info("decode steps run without CUDA graphs: they %s", problem)
+    logger.info("steps run without CUDA graphs: they %s", problem)
     return False
-
-
-def _fix_rotary(model: PagedCausalLM, max_length: int) -> None:
-    """Let the tables of angles keep their places on a GPU, which graphs know."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
-            module.make_room(max_length)
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:
     """Return the lowest count of all ranks: one engine hands out the blocks and units of all of them."""
     return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())
-
-
-def _rope_rule(model: PagedCausalLM) -> RopeRule:
-    for module in model.modules():
-        if isinstance(module, DynamicRotaryEmbedding):
-            return RopeRule(module.max_positions, by_length=True)
-        if isinstance(module, LongRotaryEmbedding):
-            return RopeRule(module.original)
-    return RopeRule()
-
-
-def _max_length(model: PagedCausalLM) -> int:
-    """Return the length the model was made for; rotary scaling by length extends it."""
-    length: int = model.config.max_position_embeddings
-    stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
-    return int(length * stretch)

@@ -207,6 +207,32 @@ def test_factors_are_cut_and_cast(kind: Kind, group: FakeGroup, dtype: torch.dty
     assert found.present() == {Field.A, Field.B}
 
 
+@pytest.mark.parametrize("stored", HALF)
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
+def test_factors_in_half_precision_give_what_the_same_in_float32_do(
+    kind: Kind, dora: bool, stored: torch.dtype
+) -> None:
+    weights = factors(kind, dora=dora)
+    half = replace(weights, lora_a=present(weights.lora_a).to(stored), lora_b=present(weights.lora_b).to(stored))
+    full = replace(half, lora_a=present(half.lora_a).float(), lora_b=present(half.lora_b).float())
+    for dtype in (torch.float32, *HALF):
+        target = make_target(kind, ALONE, dtype)
+        found, expected = Prepared(half, target, dtype).host, Prepared(full, target, dtype).host
+        assert torch.equal(found.buffer, expected.buffer)
+        assert torch.equal(found.table, expected.table)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 300, 20000])
+def test_factors_of_any_shape_are_transposed_whole(rank: int) -> None:
+    """Cover matrices that are copied in several pieces, the last of them shorter."""
+    generator = torch.Generator().manual_seed(rank)
+    a, b = torch.randn(rank, SIZE, generator=generator), torch.randn(SIZE, rank, generator=generator)
+    found = Prepared(ModuleWeights(a, b, 1.0), make_target(Kind.LINEAR), torch.float32)
+    assert torch.equal(found.piece(Field.A, rank, SIZE), a)
+    assert torch.equal(found.piece(Field.B, rank, SIZE), b.t())
+
+
 # --- factors and shifts
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.adapters.weights import StoredAdapter
+from lorax_server.adapters.weights import StoredAdapter, is_finite
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import AdapterError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
@@ -350,3 +350,17 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path, ranks: RankPool) -> No
     replies = ranks.run(2, prepare_half, tmp_path)
     assert "another tensor-parallel rank refuses it" in replies[0]
     assert "q_proj' has numbers that torch.float16 cannot hold" in replies[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    for numbers in ([], [-1.0], [0.0, -0.0], [limits.max, limits.min], [limits.tiny, -limits.smallest_normal]):
+        assert is_finite(torch.tensor(numbers, dtype=dtype))
+    for number in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+        tensor = torch.linspace(-3, 3, 60, dtype=dtype).view(12, 5)
+        assert is_finite(tensor)
+        tensor[7, 2] = number
+        assert not is_finite(tensor)
+        assert not is_finite(tensor.t())
+        assert not is_finite(torch.full((1,), number, dtype=dtype))

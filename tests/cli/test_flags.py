@@ -255,7 +255,11 @@ def test_what_repeats() -> None:
         ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: rope scaling is what the model's config.json says"),
-        ("--max-batch-prefill-tokens 3", {}, "--max-batch-prefill-tokens = 3 must be at least --max-rows = 64"),
+        (
+            "--max-batch-prefill-tokens 3 --max-rows 4",
+            {},
+            "--max-batch-prefill-tokens = 3 must be at least --max-rows = 4",
+        ),
         ("--max-input-length 8 --max-total-tokens 8", {}, "--max-input-length = 8 must be less than the 8 tokens"),
         ("--cors-allow-credentials", {}, "needs --cors-allow-origin"),
         ("--cors-allow-credentials --cors-allow-origin *", {}, "needs --cors-allow-origin"),

@@ -16,7 +16,7 @@ from lorax_server.engine.admission import Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.engine import Engine
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.errors import AdapterError, BusyError, LoraxError
 from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared, StepPlan, StepResult, Unload
 from lorax_server.types import AdapterRef, Merge, Output, Request, Resolved, SamplingParams, StopParams
 
@@ -116,6 +116,8 @@ class Workers:
         self.rng = rng
         self.most_turns = most_turns
         self.failing: dict[str, int] = {}  # identities, and how often they will fail to be prepared
+        self.lacks_memory: Callable[[StepPlan], bool] = lambda _: False  # tells whether a step has no memory
+        self.refused: list[StepPlan] = []  # for lack of it
         self.host: dict[str, int] = {}  # bytes
         self.residents: dict[int, _Resident] = {}
         self.num_unloads = 0
@@ -140,7 +142,7 @@ class Workers:
         taken, self._prepared = self._prepared, []
         return taken
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> LoraxError | None:
         assert len(self._steps) < self.capabilities.depth
         moves: list[tuple[int, int, int]] = []
         for op in plan.adapter_ops:
@@ -160,6 +162,11 @@ class Workers:
                     del self.host[identity]
         self._check_host()
         self._check_collisions()
+        problem = None
+        if len(plan.rows) and self.lacks_memory(plan):
+            problem = BusyError("too little memory")
+            self.refused.append(plan)
+            plan = plan.without_sequences()
         reads = {}
         for index in set(plan.adapter_indices.tolist()) - {0}:
             resident = self.residents[index]
@@ -167,6 +174,7 @@ class Workers:
             reads[index] = _Reading(resident.identity, resident.place)
         self._steps.append(_Step(plan, moves, reads))
         self.tick()
+        return problem
 
     def collect(self) -> StepResult:
         step = self._steps[0]

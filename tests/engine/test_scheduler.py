@@ -240,6 +240,22 @@ def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: in
     assert all(0 in plan.rows for plan in engine.plans[: len(engine.answers[0])])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_take_less_of_a_step_while_others_decode(depth: int) -> None:
+    engine = Engine(make_limits(32, 4, 200, max_mixed_tokens=5), 64, depth)
+    short, long = make_request(0, [4] * 20, 4, eos=False), make_request(1, [1, 2, 3] * 30, 2, eos=False)
+    engine.scheduler.add(short)
+    engine.step()
+    engine.scheduler.add(long)
+    engine.finish()
+    check(engine, long, short)
+    assert engine.plans[0].num_tokens == 20  # nobody waits for a token
+    mixed = [plan for plan in engine.plans if len(plan.rows) == 2]
+    assert len(mixed) >= 2
+    assert all(plan.num_tokens == 6 for plan in mixed)
+    assert max(plan.num_tokens for plan in engine.plans) == 32  # once the short one has ended
+
+
 def test_a_short_prompt_begins_beside_a_long_one() -> None:
     engine = Engine(make_limits(8, 4, 100, max_chunk=6), 64)
     long, short = make_request(0, [1, 2, 3] * 20, 2, eos=False), make_request(1, [4], 3, eos=False)

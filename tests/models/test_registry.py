@@ -3,6 +3,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import LinearWeights, reference
-from lorax_server.models import get_model
+from lorax_server.models import get_model, registry
 from lorax_server.models.registry import MODELS, build_model, find_class
 from tests.builders import memory_weights, needs_onednn
 from tests.paged import PagedDriver
@@ -238,6 +239,27 @@ def test_packing_what_cannot_be_packed_is_refused(llama: Path) -> None:
 
 
 # --- a config.json that cannot be used
+
+
+def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu: Any = SimpleNamespace(total_memory=456)
+    size = (llama / "model.safetensors").stat().st_size
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (123, 456))
+    with pytest.raises(ConfigError, match=f"take about {size // 2} bytes, and 123 are free of the 456 bytes of cuda"):
+        get_model(ModelConfig(llama, device="cuda", dtype="float16"), ops=reference)
+    with pytest.raises(ConfigError, match=f"take about {size // 4} bytes"):
+        get_model(ModelConfig(llama, device="cuda", dtype="float16"), FakeGroup(0, 2), ops=reference)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 456))
+
+    def fail(*args: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(registry, "open_weights", fail)
+    with pytest.raises(ConfigError, match="1000000000 are free"):
+        get_model(ModelConfig(llama, device="cuda", dtype="float16"), ops=reference)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "from_the_future", "", "LLAMA", None, 3, ["llama"]])

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def make_rows(
     params = [SamplingParams(do_sample=True, seed=seed, **setting) for seed, setting in enumerate(settings)]
     rows = [RowSampling(each) for each in [*params, *(SamplingParams(**setting) for setting in greedy)]]
     ending = RowSampling(SamplingParams(do_sample=True, top_p=0.9, seed=99), 3, frozenset({0, 2, 10**9}))
-    return [*rows, ending, ending._replace(min_new_tokens=1)]
+    return [*rows, ending, replace(ending, min_new_tokens=1)]
 
 
 def make_history(rows: int, vocab: int) -> History:
@@ -238,7 +239,7 @@ def test_draws_have_the_right_probabilities(ops: ScoreOps, setting: dict[str, An
     logits = torch.tensor([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -math.inf, 0.9, -2.5, 1.1, -0.7, 0.0])
     row = RowSampling(SamplingParams(do_sample=True, seed=1234, num_alternatives=len(logits), **setting))
     lengths = torch.arange(draws, device="cuda") + 3
-    plain = row._replace(params=SamplingParams(do_sample=True, seed=1234, **setting))
+    plain = replace(row, params=SamplingParams(do_sample=True, seed=1234, **setting))
     sampler = Sampler([plain] * draws, len(logits), "cuda", ops)
     tokens = sampler(logits.cuda().expand(draws, -1), History(lengths, torch.full_like(lengths, 3))).token_ids
     top = Sampler([row], len(logits))(logits[None], History(torch.tensor([3]), torch.tensor([3]))).alternatives

@@ -1,5 +1,9 @@
 import math
 import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,12 +12,15 @@ from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, pre
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, whole
+from lorax_server.errors import EngineError
 from lorax_server.kernels import NUM_OFFSETS, reference
 from lorax_server.worker import adapter_memory
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.copier import Copier, StreamLane
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter
 from tests.optional import present
+from tests.worker.fake_lane import FakeLane
 
 INPUTS, OUTPUTS, VOCAB = 10, 24, 17
 TARGETS = {
@@ -192,46 +199,142 @@ def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw
         torch.testing.assert_close(out[row], delta, rtol=1e-4, atol=1e-4)
 
 
-# --- beside the steps of a GPU
+# --- Beside the steps -------------------------------------------------------------------------------------------------
 
 A_WHILE = 2_000_000_000  # cycles: about a second, in which the stream of the steps is busy
+GPU = torch.device("cuda")
 
 
-def make_pinned(rank: int, seed: int) -> HostAdapter:
-    given = GivenAdapter({"up": make_weights(rank, seed)}, VOCAB)
-    return prepare(given, TARGETS, torch.float32, FakeGroup(), pin=True)
+@contextmanager
+def beside(
+    lane: FakeLane | StreamLane, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
+) -> Iterator[AdapterMemory]:
+    """Make a memory whose adapters come through small buffers, on a thread."""
+    device = GPU if isinstance(lane, StreamLane) else CPU
+    copier = Copier(lane, 2, buffer_bytes)
+    memory = AdapterMemory(TARGETS, torch.float32, device, num_units, is_follower=is_follower, copier=copier)
+    yield memory
+    memory.close()
 
 
-@pytest.mark.gpu
-def test_an_adapter_arrives_while_a_step_runs() -> None:
-    memory = AdapterMemory(TARGETS, torch.float32, torch.device("cuda"), 64)
-    host = make_pinned(8, seed=3)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
-    memory.load(1, host, 4)
-    while not memory.is_loaded(1):
-        pass
-    assert not torch.cuda.current_stream().query()  # the step runs on: neither did we wait for it, nor the copy
-    torch.cuda.synchronize()
-    start = 4 * UNIT_BYTES // 4
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+
+
+def test_an_adapter_is_there_when_its_last_piece_is() -> None:
+    lane, host, told = FakeLane(is_free=False), make_host(8), threading.Event()
+    with beside(lane, 64) as memory:
+        memory.on_arrival(told.set)
+        memory.load(1, host, 4)
+        assert not memory.is_loaded(1)
+        pieces = -(-host.buffer.nbytes // 256)
+        for _ in range(pieces - 1):
+            lane.finish(1)
+        assert not memory.is_loaded(1)
+        assert not told.is_set()
+        lane.finish(1)
+        assert told.wait(60)
+        assert memory.is_loaded(1)
+        check_place(memory, 1, host, 4)
+
+
+@pytest.mark.parametrize("is_follower", [False, True])
+def test_loads_follow_the_steps_before_them_on_followers_only(is_follower: bool) -> None:
+    lane = FakeLane()
+    with beside(lane, 64, is_follower=is_follower) as memory:
+        assert lane.num_follows == 1  # after the zeros
+        for index in (1, 2):
+            memory.load(index, make_host(3), index * 10)
+        wait_until(lambda: memory.is_loaded(2))
+        assert lane.num_follows == 1 + 2 * is_follower
+
+
+@pytest.mark.parametrize("what", ["unload", "move"])
+def test_steps_wait_for_a_load_before_its_units_are_touched(what: str) -> None:
+    lane, host = FakeLane(is_free=False), make_host(1)
+    with beside(lane, 64, buffer_bytes=4096) as memory:
+        memory.load(1, host, 9)
+        memory.unload(1) if what == "unload" else memory.move(1, 9, 2)
+        assert lane.waits == [1]
+        lane.finish(1)
+
+
+def test_a_failed_load_is_an_error_wherever_it_is_asked_for() -> None:
+    lane, told = FakeLane(fails_at=2), threading.Event()
+    with beside(lane, 64) as memory:
+        memory.on_arrival(told.set)
+        memory.load(1, make_host(8), 4)
+        assert told.wait(60)
+        for ask in (memory.is_loaded, memory.wait_for, memory.unload, lambda i: memory.load(i + 1, make_host(3), 40)):
+            with pytest.raises(EngineError, match="cannot be copied"):
+                ask(1)
+
+
+def check_bytes(memory: AdapterMemory, host: HostAdapter, first_unit: int) -> None:
+    start = first_unit * UNIT_BYTES // 4
     assert torch.equal(memory.arena.buffer[start : start + host.buffer.numel()].cpu(), host.buffer)
 
 
 @pytest.mark.gpu
+def test_an_adapter_arrives_while_a_step_runs() -> None:
+    host = make_host(8, seed=3)
+    with beside(StreamLane(GPU), 64) as memory:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(A_WHILE)
+        memory.load(1, host, 4)
+        wait_until(lambda: memory.is_loaded(1))
+        assert not torch.cuda.current_stream().query()  # the step runs on: neither did we wait for it, nor the copy
+        torch.cuda.synchronize()
+        check_bytes(memory, host, 4)
+
+
+@pytest.mark.gpu
 def test_a_step_under_way_sees_the_table_as_it_was() -> None:
-    memory = AdapterMemory(TARGETS, torch.float32, torch.device("cuda"), 64)
-    old, new = make_pinned(8, seed=3), make_pinned(2, seed=5)
-    memory.load(1, old, 4)
-    torch.cuda.synchronize()
-    before = memory.arena.table[1].clone(), memory.arena.scales[1].clone()
-    torch.cuda._sleep(A_WHILE)
-    seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # by a step that has not begun yet
-    memory.unload(1)
-    memory.load(1, new, 40)
-    memory.move(1, 40, 30)
-    torch.cuda.synchronize()
-    assert all(torch.equal(*pair) for pair in zip(before, seen, strict=True))
-    assert not torch.equal(memory.arena.table[1], before[0])
-    assert torch.equal(memory.arena.table[1].cpu(), memory.arena.host_table[1])
-    start = 30 * UNIT_BYTES // 4
-    assert torch.equal(memory.arena.buffer[start : start + new.buffer.numel()].cpu(), new.buffer)
+    old, new = make_host(8, seed=3), make_host(2, seed=5)
+    with beside(StreamLane(GPU), 64) as memory:
+        memory.load(1, old, 4)
+        wait_until(lambda: memory.is_loaded(1))
+        torch.cuda.synchronize()
+        before = memory.arena.table[1].clone(), memory.arena.scales[1].clone()
+        torch.cuda._sleep(A_WHILE)
+        seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # by a step that has not begun yet
+        memory.unload(1)
+        memory.load(1, new, 40)
+        memory.move(1, 40, 30)
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(before, seen, strict=True))
+        assert not torch.equal(memory.arena.table[1], before[0])
+        assert torch.equal(memory.arena.table[1].cpu(), memory.arena.host_table[1])
+        check_bytes(memory, new, 30)
+
+
+@pytest.mark.gpu
+def test_an_index_left_before_its_adapter_arrived_can_be_used_again() -> None:
+    first, second = make_host(64, seed=3), make_host(64, seed=5)
+    with beside(StreamLane(GPU), 400) as memory:
+        for round_ in range(20):
+            memory.load(1, first, 4)
+            memory.unload(1)
+            memory.load(1, second, 4 + round_ % 3)
+            wait_until(lambda: memory.is_loaded(1))
+            check_bytes(memory, second, 4 + round_ % 3)
+            memory.unload(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_follower", [False, True])
+def test_many_loads_while_steps_run(is_follower: bool) -> None:
+    hosts = [make_host(1 + 5 * (i % 13), seed=i) for i in range(60)]
+    room = max(host.units for host in hosts) + 1
+    with beside(StreamLane(GPU), 60 * room, is_follower=is_follower) as memory:
+        x = torch.randn(512, 512, device=GPU)
+        for index, host in enumerate(hosts, start=1):
+            memory.load(index, host, (index - 1) * room)
+            x = (x @ x).clamp(-1, 1)
+        for index, host in enumerate(hosts, start=1):
+            memory.wait_for(index)
+            check_bytes(memory, host, (index - 1) * room)  # on the stream of the steps
+            assert torch.equal(memory.arena.table[index].cpu(), memory.arena.host_table[index])
+        wait_until(lambda: all(memory.is_loaded(index) for index in range(1, 61)))

@@ -16,16 +16,17 @@ from lorax_server.kernels import select_ops
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, Unload
+from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unload
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.graphs import LADDER, can_capture, graph_sizes
+from lorax_server.worker.copier import Copier, StreamLane
+from lorax_server.worker.graphs import LADDER, GraphSizes, can_capture, graph_sizes
 from lorax_server.worker.runner import PagedRunner
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 
-NUM_ROWS, BLOCK_SIZE, MAX_LENGTH, NUM_BLOCKS = 6, 4, 32, 64
+NUM_ROWS, BLOCK_SIZE, MAX_LENGTH = 6, 4, 32
 RANKS = (1, 4, 16, 32)
 NAMES = ("llama-gqa", "gpt2", "opt-projection", "neox-parallel", "llama-rope-dynamic-beyond", "qwen3-window")
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     norm = next(name for name in targets if "norm" in name or "ln" in name)
     size = targets[norm].outputs.full
     adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
-    return [prepare(adapter, targets, dtype, FakeGroup(), device.type == "cuda") for adapter in adapters]
+    return [prepare(adapter, targets, dtype, FakeGroup()) for adapter in adapters]
 
 
 class Crowd:
@@ -137,21 +138,31 @@ class Crowd:
 
 
 class Rig:
-    """A runner with adapters, which it has at a place each."""
+    """A runner with adapters, which it has at a place each, and blocks for all its rows."""
 
-    def __init__(self, model: PagedCausalLM, hosts: list[HostAdapter], **options: Any) -> None:
+    def __init__(
+        self,
+        model: PagedCausalLM,
+        hosts: list[HostAdapter],
+        *,
+        num_rows: int = NUM_ROWS,
+        max_length: int = MAX_LENGTH,
+        block_size: int = BLOCK_SIZE,
+        **options: Any,
+    ) -> None:
         targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
         self._hosts, self._units = hosts, max((host.units for host in hosts), default=1)
         self._memory = None
         if hosts:
             num_units = self._units * (len(hosts) + 1)
-            self._memory = AdapterMemory(targets, dtype, model.device, num_units, num_rows=len(hosts) + 1)
+            copier = Copier(StreamLane(model.device)) if model.device.type == "cuda" else None
+            self._memory = AdapterMemory(targets, dtype, model.device, num_units, len(hosts) + 1, copier=copier)
         self.runner = PagedRunner(
             model,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            num_rows=NUM_ROWS,
-            max_length=MAX_LENGTH,
+            num_blocks=num_rows * -(-max_length // block_size),
+            block_size=block_size,
+            num_rows=num_rows,
+            max_length=max_length,
             memory=self._memory,
             **options,
         )
@@ -166,13 +177,18 @@ class Rig:
                 self._memory.unload(op.index)
         return self.runner.submit(plan)
 
+    def collect(self, plan: StepPlan) -> StepResult:
+        return self.runner.collect(self.submit(plan))
+
     def run(self, plan: StepPlan) -> list[int]:
-        return self.runner.collect(self.submit(plan)).token_ids
+        return self.collect(plan).token_ids
 
 
 def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, steps: int = 60, capture: bool) -> None:
     eager = Rig(model, hosts)
-    padded = Rig(model, hosts, graph_sizes=graph_sizes(NUM_ROWS - 1), capture=capture)  # the largest batch has none
+    padded = Rig(
+        model, hosts, graph_sizes=GraphSizes(graph_sizes(NUM_ROWS - 1)), capture=capture
+    )  # the largest batch has none
     num_tokens = 0
     for plan in Crowd(len(hosts), seed).plans(steps):
         expected = eager.run(plan)
@@ -192,7 +208,7 @@ def test_padded_inputs_without_adapters() -> None:
 
 
 def test_rows_of_padding_are_nowhere() -> None:
-    rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=[4], capture=False)
+    rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4]), capture=False)
     crowd = Crowd(0, seed=1, mixed=False)
     plans = list(crowd.plans(3))
     for plan in plans:
@@ -254,7 +270,7 @@ def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_the_host_does_not_wait_for_a_decode_step(sampling: bool, with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
-    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=graph_sizes(NUM_ROWS))
+    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(NUM_ROWS)))
     crowd = Crowd(len(RANKS) * with_adapters, seed=3, sampling=sampling)
     num_checked = 0
     for number, plan in enumerate(crowd.plans(40)):

@@ -37,31 +37,29 @@ def new_row(row: int, token_ids: list[int], prompt_length: int, seed: int = 0) -
 def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int]) -> None:
     rows, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
     samples = np.arange(len(counts)) % 2 == 0
-    found = locate_tokens(make_plan(rows, starts, counts, samples=samples), CPU)
+    found = locate_tokens(make_plan(rows, starts, counts, samples=samples))
     tokens = [(i, rows[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
     layout = found.layout
     assert list(zip(layout.sequences, found.rows, found.positions, strict=True)) == tokens
     assert found.is_single == (max(counts) == 1)
-    assert layout.counts == layout.input_lengths.tolist() == counts
+    assert layout.counts == counts
     assert layout.max_count == max(counts)
     assert layout.bounds.tolist() == [0, *np.cumsum(counts)]
-    bounds = None if layout.cu_seqlens is None else layout.cu_seqlens.tolist()
-    assert bounds == (None if max(counts) == 1 else layout.bounds.tolist())
     assert layout.last.tolist() == [sum(counts[: i + 1]) - 1 for i in range(len(counts)) if samples[i]]
     assert layout.samples_all == samples.all()
     assert found.lengths.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
 
 
 def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
-    first = locate_tokens(make_plan([0, 1], [3, 4], [1, 1]), CPU)
-    again = locate_tokens(make_plan([1, 2], [9, 5], [1, 1]), CPU, first.layout)
+    first = locate_tokens(make_plan([0, 1], [3, 4], [1, 1]))
+    again = locate_tokens(make_plan([1, 2], [9, 5], [1, 1]), first.layout)
     assert again.layout is first.layout
     assert (again.rows.tolist(), again.positions.tolist()) == ([1, 2], [9, 5])
     others: list[dict[str, Any]] = [{"counts": [1, 2]}, {"counts": [1, 1], "samples": np.array([True, False])}]
     for other in others:
         plan = make_plan([0, 1], [3, 4], **other)
-        fresh = locate_tokens(plan, CPU)
-        found = locate_tokens(plan, CPU, first.layout)
+        fresh = locate_tokens(plan)
+        found = locate_tokens(plan, first.layout)
         assert found.layout.key != first.layout.key
         assert found.layout.last.tolist() == fresh.layout.last.tolist()
         assert found.layout.counts == fresh.layout.counts

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def targets() -> dict[str, AdapterTarget]:
 
 @pytest.fixture
 def preparer(targets: dict[str, AdapterTarget]) -> Iterator[Preparer]:
-    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    preparer = Preparer(targets, torch.float32, FakeGroup())
     yield preparer
     preparer.close()
 
@@ -178,6 +179,23 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
         preparer.get(spec.identity)
 
 
+def test_a_dropped_adapter_is_freed_on_the_thread(preparer: Preparer, targets: Any, originals: Path) -> None:
+    """To return the memory takes a while, for which no step should wait."""
+    spec, freed = make_spec(originals / "plain", targets), threading.Event()
+    freed_by: list[str] = []
+
+    def note() -> None:
+        freed_by.append(threading.current_thread().name)
+        freed.set()
+
+    preparer.enqueue(spec)
+    take(preparer, 1)
+    weakref.finalize(preparer.get(spec.identity), note)
+    preparer.drop(spec.identity)
+    assert freed.wait(WAIT_S)
+    assert freed_by == ["prepare adapters"]
+
+
 def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
     """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
     spec, go_on = make_spec(originals / "plain", targets), threading.Event()
@@ -204,7 +222,7 @@ def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets
 
 
 def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> None:
-    preparer = Preparer(targets, torch.float32, FakeGroup(), pin=False)
+    preparer = Preparer(targets, torch.float32, FakeGroup())
     begun, go_on, done = threading.Event(), threading.Event(), []
 
     def slow(*args: Any) -> HostAdapter:
@@ -306,14 +324,14 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = 1e6
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
-    half = Preparer(targets, torch.float16, FakeGroup(), pin=False)
+    half = Preparer(targets, torch.float16, FakeGroup())
     half.enqueue(make_spec(folder / "plain", targets))
     assert "float16 cannot hold" in str(take(half, 1)[0].error)
     half.close()
 
 
 def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, AdapterTarget], folder: Path) -> None:
-    limited = Preparer(targets, torch.float32, FakeGroup(), pin=False, max_rank=7)
+    limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=7)
     limited.enqueue(make_spec(folder / "plain", targets))
     error = take(limited, 1)[0].error
     assert isinstance(error, AdapterError)
@@ -321,15 +339,28 @@ def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, Adapter
     limited.close()
 
 
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (ZeroDivisionError, "ZeroDivisionError"),
+        (MemoryError, "out of memory; try again"),
+        (torch.OutOfMemoryError, "out of memory on the GPU; try again"),
+    ],
+)
 @pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
 def test_a_bug_or_no_memory_takes_nobody_along(
-    where: str, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
+    where: str,
+    problem: type[Exception],
+    said: str,
+    preparer: Preparer,
+    targets: dict[str, AdapterTarget],
+    originals: Path,
 ) -> None:
     spec = make_spec(originals / "plain", targets)
-    with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=MemoryError):
+    with mock.patch(f"lorax_server.worker.preparer.{where}", side_effect=problem):
         preparer.enqueue(spec)
         (failed,) = take(preparer, 1)
-    assert str(failed.error) == "adapter 'plain': cannot be prepared: MemoryError"
+    assert str(failed.error).startswith(f"adapter 'plain': cannot be prepared: {said}")
     preparer.enqueue(spec)
     assert take(preparer, 1)[0].error is None
 
@@ -350,7 +381,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
     second = beside(group, size)
     if second is None:
         return None
-    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second, pin=False)
+    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second)
     specs = make_specs(folder)
     try:
         taken = []

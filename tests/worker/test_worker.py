@@ -2,13 +2,12 @@
 
 import multiprocessing
 import pickle
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.errors import ConfigError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, EngineError, NotSupportedError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
@@ -40,8 +39,9 @@ from lorax_server.plan import (
 )
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
+from lorax_server.worker import worker as worker_module
 from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
-from lorax_server.worker.warm_up import CacheShape, run_decode, run_prompts
+from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, run_choice, run_decode, run_prompts
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
 from tests.builders import needs_onednn
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -169,25 +169,29 @@ def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Recor
     assert worker.take_loaded() == []
 
 
-def test_a_load_that_takes_time_is_told_of_when_it_has_ended(worker: Worker, record: Record) -> None:
-    """The worker notifies when a copy (a stand-in for a GPU event) has ended, so that the engine need not poll."""
+def test_memory_and_preparer_tell_of_their_news(worker: Worker, record: Record) -> None:
+    told: list[str] = []
+    worker.on_news(lambda: told.append("news"))
+    record.notify()  # as the preparer does
+    (said,) = record.said
+    assert said[0] == "on_arrival"
+    said[1]()
+    assert told == ["news", "news"]
 
-    class Copy:
-        def synchronize(self) -> None:
-            assert may_end.wait(60)
-            record.arrived = {1}
 
-    may_end, was_told = threading.Event(), threading.Event()
-    record.load = lambda *_: Copy()  # type: ignore[method-assign, assignment]
-    worker.on_news(was_told.set)
+def test_a_load_that_failed_ends_the_step(worker: Worker, record: Record) -> None:
+    def fail(index: int) -> bool:
+        raise EngineError("adapters cannot be copied to the device any more")
+
     worker.submit(make_plan(0, [Load("a", 1, 0)]))
-    assert worker.collect().loaded == []
-    assert not was_told.is_set()
-    may_end.set()
-    assert was_told.wait(60)
-    assert worker.take_loaded() == [1]
+    record.is_loaded = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="cannot be copied"):
+        worker.collect()
+
+
+def test_the_threads_of_memory_and_preparer_are_closed(worker: Worker, record: Record) -> None:
     worker.close()
-    assert not any(thread.name == "await adapters" for thread in threading.enumerate())
+    assert record.said == [("close",), ("close",)]
 
 
 def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
@@ -207,11 +211,53 @@ def test_steps_end_in_their_order(worker: Worker) -> None:
     assert worker.collect().step == 2
 
 
+class FullDevice:
+    """A runner that has no memory for some tries."""
+
+    def __init__(self, fails: list[bool]) -> None:
+        self.fails = fails
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> StepPlan:
+        self.plans.append(plan)
+        if len(plan.rows) and self.fails.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plan
+
+    def collect(self, ticket: StepPlan) -> StepResult:
+        return StepResult(ticket.step, [7] * int(ticket.samples.sum()), [0.0] * int(ticket.samples.sum()))
+
+
+@pytest.mark.parametrize(("fails", "is_done"), [([False], True), ([True, False], True), ([True, True], False)])
+def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, record: Record) -> None:
+    runner, below = FullDevice(fails.copy()), cast(Any, record)
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
+    new = NewRow(1, [5, 6], 2, SamplingParams(), StopParams())
+    ops: list[AdapterOp] = [Load("b", 3, 9)]
+    error = worker.submit(make_plan(5, ops, [0, 3], new_rows=(new,), new_blocks=np.array([[1, 0, 4]])))
+    assert [said[0] for said in record.said] == ["load", "wait_for"]  # once
+    assert len(runner.plans) == len(fails) + (not is_done)
+    result = worker.collect()
+    if is_done:
+        assert error is None
+        assert result == StepResult(5, [7, 7], [0.0, 0.0])
+        return
+    assert isinstance(error, BusyError)
+    assert (error.status, error.retry_after_s) == (503, 1.0)
+    assert result == StepResult(5, [], [])
+    left = runner.plans[-1]
+    assert (left.new_rows, left.new_blocks.tolist(), left.adapter_ops, left.num_tokens) == ((new,), [[1, 0, 4]], (), 0)
+
+
+def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), FullDevice([True]))
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.submit(make_plan(5, [], [0]))
+
+
 def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
     record.ready = [Prepared("a")]
     assert worker.take_prepared() == [Prepared("a")]
-    worker.close()
-    assert record.said == [("close",)]
 
 
 def test_without_adapters(record: Record) -> None:
@@ -282,7 +328,7 @@ def test_capabilities() -> None:
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
-    assert (found.depth, found.max_step_tokens) == (1, 512)
+    assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
     assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
 
@@ -290,6 +336,7 @@ def test_capabilities() -> None:
 def test_settings_of_capabilities() -> None:
     assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
+    assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
     assert capabilities(depth=3).depth == 3
     assert capabilities(max_length=50).max_length == 50
     assert capabilities(max_length=5000).max_length == 128  # what it was made for
@@ -355,23 +402,97 @@ def test_blocks_that_fit(block_size: int) -> None:
     size = block_bytes(model, block_size)
     for extra in (0, 1, size - 1):
         config = config_of(block_size=block_size, cache_bytes=7 * size + extra)
-        assert count_blocks(model, config, 512, 10**6) == 7
-    assert (
-        count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size, max_rows=1), 512, block_size + 1)
-        == 2
-    )
+        assert count_blocks(model, config, 64, 10**6) == 7
+    assert count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size), 1, block_size + 1) == 2
     for too_few in (1, size - 1):
         with pytest.raises(ConfigError, match=f"{too_few} bytes for keys and values do not hold a block of {size}"):
-            count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 512, 10**6)
+            count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 64, 10**6)
 
 
 def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_paged("llama-gqa", CPU)
     monkeypatch.setattr(memory, "free_bytes", lambda: 40 * block_bytes(model, 4))
-    assert count_blocks(model, config_of(), 512, 10**6) == 10
+    assert count_blocks(model, config_of(), 64, 10**6) == 10
     monkeypatch.setattr(memory, "free_bytes", lambda: 3 * block_bytes(model, 4))
     with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
-        count_blocks(model, config_of(), 512, 10**6)
+        count_blocks(model, config_of(), 64, 10**6)
+
+
+class FakeGpu:
+    """The numbers of a GPU, of which some bytes are free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
+        self.free, self.total_memory = free, total
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, self.total_memory))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_the_cache_gets_what_steps_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_paged("llama-gqa", CPU)
+    model.device = torch.device("cuda")
+    size = block_bytes(model, 4)
+    FakeGpu(monkeypatch, free=100 * size, total=200 * size)
+    needs = memory.Needs(step=5 * size, graphs=3 * size, tables=2 * size)
+    assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, needs) == 100 - 20 - 10
+    assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 1, 64, needs) == 16  # more could never be used
+    assert count_blocks(model, config_of(cache_bytes=90 * size), 64, 10**6, needs) == 90
+    with pytest.raises(ConfigError, match=f"cache_bytes = {91 * size} do not fit: {100 * size} bytes of the GPU"):
+        count_blocks(model, config_of(cache_bytes=91 * size), 64, 10**6, needs)
+    with pytest.raises(ConfigError, match=f"adapter_bytes.*weights take {model_bytes(model)} bytes, steps {80 * size}"):
+        count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, memory.Needs(step=80 * size))
+
+
+def test_adapters_get_a_quarter_of_what_weights_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cuda = FakeGpu(monkeypatch, free=120 * 10**9, total=140 * 10**9), torch.device("cuda")
+    assert memory.adapter_bytes(config_of(gpu_memory_fraction=0.9), cuda) == pytest.approx((120 - 14) * 10**9 / 4)
+    assert memory.adapter_bytes(config_of(adapter_bytes=7), cuda) == 7
+    gpu.free = 10**9
+    assert memory.adapter_bytes(config_of(), cuda) == 2**28
+
+
+@pytest.mark.parametrize(("device", "total", "rows"), [("cpu", 0, 64), ("cuda", 24, 64), ("cuda", 42, 256)])
+def test_rows_that_suit_the_machine(device: str, total: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu(monkeypatch, free=0, total=total * 10**9)
+    assert memory.find_max_rows(config_of(), torch.device(device)) == rows
+    assert memory.find_max_rows(config_of(max_step_tokens=10), torch.device(device)) == 10
+    assert memory.find_max_rows(config_of(max_rows=7), torch.device(device)) == 7
+
+
+def test_memory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = make_paged("llama-gqa", CPU)
+    model.device = torch.device("cuda")
+    FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
+    blocks = 10**10 // block_bytes(model, 4)
+    needs = memory.Needs(step=4 * 10**9, graphs=3 * 10**9, tables=10**9)
+    with caplog.at_level("INFO", logger=memory.logger.name):
+        memory.report_memory(model, config_of(adapter_host_bytes=5 * 10**9), 2 * 10**9, blocks, needs)
+    assert [record.message for record in caplog.records] == [
+        "memory: of 100000 MB, weights 0 MB, adapters 2000 MB, graphs 3000 MB, tables 1000 MB, "
+        f"the largest step 4000 MB, keys and values 10000 MB ({4 * blocks} tokens in {blocks} blocks), "
+        "left free 62000 MB; adapters in host memory up to 5000 MB"
+    ]
+
+
+def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu(monkeypatch, free=123, total=456)
+
+    def fail(*args: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker_module, "PagedRunner", fail)
+    with pytest.raises(ConfigError, match=r"memory of 456 bytes does not suffice: weights take \d+.*123 are free"):
+        capabilities()
+
+
+def test_choosing_takes_the_memory_of_the_most_demanding_requests() -> None:
+    run_choice(make_paged("llama-gqa", CPU), 3, 128)
+
+
+def test_prompts_take_blocks_of_the_cache() -> None:
+    assert count_prompt_blocks(300, CacheShape(128, 16)) == 8 + 8 + 3
+    assert count_prompt_blocks(5, CacheShape(128, 16)) == 1
 
 
 def test_tables_take_a_small_share_of_the_memory_for_adapters() -> None:
@@ -399,7 +520,7 @@ def test_graphs_that_were_asked_for_are_not_left_out_silently() -> None:
 def test_memory_for_adapters() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
-    assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 8
+    assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4
     assert memory.adapter_host_bytes(config_of(adapter_host_bytes=7)) == 7
 
 

@@ -14,6 +14,7 @@ from lorax_server.types import AdapterCounters
 # How long an adapter is kept for the request that it was loaded for. Not for good: a request that never gets its turn
 # would keep out the adapters of all others.
 FRESH_S = 30.0
+MOVED_BYTES = 2**29  # at most, in one step: that takes a GPU a fraction of a millisecond
 SPARE = 0.03  # of the buffer is freed beyond the need, so that moves are rare
 
 
@@ -64,7 +65,7 @@ class DeviceTier:
         self._max_adapters = capabilities.max_adapters
         self._unit_bytes = capabilities.adapter_unit_bytes
         self._counters = counters
-        self._space = AdapterSpace(self._num_units)
+        self._space = AdapterSpace(self._num_units, MOVED_BYTES // capabilities.adapter_unit_bytes)
         self._entries: OrderedDict[str, AdapterEntry] = OrderedDict()  # loaded or being loaded, by last use
         self._by_index: dict[int, AdapterEntry] = {}
         self._free_indices: list[int] = []

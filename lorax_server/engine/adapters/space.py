@@ -51,9 +51,11 @@ class AdapterSpace:
     `completed` or `loaded`. Moves are rare and short if a few percent more than needed are kept free.
     """
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, most_moved: int | None = None) -> None:
+        """One step moves at most `most_moved` units, though always an adapter; the next steps move the others."""
         assert num_units >= 0, num_units
         self.num_units = num_units
+        self._most_moved = num_units if most_moved is None else most_moved
         self.num_free_units = num_units  # not held by an adapter, though steps may still read there
         self._extents: dict[Hashable, _Extent] = {}
         self._holes = [(0, num_units)] if num_units else []  # (start, stop) by address, no two touching
@@ -116,13 +118,19 @@ class AdapterSpace:
             self._add_hole(start, stop)
 
     def compact(self, units: int) -> None:
-        """Plan the fewest units of moves that bring `units` together, if it takes moves and no load is in the way."""
+        """Plan the fewest units of moves that bring `units` together, if it takes moves and no load is in the way.
+
+        Where that is more than one step may move, the next call plans more.
+        """
         assert 0 < units <= self.num_units, f"{units} of {self.num_units} units"
         if units > self.num_free_units or units <= self.largest_hole:
             return  # the usual answers need no search
         if any(stop - start >= units for _, start, stop in self._vacated):
             return
         start, extents, stop = self._cheapest_slide(units)
+        count = self._count_movable(extents)
+        if count < len(extents):
+            extents, stop = extents[:count], extents[count].start
         if not extents:
             return
         self._last_step = self._num_submitted + 1
@@ -133,6 +141,15 @@ class AdapterSpace:
             extent.start = start
             start = extent.stop
         self._vacate(start, stop)
+
+    def _count_movable(self, extents: list[_Extent]) -> int:
+        """Count the extents, from the first, that the next step may move."""
+        num_moved = sum(move.units for move in self._moves)
+        for count, extent in enumerate(extents):
+            if num_moved and num_moved + extent.units > self._most_moved:
+                return count
+            num_moved += extent.units
+        return len(extents)
 
     def _cheapest_slide(self, units: int) -> tuple[int, list[_Extent], int]:
         """Find neighbours to slide down to `start` so that `units` are free between the last of them and `stop`."""

@@ -27,13 +27,14 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class Kernel:
-    """A kernel on one device."""
+    """A kernel on one device, launched by one thread at a time: launches share their descriptions."""
 
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
-        self._device = device
+        index: int | None = device.index
+        self._index = torch.cuda.current_device() if index is None else index
         self._module = check(driver.cuModuleLoadData(cubin))
         self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
-        self._shared_bytes = shared_bytes
+        self._configs = [_describe_launch(shared_bytes, early) for early in (False, True)]
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
@@ -46,20 +47,29 @@ class Kernel:
         early: bool,
     ) -> None:
         """Launch on torch's current stream; `early`: while the one in front runs, for which the kernel itself waits."""
-        config = driver.CUlaunchConfig()
+        config = self._configs[early]
         config.gridDimX, config.gridDimY = blocks if isinstance(blocks, tuple) else (blocks, 1)
-        config.gridDimZ = 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self._shared_bytes
-        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
-        if early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        with torch.cuda.device(self._device):
+        config.blockDimX = threads
+        config.hStream = torch._C._cuda_getCurrentRawStream(self._index)
+        pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        if torch._C._cuda_getDevice() == self._index:  # else the driver would refuse
             check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        else:
+            with torch.cuda.device(self._index):
+                check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+def _describe_launch(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
+    """Describe a launch but for its grid, its threads and its stream. To make one takes longer than to launch."""
+    config = driver.CUlaunchConfig()
+    config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.sharedMemBytes = shared_bytes
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 class Kernels:

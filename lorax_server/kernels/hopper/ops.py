@@ -93,7 +93,7 @@ class HopperOps(TritonOps):
         rotate_and_write(q, k, v, angles, cache, batch, spec)
         attend_prompts = self._prefill if self._prefill.fits(q, cache, spec) else prefill.attend_prompts
         attend_prompts(out, q, cache, batch, spec)
-        if batch.once("has singles", _has_singles, batch):
+        if batch.in_graph or batch.once("has singles", _has_singles, batch):
             self._decode(out, q, k, v, None, cache, batch, spec, stores=False)
         return out
 
@@ -166,10 +166,10 @@ class HopperOps(TritonOps):
     def choose_rows(self, batch: sampling.RowBatch, inputs: sampling.RowInputs) -> sampling.ChosenRows:
         return sampling.choose_rows(self._kernels, batch, inputs)
 
-    def plan_lora(self, lora: LoraBatch) -> None:
+    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
             self._fused[lora.buffer.dtype].replan(lora)
-        super().plan_lora(lora)
+        super().plan_lora(lora, current)
 
 
 def _has_singles(batch: PagedBatch) -> bool:

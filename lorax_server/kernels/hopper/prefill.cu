@@ -6,7 +6,8 @@
 // Tiles begin at multiples of KEYS from the sequence's first token. A tile that a row may not see at all leaves that row
 // as it is, bit for bit. So a row's result depends neither on how a prompt is cut nor on its neighbours.
 //
-// A block takes items (rows and KV head) until none is left; the heaviest come first, and turns go to and fro.
+// A block takes items (rows and KV head) until none is left; the heaviest come first, and turns go to and fro. A list that
+// is made on the device has room for more tiles than there are: one without tokens ends it.
 constexpr int COPYING = 128;  // threads; those that compute come after them
 
 struct PrefillArgs {
@@ -30,6 +31,7 @@ template <int KEYS> DEVICE bool take_item(const PrefillArgs& p, int round, Item&
   if (index >= p.items) return false;
   const int packs = p.heads / p.pack;
   const int4 tile = p.tiles[index / packs];
+  if (tile.w == 0) return false;
   item = {tile.x, tile.y, tile.z, tile.w, index % packs * p.pack, index % packs * p.pack / p.group};
   item.first = max(0, item.position - p.window + 1) / KEYS;
   item.last = (item.position + min(item.left, p.tokens) - 1) / KEYS;
@@ -338,7 +340,7 @@ struct Computing {
     float o[HEAD / 2];
     u32 weights[KEYS / 4];
     Item item;
-    take_item<KEYS>(p, 0, item);  // there are no more blocks than items
+    take_item<KEYS>(p, 0, item);  // there is one
     int tile = item.first, end;
     start(weights, item, tile);
 #pragma unroll
@@ -366,6 +368,7 @@ DEVICE void prefill(const TensorMap* q, const TensorMap* k, const TensorMap* v, 
   __syncthreads();
   let_next_kernel_start();
   wait_for_kernel_before();
+  if (p.tiles[blockIdx.x / (p.heads / p.pack)].w == 0) return;  // there are more blocks than items
   if (threadIdx.x < COPYING) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
     const int warp = threadIdx.x >> 5;

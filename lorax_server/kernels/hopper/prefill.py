@@ -14,6 +14,7 @@ from lorax_server.errors import EngineError
 from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
 from lorax_server.kernels.hopper.sources import NUMBERS, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
+from lorax_server.kernels.triton.prefill import plan_tiles
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHAPES = 256  # of which maps are kept
@@ -151,11 +152,14 @@ class PrefillAttention:
 
     def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> _Launch:
         """Work out what all layers of a batch have in common."""
+        if batch.block_tables.dtype != torch.int32 or batch.block_tables.stride(1) != 1:
+            raise EngineError("block tables are rows of int32")
         num_blocks, num_kv_heads, block_size, head_dim = cache[0].shape
         variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
         pack = choose_pack(heads // num_kv_heads, variant.rows)
         tokens = variant.rows // pack
-        tiles = batch.once(("packed tiles", tokens), _place_tiles, batch, tokens)
+        place = plan_tiles if batch.in_graph else _place_tiles
+        tiles = batch.once(("packed tiles", tokens), place, batch, tokens)
         args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
@@ -224,8 +228,6 @@ def list_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Til
 
 def _place_tiles(batch: PagedBatch, tokens: int) -> torch.Tensor:
     """Copy the tiles of a batch to its device, without a wait if the host knows the lengths."""
-    if batch.block_tables.dtype != torch.int32 or batch.block_tables.stride(1) != 1:
-        raise EngineError("block tables are rows of int32")
     inputs, cached = batch.read_lengths()
     tiles = torch.from_numpy(list_tiles(inputs, cached, tokens))
     return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles

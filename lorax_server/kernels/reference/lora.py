@@ -72,7 +72,7 @@ def _expand(
         out += total.to(out.dtype)
 
 
-def plan_lora(lora: LoraBatch) -> None:
+def plan_lora(lora: LoraBatch, current: LoraBatch) -> None:  # noqa: ARG001 - the op table names it
     lora.derived.clear()
 
 

@@ -26,7 +26,7 @@ from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.cache import rotate_and_write
 from lorax_server.kernels.triton.norm import layer_norm, rms_norm
 from lorax_server.kernels.triton.prefill import prefill_attention
-from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode
+from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode, plan_prompt
 
 
 class TritonOps:
@@ -123,11 +123,11 @@ class TritonOps:
     def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
         embedding.adapt_embedding(out, ids, lora, target)
 
-    def plan_lora(self, lora: LoraBatch) -> None:
+    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= DECODE_ROWS:
             plan_decode(lora)
-        else:  # prompts are in no graph
-            lora.derived.clear()
+        else:
+            plan_prompt(lora, current)
 
     def _adapt_rows(
         self,

@@ -39,11 +39,13 @@ def prefill_attention(
     """Attend as the op table says; a sequence with one new token has the bits of a decode step."""
     if not batch.stores_all:
         return prefill_with(decode_attention, q, k, v, cache, batch, spec)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # In a graph, sequences without a single token have theirs in a row after the last.
+    room = torch.empty(len(q) + batch.in_graph, *q.shape[1:], dtype=q.dtype, device=q.device)
+    out = room[: len(q)]
     attend_prompts(out, q, cache, batch, spec)
-    singles = batch.once("singles", _find_singles, batch)
+    singles = batch.once("singles", _mark_singles if batch.in_graph else _find_singles, batch)
     if singles is not None:
-        out[singles.tokens] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
+        room[singles.results] = decode_attention(q[singles.tokens], cache, singles.batch, spec)
     return out
 
 
@@ -56,7 +58,7 @@ def attend_prompts(
     packed = max(count for count in range(1, MOST_PACKED + 1) if sharing % count == 0)
     tiling = choose_tiling(q, cache[0])
     height = tiling.rows // packed
-    tiles = batch.once(("tiles", height), _cut_tiles, batch, height)
+    tiles = batch.once(("tiles", height), plan_tiles if batch.in_graph else _cut_tiles, batch, height)
     if len(tiles):
         _launch(q, cache, batch.block_tables, tiles, out, spec, tiling, packed)
 
@@ -87,6 +89,7 @@ class _Singles(NamedTuple):
 
     batch: PagedBatch
     tokens: torch.Tensor
+    results: torch.Tensor  # the rows that they go to
 
 
 def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
@@ -106,6 +109,52 @@ def _cut_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
     return _send(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), batch.block_tables.device)
 
 
+def plan_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
+    """Cut the new tokens of a batch in a graph into tiles, as `_cut_tiles` does, but on the device.
+
+    There are as many tiles as there can be, in the order of their sequences; those past the last have no tokens. The
+    last number of a tile counts the tokens to the end of its sequence. In a graph this is captured with the batch's
+    first layer.
+    """
+    num_tokens, num_seqs = len(batch.slots), len(batch.block_tables)
+    if batch.cu_seqlens is None:
+        raise ValueError("a batch in a graph has bounds")
+    most = num_tokens // height + min(num_seqs, num_tokens // 2)  # all but the last tile of a sequence are full
+    tiles = torch.empty(most, 4, dtype=torch.int32, device=batch.block_tables.device)
+    lengths = batch.input_lengths, batch.cache_lengths, batch.cu_seqlens
+    _plan_kernel[(1,)](*lengths, tiles, num_seqs, most, height, ROOM=triton.next_power_of_2(num_seqs), num_warps=8)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["input_lengths", "cache_lengths", "bounds", "num_seqs", "most", "height"])
+def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, height, ROOM: tl.constexpr):
+    seqs = tl.arange(0, ROOM)
+    new = tl.load(input_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    cached = tl.load(cache_lengths + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    token = tl.load(bounds + seqs, mask=seqs < num_seqs, other=0)
+    counts = tl.where(new > 1, tl.cdiv(new, height), 0)  # of each sequence
+    first, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
+    for number in range(tl.max(counts, 0)):
+        at, offset, is_tile = tiles + (first + number) * 4, number * height, number < counts
+        tl.store(at, seqs, mask=is_tile)
+        tl.store(at + 1, token + offset, mask=is_tile)
+        tl.store(at + 2, cached + offset, mask=is_tile)
+        tl.store(at + 3, new - offset, mask=is_tile)
+    for start in range(0, most, ROOM):
+        is_empty = (start + seqs >= total) & (start + seqs < most)
+        for field in tl.static_range(4):
+            tl.store(tiles + (start + seqs) * 4 + field, 0, mask=is_empty)
+
+
+def _mark_singles(batch: PagedBatch) -> _Singles:
+    """Return all sequences of a batch in a graph; those without a single token have no tokens there."""
+    assert batch.cu_seqlens is not None
+    is_single, first, last = batch.input_lengths == 1, batch.cu_seqlens[:-1].long(), len(batch.slots)
+    cached = torch.where(is_single, batch.cache_lengths, 0)
+    own = PagedBatch(batch.block_tables, is_single.to(batch.input_lengths.dtype), cached, batch.slots)
+    return _Singles(own, first.clamp(max=last - 1), torch.where(is_single, first, last))
+
+
 def _find_singles(batch: PagedBatch) -> _Singles | None:
     new, _ = batch.read_lengths()
     starts, device = [0, *accumulate(new)], batch.block_tables.device
@@ -114,7 +163,8 @@ def _find_singles(batch: PagedBatch) -> _Singles | None:
         return None
     at = _send(torch.tensor(single), device)
     own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
-    return _Singles(own, _send(torch.tensor([starts[row] for row in single]), device))
+    tokens = _send(torch.tensor([starts[row] for row in single]), device)
+    return _Singles(own, tokens, tokens)
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -209,7 +259,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     group, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     seq, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
-    position, count = tl.load(tile + 2), tl.load(tile + 3)
+    position, count = tl.load(tile + 2), tl.minimum(tl.load(tile + 3), ROWS // PACKED)
+    if count == 0:
+        return
     kv_head = (group * PACKED // (NUM_HEADS // NUM_KV_HEADS)).to(tl.int64)
     lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     offsets, heads = lines // PACKED, group * PACKED + lines % PACKED

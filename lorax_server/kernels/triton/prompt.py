@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.ops import LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.triton.products import (
     ALIGNMENT,
     RANK,
@@ -83,8 +83,7 @@ def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> L
     """Multiply every token by its adapter's A, for all targets of a linear."""
     (tokens, inputs), slices = x.shape, len(targets)
     height, most_parts = find_class(tokens).shrink_height, find_class(tokens).most_parts
-    ranks = lora.once("ranks", lambda: _largest_ranks(lora))
-    chunks = -(-max(ranks[target.index] for target in targets) // RANKS.value)
+    chunks = -(-max(lora.largest_ranks[target.index] for target in targets) // RANKS.value)
     tiles = prompt_tiles(lora, height)
     parts = max(1, min(most_parts, PROGRAMS // -(-tokens // height)))  # not by tiles, which neighbours decide
     v = x.new_empty(parts, tokens, slices, chunks * RANKS.value, dtype=torch.float32)
@@ -96,12 +95,6 @@ def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> L
             BLOCK_K=block_bytes(x, SHRINK_BYTES), INTERPRETED=is_interpreted(), num_warps=4, num_stages=3,
         )  # fmt: skip
     return low_rank
-
-
-def _largest_ranks(lora: LoraBatch) -> list[int]:
-    """Return by target the largest rank among the batch's adapters."""
-    ranks: list[int] = lora.host_table[sorted(set(lora.adapters)), :, Field.RANK].amax(0).tolist()
-    return ranks
 
 
 def expand(

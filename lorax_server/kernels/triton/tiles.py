@@ -1,20 +1,23 @@
 """Tiles: up to so many consecutive rows of one adapter, as `[first row, rows, adapter, 0]`.
 
 The tiles of a decode step are made on the device, so that a captured graph makes them of whatever adapters it is
-replayed with. Those of a prompt are made on the host, which knows how many there are.
+replayed with. Those of a prompt are made on the host, which knows how many there are; in a graph they have room for as
+many as there can be, and those past the last have no rows.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from lorax_server.kernels.ops import LoraBatch
+from lorax_server.kernels.ops import GRAPH_SEGMENTS, LoraBatch
 
 DECODE_ROWS = 256  # the most rows of a decode step
 DECODE_HEIGHT = 16
+PROMPT_TILES = "prompt tiles"  # by height, of what is derived of a batch
 
 
 class DecodeTiles(NamedTuple):
@@ -75,10 +78,29 @@ def _plan(adapters, tiles, count, num_rows, BLOCK: tl.constexpr, HEIGHT: tl.cons
 
 def prompt_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
     """Return the tiles of a prompt, the base model's among them."""
-    return lora.once(("tiles", height), lambda: _cut_tiles(lora, height))
+    return lora.once((PROMPT_TILES, height), lambda: _place_tiles(lora, height))
 
 
-def _cut_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
+def plan_prompt(lora: LoraBatch, current: LoraBatch) -> None:
+    """Make the tiles of a prompt in a graph anew, of the adapters that another batch has; they stay where they are."""
+    for key, tiles in lora.derived.items():
+        if isinstance(key, tuple) and key[0] == PROMPT_TILES:
+            cut = torch.zeros(tiles.shape, dtype=torch.int32, pin_memory=tiles.is_cuda)
+            found = _cut_tiles(current, key[1])
+            cut[: len(found)] = torch.from_numpy(found)
+            tiles.copy_(cut, non_blocking=True)
+
+
+def _place_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
+    device = lora.adapter_indices.device
+    if lora.in_graph:
+        most = -(-len(lora.adapter_indices) // height) + GRAPH_SEGMENTS
+        return torch.zeros(most, 4, dtype=torch.int32, device=device)
+    tiles = torch.from_numpy(_cut_tiles(lora, height))
+    return tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
+
+
+def _cut_tiles(lora: LoraBatch, height: int) -> npt.NDArray[np.int32]:
     bounds = np.array(lora.bounds)
     counts = -(-np.diff(bounds) // height)  # of each segment
     segments = np.repeat(np.arange(len(counts)), counts)
@@ -86,6 +108,4 @@ def _cut_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
     first = bounds[segments] + places * height
     rows = np.minimum(bounds[segments + 1] - first, height)
     adapters = np.array(lora.adapters)[segments]
-    tiles = torch.from_numpy(np.stack([first, rows, adapters, np.zeros_like(first)], axis=1).astype(np.int32))
-    device = lora.adapter_indices.device
-    return tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
+    return np.stack([first, rows, adapters, np.zeros_like(first)], axis=1).astype(np.int32)

@@ -121,6 +121,33 @@ def test_several_extents_slide_in_order_of_address() -> None:
     assert space.allocate("f", 6) == 6
 
 
+def test_a_long_way_is_moved_in_several_steps() -> None:
+    space = AdapterSpace(16, most_moved=5)
+    for key, units in zip("abcdef", (2, 3, 2, 3, 2, 4), strict=True):
+        load(space, key, units)
+    for key in "ace":
+        space.free(key)
+    space.compact(6)
+    space.compact(6)  # the next step has its share
+    assert run_step(space) == [Slide("b", 2, 0, 3)]
+    assert space.largest_hole == 4
+    space.compact(6)
+    assert run_step(space) == [Slide("d", 7, 3, 3)]
+    assert space.allocate("g", 6) == 6
+
+
+def test_an_adapter_larger_than_the_share_of_a_step_is_moved_alone() -> None:
+    space = AdapterSpace(12, most_moved=2)
+    for key, units in zip("abcde", (2, 3, 2, 3, 2), strict=True):
+        load(space, key, units)
+    for key in "ace":
+        space.free(key)
+    for expected in (Slide("b", 2, 0, 3), Slide("d", 7, 3, 3)):
+        space.compact(6)
+        assert run_step(space) == [expected]
+    assert space.largest_hole == 6
+
+
 def test_vacated_space_is_a_hole_when_the_step_that_carries_the_move_ends() -> None:
     space = filled(10, 2, 3, 2, 3)
     in_flight, _ = space.submit()
@@ -339,10 +366,11 @@ class Machine(RuleBasedStateMachine):
 
     NUM_UNITS = 32
     DEPTH = 3
+    MOST_MOVED: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = AdapterSpace(self.NUM_UNITS)
+        self.space = AdapterSpace(self.NUM_UNITS, self.MOST_MOVED)
         self.workers = [
             Worker(loads_early, steps_early, [0] * self.NUM_UNITS)
             for loads_early in (False, True)
@@ -413,7 +441,11 @@ class Machine(RuleBasedStateMachine):
         is_certain = not self.loading or (self.space.needs_step and not had_moves)
         if is_certain and which % 5 == 0:
             self.end_all_steps()
-            assert self.space.largest_hole >= units
+            while self.MOST_MOVED is not None and not self.loading and self.space.largest_hole < units:
+                self.space.compact(units)
+                assert self.space.needs_step  # or it would never come to an end
+                self.end_all_steps()
+            assert self.loading or self.space.largest_hole >= units
 
     @rule(which=CHOICES)
     def step(self, which: int) -> None:
@@ -433,6 +465,8 @@ class Machine(RuleBasedStateMachine):
     def submit(self) -> None:
         step, moves = self.space.submit()
         self.in_flight.append(step)
+        if self.MOST_MOVED is not None:
+            assert len(moves) <= 1 or sum(move.units for move in moves) <= self.MOST_MOVED
         for move in moves:
             self.follow(move)
         reads = [self.contents[key] for key in self.loaded]
@@ -488,12 +522,19 @@ TestMachine.settings = settings(derandomize=True, deadline=None, max_examples=60
 RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, Machine.step, Machine.time_passes]
 
 
+class SlowMachine(Machine):
+    """A machine that moves little in one step."""
+
+    MOST_MOVED = 4
+
+
+@pytest.mark.parametrize("kind", [Machine, SlowMachine])
 @pytest.mark.parametrize("seed", range(10))
-def test_long_plays(seed: int) -> None:
+def test_long_plays(seed: int, kind: type[Machine]) -> None:
     """Play the machine's rules in mixes of all kinds, many times faster than hypothesis does."""
     rng = random.Random(seed)
     for _ in range(50):
-        machine = Machine()
+        machine = kind()
         machine.fill(rng.choices(range(60), k=12))
         for play in rng.choices(RULES, weights=[0.02 + rng.random() for _ in RULES], k=100):
             play(machine, rng.randrange(60))

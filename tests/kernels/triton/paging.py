@@ -95,6 +95,7 @@ def move(batch: PagedBatch, device: torch.device) -> PagedBatch:
         cache_lengths=batch.cache_lengths.to(device),
         slots=batch.slots.to(device),
         stored=None if batch.stored is None else batch.stored.to(device),
+        cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.to(device),
         derived={},
     )
 

@@ -170,11 +170,11 @@ def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
     made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
     weights = linear_weights(layer, BF16, device, bias=False)
-    ops.plan_lora(batch)
+    ops.plan_lora(batch, batch)
     tiles = batch.derived["decode tiles"]
     for seed in range(3):
         same = replace(shuffle(made, seed), derived={})
-        ops.plan_lora(batch)
+        ops.plan_lora(batch, batch)
         x = inputs_of(layer, batch, seed)
         check_close(ops.linear(x, weights, batch, targets_of(layer)), expected_linear(x, layer, same, bias=False), BF16)
     assert all(now is before for now, before in zip(batch.derived["decode tiles"], tiles, strict=True))
@@ -187,14 +187,14 @@ def test_one_graph_serves_every_mix(device: torch.device, layer: Layer) -> None:
     made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])
     x = inputs_of(layer, batch)
-    ops.plan_lora(batch)
+    ops.plan_lora(batch, batch)
     ops.linear(x, weights, batch, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.linear(x, weights, batch, targets)
     for seed in range(4):
         same = shuffle(made, seed)
-        ops.plan_lora(batch)
+        ops.plan_lora(batch, batch)
         x.copy_(inputs_of(layer, batch, seed))
         out.fill_(math.nan)
         poison(ops)

@@ -1,15 +1,17 @@
 """Prefill attention in Triton against a plain restatement, which runs on a CPU."""
 
+import copy
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
 from lorax_server.kernels.triton.attention import decode_attention
-from lorax_server.kernels.triton.prefill import prefill_attention
+from lorax_server.kernels.triton.prefill import plan_tiles, prefill_attention
 from tests.kernels.triton.cases import BF16, FP16, FP32, choose, cover_pairs
 from tests.kernels.triton.paging import (
     BAD,
@@ -170,6 +172,57 @@ def test_one_new_token_has_the_bits_of_a_decode_step(device: torch.device) -> No
     rows = PagedBatch(batch.block_tables[1:], batch.input_lengths[1:], batch.cache_lengths[1:], batch.slots[3:])
     q, kv = case.q[3:].to(device), move_cache(case.cache, device)
     assert torch.equal(out, decode_attention(q, kv, move(rows, device), AttentionSpec(0.3)))
+
+
+# --- in a graph, where the device alone knows the lengths
+
+
+def in_graph(case: Case, size: int) -> Case:
+    """Return the case padded to `size` tokens and sequences; the host's lengths are wrong."""
+    padded, batch = copy.copy(case), case.batch
+    new, cached, slots = (
+        F.pad(x, (0, size - len(x)), value=fill)
+        for x, fill in ((batch.input_lengths, 0), (batch.cache_lengths, 0), (batch.slots, -1))
+    )
+    padded.batch = replace(
+        batch,
+        block_tables=F.pad(batch.block_tables, (0, 0, 0, size - len(batch.block_tables))),
+        input_lengths=new,
+        cache_lengths=cached,
+        slots=slots,
+        cu_seqlens=torch.cat([torch.zeros(1), new.cumsum(0)]).int(),
+        host_lengths=HostLengths([10**6], [10**6]),
+        in_graph=True,
+        derived={},
+    )
+    padded.q, padded.k, padded.v = (
+        torch.cat([x, torch.full((size - len(x), *x.shape[1:]), BAD, dtype=x.dtype)]) for x in (case.q, case.k, case.v)
+    )
+    return padded
+
+
+@pytest.mark.parametrize("shapes", [MIXED, [(1, 5)], [(30, 9), (1, 2)]])
+def test_a_padded_batch_has_the_same_bits(shapes: Shapes, device: torch.device) -> None:
+    case = Case(shapes, (4, 2, 16), FP32, FP32)
+    spec, count = AttentionSpec(0.3, window=7), len(case.q)
+    assert torch.equal(in_graph(case, count + 5).attend(spec, device)[:count], case.attend(spec, device))
+
+
+@pytest.mark.parametrize("height", [2, 4, 16])
+@pytest.mark.parametrize("shapes", [MIXED, [(2, 0)] * 20, [(200, 1000), (1, 5), (55, 2000)], [(1, 5), (1, 9)]])
+def test_tiles_of_the_device_are_those_of_the_host(shapes: Shapes, height: int, device: torch.device) -> None:
+    case = Case(shapes, (4, 2, 16), FP32, FP32)
+    size = len(case.q) + 7
+    tiles = plan_tiles(move(in_graph(case, size).batch, device), height).cpu()
+    starts = accumulate((new for new, _ in shapes), initial=0)
+    expected = [
+        [row, start + at, cached + at, new - at]
+        for row, (start, (new, cached)) in enumerate(zip(starts, shapes, strict=False))
+        if new > 1
+        for at in range(0, new, height)
+    ]
+    assert tiles[: len(expected)].tolist() == expected
+    assert not tiles[len(expected) :].any()
 
 
 # --- where not all tokens are in the cache

@@ -1,14 +1,16 @@
 """LoRA of prompts: linears, and the gate of an MLP."""
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import Activation, LoraBatch, reference
-from lorax_server.kernels.triton import prompt
+from lorax_server.kernels.triton import prompt, tiles
 from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import (
     BF16,
@@ -175,6 +177,41 @@ def test_gates_that_are_not_one_kernel(device: torch.device, name: str, runs: Ru
     """Check decode steps, activations that no kernel has, and gate and up as one target."""
     for layer in ((16, (24, 24)), (16, (48,))):
         check_gated(layer, lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=FP32), name)
+
+
+def find_places(batch: LoraBatch) -> dict[object, int]:
+    """Return where the tiles of a prompt lie."""
+    return {key: tile.data_ptr() for key, tile in batch.derived.items() if tiles.PROMPT_TILES in str(key)}
+
+
+@pytest.mark.parametrize("layer", choose(SMALL_LAYERS[2:3], LAYERS, fast=1), ids=str)
+def test_a_batch_in_a_graph_gets_other_adapters_in_place(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, layer: Layer
+) -> None:
+    monkeypatch.setattr(tiles, "GRAPH_SEGMENTS", 8)
+    ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
+    made = lora_batch(layer, PROMPT_GROUPS, MIXED_RANKS, device=device, dtype=BF16, factors=[2, 3], shifts=[2])
+    num_tokens, activation = len(made.adapter_indices), activation_of("silu")
+    batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[], in_graph=True, derived={})
+    x = inputs_of(layer, batch)
+    ops.linear(x, weights, batch, targets)
+    places = find_places(batch)
+    assert places
+    for runs in ([(4, num_tokens - 1), (2, 1)], [(0, num_tokens)], [(1, 3), (0, 5), (3, num_tokens - 8)]):
+        indices = torch.tensor([adapter for adapter, count in runs for _ in range(count)], dtype=torch.int32)
+        batch.adapter_indices.copy_(indices)
+        bounds = [0, *itertools.accumulate(count for _, count in runs)]
+        current = replace(made, bounds=bounds, adapters=[adapter for adapter, _ in runs], derived={})
+        ops.plan_lora(batch, current)
+        found = ops.linear(x, weights, batch, targets)
+        check_close(found, expected_linear(x, layer, current, bias=True), BF16)
+        if not current.has_low_rank(targets):
+            continue  # alone, the base model is one product, in which the bias is added elsewhere
+        assert torch.equal(found, ops.linear(x, weights, current, targets))
+        if len(targets) == 2:
+            gated = [ops.gated_linear(x, weights, activation, each, targets) for each in (batch, current)]
+            assert torch.equal(*gated)
+    assert places == find_places(batch)
 
 
 @pytest.mark.slow

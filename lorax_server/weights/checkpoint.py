@@ -1,10 +1,11 @@
-"""Checkpoints: tensors by name, read lazily, each rank only its part."""
+"""A checkpoint in a folder: its files, and the tensors that modules pull from them."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, Unpack
+from types import TracebackType
+from typing import Any, NotRequired, Self, TypedDict, Unpack
 from zipfile import is_zipfile
 
 import torch
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import Ops
+from lorax_server.weights.reader import WeightsReader
 
 # A checkpoint that was saved from the inner model lacks the first word of its names.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
@@ -43,21 +45,35 @@ class Weights:
         tensors: Mapping[str, "torch.Tensor | StoredTensor"],
         *,
         source: str = "tensors in memory",  # named in errors of tensors that no file holds
+        reader: WeightsReader | None = None,  # closed with these weights
         **placement: Unpack[Placement],
     ) -> None:
         self._tensors = tensors
         self._source = source
+        self._reader = reader
         self.device = placement["device"]
         self.dtype = placement["dtype"]
         self.process_group = placement["process_group"]
         self.ops = placement["ops"]
         self.pack = placement.get("pack", False)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
     def _get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._tensors[name][index]
+        stored = self._tensors[name]
+        if self._reader is None or not isinstance(stored, StoredTensor):
+            return stored[index]
+        return self._reader.read(stored.path, stored.name, stored.shape, index)
 
     def where(self, name: str) -> str:
         """Return the file that holds, or should hold, a tensor: for error messages."""
@@ -145,7 +161,8 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
         tensors = open_tensors(paths if is_index else dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
-    return Weights(tensors, source=str(checkpoint), **placement)
+    reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
+    return Weights(tensors, source=str(checkpoint), reader=reader, **placement)
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:

@@ -1,0 +1,47 @@
+"""Facts about a model that the engine has to know, and that no setting changes."""
+
+from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.plan import Capabilities, RopeRule
+
+
+def describe(model: PagedCausalLM) -> Capabilities:
+    """Describe what does not depend on settings; sizes are left open."""
+    dtype = model.lm_head.linear.weight.dtype
+    return Capabilities(
+        vocab_size=model.config.vocab_size,
+        max_rows=0,
+        max_length=0,
+        num_blocks=0,
+        block_size=0,
+        adapter_unit_bytes=UNIT_BYTES,
+        itemsize=dtype.itemsize,
+        model_type=model.config.model_type,
+        model_class=(getattr(model.config, "architectures", None) or [""])[0],
+        dtype=str(dtype),
+        rope=_rope_rule(model),
+    )
+
+
+def find_max_length(model: PagedCausalLM) -> int:
+    """Return the length the model was made for; rotary scaling by length extends it."""
+    length: int = model.config.max_position_embeddings
+    stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
+    return int(length * stretch)
+
+
+def fix_rotary(model: PagedCausalLM, max_length: int) -> None:
+    """Let the tables of angles keep their places on a GPU, which graphs know."""
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
+            module.make_room(max_length)
+
+
+def _rope_rule(model: PagedCausalLM) -> RopeRule:
+    for module in model.modules():
+        if isinstance(module, DynamicRotaryEmbedding):
+            return RopeRule(module.max_positions, by_length=True)
+        if isinstance(module, LongRotaryEmbedding):
+            return RopeRule(module.original)
+    return RopeRule()

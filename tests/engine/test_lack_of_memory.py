@@ -1,0 +1,144 @@
+"""A step for which there is no memory costs one request, and the others nothing but time."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lorax_server.plan import StepPlan
+from lorax_server.types import SamplingParams
+from tests.engine.fake_workers import Asked, World, alone
+
+
+def fail_at(world: World, *steps: int) -> None:
+    """Let steps of these numbers, counted from 1, have no memory."""
+    world.workers.lacks_memory = lambda plan: plan.step in steps
+
+
+def check_answers(world: World, failed: list[Asked]) -> None:
+    """Check that all requests but the failed ones have the tokens that they get alone, and that all memory is back."""
+    for asked in world.asked.values():
+        if asked in failed:
+            assert asked.failure == "too little memory"
+        else:
+            assert asked.tokens == alone(asked.identity, asked.prompt, asked.num_tokens)
+    world.check_nothing_is_left()
+    assert len(world.scheduler._free_rows) == world.scheduler.limits.max_rows
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_longest_prompt_of_the_step_fails(depth: int) -> None:
+    world = World(8, 8, depth=depth)
+    first = world.ask(None, [1, 2, 3], 8)
+    for _ in range(3):
+        world.turn()
+    assert first.tokens
+    steps = world.scheduler.counters.steps
+    fail_at(world, steps + 1)
+    longest, short = world.ask(None, [4] * 7, 4), world.ask(None, [5] * 3, 4)
+    world.finish(100)
+    assert [plan.step for plan in world.workers.refused] == [steps + 1]
+    assert sorted(world.workers.refused[0].counts.tolist()) == [1, 3, 7]
+    assert not short.failure
+    check_answers(world, [longest])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_for_log_probabilities_of_its_prompt_fails_first(depth: int) -> None:
+    world = World(8, 8, depth=depth)
+    fail_at(world, 1)
+    long, asking = world.ask(None, [4] * 7, 4), world.ask(None, [5, 5], 4, prompt_logprobs=True)
+    world.finish(100)
+    assert not long.failure
+    check_answers(world, [asking])
+
+
+def test_of_equal_requests_the_last_one_fails() -> None:
+    world = World(8, 8, depth=2)
+    requests = [world.ask(None, [i, i], 6) for i in range(3)]
+    fail_at(world, 3)
+    world.finish(100)
+    assert all(len(request.tokens) == 6 for request in requests[:2])
+    check_answers(world, [requests[2]])
+
+
+def test_one_request_after_the_other_fails_until_there_is_memory() -> None:
+    world = World(8, 8, depth=2)
+    world.workers.lacks_memory = lambda plan: len(plan.rows) > 1
+    requests = [world.ask(None, [i] * (i + 2), 5) for i in range(3)]
+    world.finish(100)
+    check_answers(world, requests[1:])
+    world.workers.lacks_memory = lambda _: True
+    last = world.ask(None, [1, 2, 3], 5)
+    world.finish(100)
+    check_answers(world, [*requests[1:], last])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_that_were_not_computed_are_not_found(depth: int) -> None:
+    """Two requests with the same beginning: of one a step is refused, after which the other may not find its blocks."""
+    world = World(8, 8, depth=depth)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    fail_at(world, 1)
+    first = world.ask(None, prompt, 3)
+    world.turn()
+    world.turn()
+    assert first.failure
+    second, third = world.ask(None, prompt, 3), world.ask(None, prompt[:8], 3)
+    world.finish(100)
+    check_answers(world, [first])
+    assert not second.failure
+    assert not third.failure
+
+
+def test_the_refused_step_still_moves_adapters() -> None:
+    world = World(8, 8, depth=2)
+    world.put("a", 0, 3)
+    world.workers.lacks_memory = lambda plan: bool(plan.adapter_ops)
+    base, adapted = world.ask(None, [1, 2], 12), world.ask("a", [3, 4], 4)
+    world.finish(200)
+    assert world.workers.refused
+    check_answers(world, [each for each in (base, adapted) if each.failure])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_others_get_their_tokens(depth: int, seed: int) -> None:
+    """Requests for adapters with shared beginnings come and go, the cache is too small, and steps are refused."""
+    rng = random.Random(seed)
+    world = World(6, 8, depth=depth, seed=seed, num_blocks=14)
+    chance = rng.choice([0.05, 0.2, 0.5])
+
+    def lacks(_: StepPlan) -> bool:
+        return rng.random() < chance
+
+    world.workers.lacks_memory = lacks
+    for i in range(3):
+        world.put(f"adapter {i}", 0, rng.randint(1, 3))
+    beginning = rng.choices(range(7), k=9)
+    for _ in range(60):
+        name = rng.choice([None, "adapter 0", "adapter 1", "adapter 2"])
+        prompt = beginning[: rng.randint(0, 9)] + rng.choices(range(7), k=rng.randint(1, 8))
+        asked = world.ask(name, prompt, rng.randint(1, 8), prompt_logprobs=False)
+        for _ in range(rng.randint(0, 4)):
+            world.turn()
+            world.check_tokens_so_far()
+        if rng.random() < 0.1:
+            world.abort(asked)
+    world.workers.lacks_memory = lambda _: False
+    world.finish(2000)
+    failed = [asked for asked in world.asked.values() if asked.failure]
+    assert len(failed) == len(world.workers.refused) > 0
+    world.check_nothing_is_left()
+    assert len(world.scheduler._free_rows) == world.scheduler.limits.max_rows
+
+
+def test_alternatives_count_as_memory() -> None:
+    world = World(8, 8)
+    listed, plain = world.ask(None, [1, 1], 3), world.ask(None, [2, 2], 3)
+    sequence = world.scheduler._by_id[listed.request_id]
+    sequence.request = replace(sequence.request, sampling=SamplingParams(num_alternatives=5))
+    fail_at(world, 1)
+    world.finish(50)
+    assert not plain.failure
+    check_answers(world, [listed])

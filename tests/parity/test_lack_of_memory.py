@@ -1,0 +1,92 @@
+"""Steps of a real model that end in the middle for lack of memory: others' tokens are those of an undisturbed run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorax_server.engine.engine import Engine
+from lorax_server.plan import StepPlan
+from lorax_server.types import Failure, SamplingParams
+from lorax_server.worker.runner import PagedRunner
+from tests.parity.test_engine import NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
+
+MAX_ROWS = 4
+
+
+class DisturbedCrowd(Crowd):
+    """Requests of which some may fail."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.failures: dict[int, Failure] = {}
+
+    def step(self) -> None:
+        if not self.engine.is_busy:
+            self.engine.wake.wait(0.01)
+        self.engine.wake.clear()
+        for output in self.engine.step():
+            if output.failure is not None:
+                self.failures[output.request_id] = output.failure
+            else:
+                self.answers.setdefault(output.request_id, []).append(output)
+
+
+def disturb(monkeypatch: pytest.MonkeyPatch, place: str, lacks: Callable[[int, int], bool]) -> None:
+    """Let runners fail after `place`, one of their methods. `lacks` is asked with the number of the step, of those that
+    come there, and the number of the try."""
+    whole: Callable[..., Any] = getattr(PagedRunner, place)
+    tries: dict[int, int] = {}
+
+    def fail(runner: PagedRunner, plan: StepPlan, *args: Any) -> Any:
+        result = whole(runner, plan, *args)
+        tries[plan.step] = tries.get(plan.step, 0) + 1
+        if lacks(list(tries).index(plan.step), tries[plan.step]):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+    monkeypatch.setattr(PagedRunner, place, fail)
+
+
+def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
+    drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1, num_alternatives=2)
+    crowd = DisturbedCrowd(engine, models.folders)
+    for i, prompt in enumerate(make_prompts()):
+        more: dict[str, Any] = {"prompt_logprobs": True} if i % 5 == 0 else {}
+        crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
+    status = crowd.finish()
+    assert status.free_blocks == NUM_BLOCKS
+    assert len(engine._scheduler._free_rows) == MAX_ROWS
+    return crowd
+
+
+@pytest.mark.parametrize("place", ["_forward", "_choose", "_score_prompts"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_others_get_the_same_tokens(
+    place: str, depth: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make_models("llama-gqa", tmp_path, device)
+    undisturbed = run_all(models, make_engine(models, depth))
+    assert not undisturbed.failures
+    disturb(monkeypatch, place, lambda step, _: step % 6 == 1)
+    crowd = run_all(models, make_engine(models, depth))
+    assert 0 < len(crowd.failures) < len(WHO)
+    for failure in crowd.failures.values():
+        assert failure.to_error().status == 503
+        assert "too little memory for this request" in failure.message
+    for i in set(range(len(WHO))) - set(crowd.failures):
+        assert crowd.tokens(i) == undisturbed.tokens(i)
+        for output, other in zip(crowd.answers[i], undisturbed.answers[i], strict=True):
+            assert output.tokens[0].logprob == pytest.approx(other.tokens[0].logprob, abs=1e-5)
+            assert output.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-5, nan_ok=True)
+
+
+def test_a_second_try_may_do(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = make_models("llama-gqa", tmp_path, device)
+    undisturbed = run_all(models, make_engine(models))
+    disturb(monkeypatch, "_forward", lambda _, number: number == 1)
+    crowd = run_all(models, make_engine(models))
+    assert not crowd.failures
+    assert [crowd.tokens(i) for i in range(len(WHO))] == [undisturbed.tokens(i) for i in range(len(WHO))]

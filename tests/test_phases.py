@@ -1,0 +1,24 @@
+import re
+
+import pytest
+
+from lorax_server.phases import Phases
+
+
+def test_phases_are_listed_as_they_began_and_repeated_ones_are_added_up() -> None:
+    phases = Phases()
+    with phases.measure("kernels"):
+        pass
+    once = phases.seconds["kernels"]
+    with phases.measure("weights"), phases.measure("kernels"):
+        pass
+    assert list(phases.seconds) == ["kernels", "weights"]
+    assert phases.seconds["kernels"] > once >= 0
+    assert re.fullmatch(r"\d+\.\d s: kernels \d\.\d, weights \d\.\d, else \d\.\d", str(phases))
+
+
+def test_a_phase_that_fails_is_measured_too() -> None:
+    phases = Phases()
+    with pytest.raises(ValueError, match="no"), phases.measure("weights"):
+        raise ValueError("no")
+    assert phases.seconds["weights"] > 0

@@ -1,0 +1,74 @@
+"""A lane of copies without a GPU: nothing is copied before a test, or the end of a wait, lets it."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class FakeMark:
+    """The end of one copy of a fake lane."""
+
+    lane: "FakeLane"
+    number: int
+
+    def synchronize(self) -> None:
+        with self.lane.changed:
+            assert self.lane.changed.wait_for(lambda: self.lane.num_done >= self.number, 60)
+
+    def wait(self) -> None:
+        self.lane.waits.append(self.number)
+
+
+@dataclass
+class FakeLane:
+    """Copies as late as it may: the bytes that count are those at the end, so that a buffer used too early shows."""
+
+    is_free: bool = True  # copies need no leave
+    fails_at: int | None = None  # the number of the copy that fails
+    num_done: int = 0
+    num_begun: int = 0
+    num_follows: int = 0
+    num_pinned: int = 0
+    waits: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=deque)
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        self.num_pinned += 1
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def follow_caller(self) -> None:
+        self.num_follows += 1
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> FakeMark:
+        with self.changed:
+            self.num_begun += 1
+            self.sizes.append(len(source))
+            if self.num_begun == self.fails_at:
+                raise RuntimeError("the device is gone")
+            self.waiting.append((target, source))
+            if self.is_free:
+                self._finish(1)
+            self.changed.notify_all()
+            return FakeMark(self, self.num_begun)
+
+    def finish(self, count: int) -> None:
+        """Do so many of the copies that wait, once there are as many."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.waiting) >= count, 60)
+            self._finish(count)
+            self.changed.notify_all()
+
+    def await_begun(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.num_begun >= count, 60)
+
+    def _finish(self, count: int) -> None:
+        for _ in range(count):
+            target, source = self.waiting.popleft()
+            target.copy_(source)
+            self.num_done += 1

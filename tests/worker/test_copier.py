@@ -1,0 +1,184 @@
+"""Copies through a ring of pinned buffers: order, waiting and failure with a fake lane; bytes and overlap on a GPU."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lorax_server.errors import EngineError
+from lorax_server.worker.copier import Copier, StreamLane
+from tests.worker.fake_lane import FakeLane
+
+WAIT_S = 60
+Make = Callable[..., Copier]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Make copiers that are closed at the end."""
+    made: list[Copier] = []
+
+    def make_one(lane: FakeLane | StreamLane, num_buffers: int, buffer_bytes: int) -> Copier:
+        made.append(Copier(lane, num_buffers, buffer_bytes))
+        return made[-1]
+
+    yield make_one
+    for copier in made:
+        copier.close()
+        assert not copier._thread.is_alive()
+
+
+def draw(count: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize(("count", "pieces"), [(1, [2]), (31, [62]), (32, [64]), (33, [64, 2]), (200, [64] * 6 + [16])])
+def test_a_copy_comes_in_pieces_and_whole(count: int, pieces: list[int], num_buffers: int, make: Make) -> None:
+    lane = FakeLane()
+    copier, told = make(lane, num_buffers, 64), threading.Event()
+    copier.notify = told.set
+    source, target = draw(count, 1), torch.zeros(count + 2, dtype=torch.bfloat16)
+    arrival = copier.begin(target[1:-1], source)
+    assert told.wait(WAIT_S)
+    assert arrival.is_there
+    assert torch.equal(target[1:-1], source)
+    assert target[0] == target[-1] == 0
+    assert lane.sizes == pieces
+    assert lane.num_pinned == 1
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 4])
+def test_a_buffer_is_used_again_only_after_its_copy(num_buffers: int, make: Make) -> None:
+    lane = FakeLane(is_free=False)
+    copier = make(lane, num_buffers, 64)
+    source, target = draw(32 * 9, 1), torch.zeros(32 * 9, dtype=torch.bfloat16)
+    arrival = copier.begin(target, source)
+    for done in range(9):
+        lane.await_begun(min(num_buffers + done, 9))
+        assert lane.num_begun - lane.num_done <= num_buffers
+        assert not arrival.is_there
+        lane.finish(1)
+    wait_until(lambda: arrival.is_there)
+    assert torch.equal(target, source)
+
+
+def test_copies_keep_their_order_and_each_is_told_of(make: Make) -> None:
+    lane = FakeLane(is_free=False)
+    copier, told = make(lane, 3, 64), threading.Semaphore(0)
+    copier.notify = told.release
+    sources = [draw(50 + i, i) for i in range(5)]
+    targets = [torch.zeros_like(source) for source in sources]
+    arrivals = [copier.begin(*pair) for pair in zip(targets, sources, strict=True)]
+    for i, arrival in enumerate(arrivals):
+        assert not told.acquire(blocking=False)
+        lane.finish(2)
+        assert told.acquire(timeout=WAIT_S)
+        assert [each.is_there for each in arrivals] == [True] * (i + 1) + [False] * (4 - i)
+        assert arrival.has_end.is_set()
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_a_step_waits_on_the_device_once_the_copy_is_issued(make: Make) -> None:
+    """The host waits until then: an event that is not recorded yet would hold up nothing."""
+    lane = FakeLane(is_free=False)
+    copier = make(lane, 2, 64)
+    arrival = copier.begin(torch.zeros(96, dtype=torch.bfloat16), draw(96, 1))
+    waiter = threading.Thread(target=copier.wait_for, args=(arrival,))
+    waiter.start()
+    lane.await_begun(2)
+    assert waiter.is_alive()
+    assert lane.waits == []
+    lane.finish(1)  # the third piece finds its buffer
+    waiter.join(WAIT_S)
+    assert lane.waits == [3]
+    assert not arrival.is_there
+    lane.finish(2)
+    wait_until(lambda: arrival.is_there)
+    copier.wait_for(arrival)
+    assert lane.waits == [3]  # there is nothing to wait for
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_failure_is_an_error_for_all_and_nobody_hangs(fails_at: int, make: Make) -> None:
+    lane = FakeLane(fails_at=fails_at)
+    copier, told = make(lane, 2, 64), threading.Event()
+    copier.notify = told.set
+    arrival = copier.begin(torch.zeros(200, dtype=torch.bfloat16), draw(200, 1))
+    assert told.wait(WAIT_S)
+    assert not arrival.is_there
+    with pytest.raises(EngineError, match="cannot be copied") as caught:
+        copier.wait_for(arrival)
+    assert "the device is gone" in str(caught.value.__cause__)
+    with pytest.raises(EngineError, match="cannot be copied"):
+        copier.begin(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(EngineError, match="cannot be copied"):
+        copier.check()
+
+
+def test_a_closed_copier_leaves_what_it_has_not_begun(make: Make) -> None:
+    lane = FakeLane(is_free=False)
+    copier = make(lane, 2, 64)
+    first, second = (copier.begin(torch.zeros(16), draw(16, i, torch.float32)) for i in range(2))
+    lane.await_begun(1)
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    wait_until(lambda: copier._is_closed)
+    lane.finish(1)
+    closing.join(WAIT_S)
+    assert first.is_there
+    assert not second.is_there
+    with pytest.raises(EngineError, match="stopped"):
+        copier.wait_for(second)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+A_WHILE = 1_000_000_000  # cycles: about half a second
+
+
+@pytest.mark.gpu
+def test_many_copies_through_few_small_buffers(make: Make) -> None:
+    copier = make(StreamLane(torch.device("cuda")), 3, 2**16)
+    sources = [draw(1 + 20011 * i, i) for i in range(40)]  # of pieces that do not divide
+    targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]
+    copier.follow_caller()
+    arrivals = [copier.begin(*pair) for pair in zip(targets, sources, strict=True)]
+    wait_until(lambda: all(arrival.is_there for arrival in arrivals))
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.gpu
+def test_a_copy_follows_the_caller_where_it_is_asked_to(make: Make) -> None:
+    copier = make(StreamLane(torch.device("cuda")), 2, 2**16)
+    source, target = draw(100_000, 1), torch.zeros(100_000, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    seen = target.clone()  # by a step that has not begun yet
+    copier.follow_caller()
+    arrival = copier.begin(target, source)
+    assert not arrival.is_there
+    wait_until(lambda: arrival.is_there)
+    torch.cuda.synchronize()
+    assert not bool(seen.any())
+    assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_copy_it_needs(make: Make) -> None:
+    copier = make(StreamLane(torch.device("cuda")), 2, 2**20)
+    source, target = draw(40_000_000, 1), torch.zeros(40_000_000, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    copier.wait_for(copier.begin(target, source))
+    seen = target.clone()
+    assert torch.equal(seen.cpu(), source)

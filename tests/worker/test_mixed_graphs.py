@@ -1,0 +1,315 @@
+"""Steps of prompts, pieces of prompts and single tokens, on fixed, padded inputs, against steps whose inputs are made
+anew; on a GPU, also graphs against the same launches one by one."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lorax_server.adapters.host import HostAdapter
+from lorax_server.distributed import FakeGroup
+from lorax_server.kernels import Field, select_ops
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unload
+from lorax_server.types import SamplingParams, StopParams
+from lorax_server.weights import Weights
+from lorax_server.worker.graphs import LADDER, MIXED_LADDER, GraphSizes, StepGraphs
+from lorax_server.worker.inputs import locate_tokens
+from tests.parity.adapters.served import make_model
+from tests.worker.test_graphs import CPU, GPU, NAMES, Rig, gpu_model, make_hosts
+from tests.worker.test_inputs import make_plan
+
+
+def test_sizes_end_with_the_largest_step() -> None:
+    assert GraphSizes.choose(6, 8) == ([1, 2, 4, 6], [8])
+    assert GraphSizes.choose(4, 100).mixed == [16, 32, 64, 96, 100]
+    assert GraphSizes.choose(4, 4096).mixed == list(MIXED_LADDER)
+    assert GraphSizes.choose(4, 600).mixed == [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 600]
+
+
+@dataclass
+class Running:
+    """A running sequence: its tokens, as far as they are prompt, and how many of all its tokens are computed."""
+
+    row: int
+    adapter: int
+    prompt: list[int]
+    computed: int = 0
+
+
+@dataclass
+class Traffic:
+    """Makes plans of up to `most` tokens: prompts in pieces of any length beside sequences that decode.
+
+    Sequences join and leave, and so do adapters, of which index `i` holds host `(i + shift) % number`.
+    """
+
+    num_rows: int
+    max_length: int
+    block_size: int
+    most: int
+    num_hosts: int
+    seed: int
+    leave: float = 0.04  # the chance of a sequence to end before its time
+    vocab_size: int = 90
+    step: int = 0
+    running: list[Running] = field(default_factory=list)
+    loaded: dict[int, int] = field(default_factory=dict)  # by index: the number of the adapter
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+
+    def plan(self) -> StepPlan:
+        self.step += 1
+        draw = self.draw
+        self.running = [s for s in self.running if s.computed < self.max_length - 2 and draw.random() > self.leave]
+        ops = self.change_adapters()
+        new, blocks = self.join()
+        order = sorted(self.running, key=lambda each: each.adapter)
+        counts = self.share_out(order)
+        order = [each for each in order if counts.get(each.row)]
+        plan = StepPlan(
+            self.step,
+            np.array([each.row for each in order], np.int64),
+            np.array([each.computed for each in order], np.int64),
+            np.array([counts[each.row] for each in order], np.int64),
+            np.array([each.computed + counts[each.row] >= len(each.prompt) for each in order], bool),
+            np.zeros(len(order), bool),
+            np.array([each.adapter for each in order], np.int64),
+            tuple(new),
+            np.array(blocks, np.int64).reshape(-1, 3),
+            tuple(ops),
+        )
+        for each in order:
+            each.computed += counts[each.row]
+        return plan
+
+    def share_out(self, order: Sequence[Running]) -> dict[int, int]:
+        """Give each sequence that decodes a token, and prompts what is left, in pieces."""
+        counts = {each.row: 1 for each in order if each.computed >= len(each.prompt)}
+        left = self.draw.randint(0, self.most) - len(counts)
+        for each in order:
+            if each.row not in counts and left > 0:
+                rest = len(each.prompt) - each.computed
+                counts[each.row] = min(rest if self.draw.random() < 0.7 else self.draw.randint(1, rest), left)
+                left -= counts[each.row]
+        return counts
+
+    def join(self) -> tuple[list[NewRow], list[list[int]]]:
+        new, blocks, draw = [], [], self.draw
+        width = -(-self.max_length // self.block_size)
+        for row in sorted(set(range(self.num_rows)) - {each.row for each in self.running}):
+            if draw.random() < 0.7:
+                continue
+            longest = draw.choice([2, 3, 8, self.max_length - 2])
+            prompt = [draw.randrange(3, self.vocab_size) for _ in range(draw.randint(1, longest))]
+            options: dict[str, Any] = {}
+            if draw.random() < 0.3:
+                options = {"do_sample": True, "seed": draw.randrange(1000), "temperature": 0.8, "top_k": 20}
+            new.append(NewRow(row, prompt, len(prompt), SamplingParams(**options), StopParams()))
+            blocks += [[row, column, row * width + column] for column in range(width)]
+            self.running.append(Running(row, draw.choice([0, *self.loaded]), prompt))
+        return new, blocks
+
+    def change_adapters(self) -> list[AdapterOp]:
+        ops: list[AdapterOp] = []
+        used = {each.adapter for each in self.running}
+        for index in [index for index in self.loaded if index not in used and self.draw.random() < 0.3]:
+            del self.loaded[index]
+            ops.append(Unload(index))
+        absent = [number for number in range(self.num_hosts) if number not in self.loaded.values()]
+        if absent and self.draw.random() < 0.5:
+            index = min(set(range(1, self.num_hosts + 1)) - set(self.loaded))
+            self.loaded[index] = self.draw.choice(absent)
+            ops.append(Load(str(self.loaded[index]), index, 0))
+        return ops
+
+
+def check_traffic(
+    traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Callable[[StepResult, StepResult], None]
+) -> set[int]:
+    """Run two runners side by side. Return the sizes of the mixed steps that had a graph in the second."""
+    graphs, sizes = rigs[1].runner._graphs, set()
+    assert graphs is not None
+    for _ in range(steps):
+        plan = traffic.plan()
+        first, second = (rig.collect(plan) for rig in rigs)
+        check(first, second)
+        if len(plan.rows) and not (tokens := locate_tokens(plan)).is_single:
+            kind = graphs.find(tokens, rigs[1].runner._adapt_tokens(plan.adapter_indices, plan.counts))
+            sizes |= {kind.size} if kind is not None else set()
+    return sizes
+
+
+def is_close(first: StepResult, second: StepResult) -> None:
+    assert first.token_ids == second.token_ids
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=2e-4)
+
+
+def is_same(first: StepResult, second: StepResult) -> None:
+    assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+
+
+def make_rigs(
+    model: PagedCausalLM, hosts: list[HostAdapter], options: dict[str, Any], *padded: dict[str, Any]
+) -> tuple[Rig, Rig]:
+    first, second = (Rig(model, hosts, **options, **more) for more in padded)
+    return first, second
+
+
+SMALL: dict[str, Any] = {"num_rows": 7, "max_length": 30, "block_size": 4}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_inputs_give_the_same_tokens(name: str) -> None:
+    model, sizes = make_model(name, CPU), (12, 24)
+    hosts = make_hosts(model)
+    rigs = make_rigs(model, hosts, SMALL, {}, {"graph_sizes": GraphSizes([1, 4], sizes), "capture": False})
+    traffic = Traffic(**SMALL, most=30, num_hosts=len(hosts), seed=len(name))
+    assert check_traffic(traffic, rigs, 50, is_close) == set(sizes)
+
+
+def test_padded_inputs_without_adapters() -> None:
+    model, sizes = make_model("llama-gqa", CPU), (6, 20)
+    rigs = make_rigs(model, [], SMALL, {}, {"graph_sizes": GraphSizes([1, 4], sizes), "capture": False})
+    assert check_traffic(Traffic(**SMALL, most=24, num_hosts=0, seed=5), rigs, 40, is_close) == set(sizes)
+
+
+@pytest.mark.parametrize("size", [16, 32, 96, 192, 256, 320, 640, 1280])
+def test_padded_inputs_of_all_sizes(size: int) -> None:
+    shape: dict[str, Any] = {"num_rows": 24, "max_length": 64, "block_size": 8}
+    model = make_model("qwen3-window", CPU)
+    hosts = make_hosts(model)
+    rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(LADDER, [size]), "capture": False})
+    check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close)
+
+
+def test_padding_is_nowhere() -> None:
+    rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4], [16]), capture=False)
+    new = tuple(NewRow(row, [5, 6, 7, 8], 4, SamplingParams(), StopParams()) for row in (2, 5))
+    blocks = np.array([[2, 0, 9], [2, 1, 8], [5, 0, 7]], np.int64)
+    rig.run(make_plan([2, 5], [0, 1], [4, 3], new_rows=new, new_blocks=blocks))
+    assert rig.runner._graphs is not None
+    inputs = rig.runner._graphs._inputs
+    assert inputs.input_lengths.tolist() == [4, 3, *[0] * 14]
+    assert inputs.cache_lengths.tolist() == [0, 1, *[0] * 14]
+    assert inputs.cu_seqlens.tolist() == [0, 4, *[7] * 15]
+    assert inputs.slots.tolist() == [36, 37, 38, 39, 29, 30, 31, *[-1] * 9]
+    assert inputs.position_ids.tolist() == [0, 1, 2, 3, 1, 2, 3, *[0] * 9]
+    assert inputs.prompt_lengths.tolist() == [4] * 7 + [0] * 9
+    assert inputs.adapter_indices.tolist() == [0] * 16
+
+
+def test_larger_steps_have_no_graph() -> None:
+    rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([1], [4]), capture=False)
+    graphs = rig.runner._graphs
+    assert isinstance(graphs, StepGraphs)
+    graphs.run = None  # type: ignore[assignment, method-assign] # a call would fail
+    new = tuple(NewRow(row, [5, 6, 7], 3, SamplingParams(), StopParams()) for row in (0, 1))
+    blocks = np.array([[0, 0, 0], [1, 0, 1]], np.int64)
+    rig.run(make_plan([0, 1], [0, 0], [3, 3], new_rows=new, new_blocks=blocks))
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+LARGE: dict[str, Any] = {"num_rows": 40, "max_length": 400, "block_size": 16}
+
+
+def half_model(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> PagedCausalLM:
+    """Make a model with widths that the fastest kernels take, which are for half precision only."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=head_dim,
+        vocab_size=96,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    weights = Weights(tensors, device=GPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(GPU))
+    return FlashLlamaForCausalLM("", config, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_give_the_tokens_of_single_launches(name: str) -> None:
+    model = gpu_model(name)
+    hosts, sizes = make_hosts(model), (12, 24)
+    options = {"graph_sizes": GraphSizes([1, 4], sizes)}
+    rigs = make_rigs(model, hosts, SMALL, {}, options)
+    traffic = Traffic(**SMALL, most=30, num_hosts=len(hosts), seed=len(name))
+    assert check_traffic(traffic, rigs, 60, is_close) == set(sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most_rank", [None, 64, 512])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim"), [(torch.bfloat16, (8, 2), 128), (torch.float16, (4, 4), 64)], ids=str
+)
+def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, most_rank: int | None
+) -> None:
+    """Captured without any adapter and any prompt, and replayed with some that come and go; where one has a rank above
+    64, large steps have no graph."""
+    model = half_model(dtype, heads, head_dim)
+    hosts = make_hosts(model) if most_rank else []
+    hosts = [host for host in hosts if int(host.table[:, Field.RANK].max()) <= (most_rank or 0)]
+    options = {"graph_sizes": GraphSizes(LADDER, MIXED_LADDER)}
+    sizes = set()
+    for most, leave in ((16, 0.04), (40, 0.04), (130, 0.04), (300, 0.1), (1100, 0.5)):
+        rigs = make_rigs(model, hosts, LARGE, {**options, "capture": False}, options)
+        traffic = Traffic(**LARGE, most=most, leave=leave, num_hosts=len(hosts), seed=most)
+        sizes |= check_traffic(traffic, rigs, 40, is_same)
+    assert sizes > {size for size in MIXED_LADDER if size <= 256}
+    assert most_rank == 512 or len(sizes) >= 11
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [7, 15, 50])
+def test_a_row_that_decodes_has_the_same_bits_beside_prompts(count: int) -> None:
+    """Sizes between which the sums of linears do not change."""
+    model = half_model(torch.bfloat16, (8, 2), 128)
+    sizes = (8, 16, 64)
+    shape: dict[str, Any] = {"num_rows": 64, "max_length": 64, "block_size": 16}
+    alone, beside = make_rigs(model, [], shape, *[{"graph_sizes": GraphSizes(sizes, sizes)}] * 2)
+    decoding = count - 3  # so that a prompt of three tokens fits into the same size
+    prompts = tuple(NewRow(row, [row + 3] * 20, 20, SamplingParams(), StopParams()) for row in range(decoding))
+    third = NewRow(decoding, [9, 8, 7], 3, SamplingParams(), StopParams())
+    blocks = np.array([[row, column, row * 4 + column] for row in range(count) for column in range(4)], np.int64)
+
+    rows, starts, ones = list(range(decoding)), [20] * decoding, [1] * decoding
+    for rig in (alone, beside):
+        rig.collect(make_plan(rows, [0] * decoding, starts, new_rows=prompts, new_blocks=blocks))
+    expected = alone.collect(make_plan(rows, starts, ones))
+    found = beside.collect(make_plan([*rows, decoding], [*starts, 0], [*ones, 3], new_rows=(third,)))
+    assert found.token_ids[:-1] == expected.token_ids
+    assert found.logprobs[:-1] == expected.logprobs
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_the_host_does_not_wait_for_a_mixed_step(with_adapters: bool) -> None:
+    model = gpu_model("llama-gqa")
+    hosts = make_hosts(model) if with_adapters else []
+    rig = Rig(model, hosts, **SMALL, graph_sizes=GraphSizes([8], [24]))
+    traffic = Traffic(**SMALL, most=24, num_hosts=len(hosts), seed=3)
+    for number in range(40):
+        plan = traffic.plan()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if number > 5 and not plan.adapter_ops else "default")
+        try:
+            ticket = rig.submit(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        rig.runner.collect(ticket)
