@@ -126,17 +126,17 @@ class StandIn:
 
 
 class TimedChannel(EngineChannel):
-    """A channel that notes how long it takes to send a step's outputs."""
+    """A channel that notes how long the engine's thread is busy with sending a step's outputs."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.sends: dict[int, list[float]] = {}  # by the number of outputs
 
     def send(self, message: EngineMessage) -> None:
-        start = time.perf_counter()
+        start = time.thread_time()
         super().send(message)
         if isinstance(message, Outputs):
-            self.sends.setdefault(len(message.outputs), []).append(time.perf_counter() - start)
+            self.sends.setdefault(len(message.outputs), []).append(time.thread_time() - start)
 
 
 def run_stand_in(pace: Pace, address: str) -> None:

@@ -53,14 +53,15 @@ class RemoteGeneration(Generation):
         """Write events by the shortcut, if it is open: neither the first, nor the last, nor any that a reader has."""
         self._shortcut, self._write = shortcut, write
 
-    def _take(self, output: Output) -> bool:
-        """Handle an output in place of the reader of `stream`, which waits for it; False if the reader must do it."""
+    def _take(self, outputs: Sequence[Output]) -> bool:
+        """Handle outputs in place of the reader of `stream`, which waits for them; False if the reader must do it."""
         shortcut, write = self._shortcut, self._write
         if shortcut is None or write is None or self.first_at is None or not shortcut.is_open:
             return False
-        self.append_output(output)
-        if self.is_done:  # by a stop string; the reader finds the events
-            return False
+        for output in outputs:
+            self.append_output(output)
+            if self.is_done:  # by a stop string; the reader finds the events
+                return False
         shortcut.write(write(self.take_events()))
         return True
 

@@ -101,6 +101,11 @@ class ClientChannel:
         self._has_heard = True
         return message
 
+    @property
+    def has_more(self) -> bool:
+        """The next message is here already."""
+        return not self._inbox.empty()
+
     def send(self, message: ToEngine) -> None:
         """Send without waiting. The engine listens from its first message on."""
         data = encode(message)

@@ -32,7 +32,7 @@ class EngineClient(Protocol):
     def stream(self, request: Request, take: Take | None = None) -> AsyncGenerator[list[Output], None]:
         """Yield outputs like `generate`, but in lists: all that came since the last list.
 
-        An output that is not the last one is offered to `take` first, if the reader waits: no task wakes for it then.
+        Outputs that end nothing are offered to `take` first, if the reader waits: no task wakes for them then.
         """
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:

@@ -1,11 +1,11 @@
 """Outputs of one request on their way to its reader."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lorax_server.types import Output
 
-Take = Callable[[Output], bool]  # True if the output needs no reader any more
+Take = Callable[[Sequence[Output]], bool]  # True if the outputs need no reader any more
 
 
 class Mailbox:
@@ -38,18 +38,18 @@ class Mailbox:
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def put(self, output: Output) -> None:
-        """Add an output that is not the last one."""
+    def put(self, outputs: Sequence[Output]) -> None:
+        """Add outputs, of which none is the last one."""
         if self.is_ended:
             return
         if self._take is not None and self._waiter is not None and not self._waiter.done():
             try:
-                if self._take(output):
+                if self._take(outputs):
                     return
-            except Exception as error:  # it belongs to this reader: others wait for their outputs
+            except Exception as error:  # it belongs to this reader: others wait for theirs
                 self.end(error)
                 return
-        self.outputs.append(output)
+        self.outputs += outputs
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:

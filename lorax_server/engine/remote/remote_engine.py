@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -88,7 +89,7 @@ class RemoteEngine:
     async def stream(self, request: Request, take: Take | None = None) -> AsyncGenerator[list[Output], None]:
         """Yield outputs like `generate`, but in lists: all that came since the last list.
 
-        An output that is not the last one is offered to `take` first, if the reader waits: no task wakes for it then.
+        Outputs that end nothing are offered to `take` first, if the reader waits: no task wakes for them then.
         """
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} is here already"
@@ -154,35 +155,55 @@ class RemoteEngine:
 
     async def _deliver_all(self, channel: ClientChannel) -> str:
         """Deliver the engine's messages until there are no more, and return why."""
+        steps: list[list[Output]] = []  # whose outputs were not delivered yet
         while True:
             try:
                 message = await channel.receive()
             except messages.ChannelError as error:
                 return f"the engine is not understood: {error}"
+            if isinstance(message, messages.Outputs):
+                steps.append(message.outputs)
+                if channel.has_more:
+                    continue
+            self._deliver_steps(steps)
+            steps.clear()
             match message:
                 case None:
                     return f"the engine process ended ({describe(await channel.end())})"
                 case messages.Failed(reason):
                     return f"the engine failed: {reason}"
-                case messages.Outputs(outputs):
-                    for output in outputs:
-                        self._deliver(output)
+                case messages.Outputs():
+                    pass
                 case messages.Reply():
                     self._settle(message)
                 case _:
                     return f"the engine is not understood: {type(message).__name__} is not due"
 
-    def _deliver(self, output: Output) -> None:
-        mailbox = self._streams.get(output.request_id)
+    def _deliver_steps(self, steps: Sequence[Sequence[Output]]) -> None:
+        """Deliver the outputs of steps. If several are here already, a request's outputs are written together."""
+        if len(steps) == 1:
+            for output in steps[0]:
+                self._deliver(output)
+            return
+        by_request: defaultdict[int, list[Output]] = defaultdict(list)
+        for outputs in steps:
+            for output in outputs:
+                by_request[output.request_id].append(output)
+        for outputs in by_request.values():
+            self._deliver(*outputs)
+
+    def _deliver(self, *outputs: Output) -> None:
+        """Deliver outputs of one request."""
+        last = outputs[-1]
+        mailbox = self._streams.get(last.request_id)
         if mailbox is None:
             return  # aborted meanwhile
-        if output.failure is None and output.finish_reason is None:
-            mailbox.put(output)
+        if last.failure is None and last.finish_reason is None:
+            mailbox.put(outputs)
             return
-        del self._streams[output.request_id]
-        if output.failure is None:
-            mailbox.outputs.append(output)
-        mailbox.end(None if output.failure is None else output.failure.to_error())
+        del self._streams[last.request_id]
+        mailbox.outputs += outputs if last.failure is None else outputs[:-1]
+        mailbox.end(None if last.failure is None else last.failure.to_error())
 
     def _settle(self, reply: messages.Reply[Any]) -> None:
         query = self._queries.get(reply.query_id)

@@ -8,7 +8,7 @@ import pytest
 
 from lorax_server.server.generations import RemoteGeneration
 from lorax_server.server.http.sse import PIECE_WRITER, EventStream, Shortcut, event
-from lorax_server.types import FinishReason, Request, SamplingParams, StopParams
+from lorax_server.types import FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
 from tests.server.bench import Peer, ScriptedClient, ids, settle, tokenizer
 from tests.server.fake_server import Routes, complete, generate
 
@@ -92,6 +92,25 @@ def test_a_client_that_does_not_read_gets_its_tokens_later_and_in_order() -> Non
         talk.engine.give(1, *tokens[5:], end=FinishReason.LENGTH)
         await reading
         assert talk.text == TEXT
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_tokens_of_several_steps_are_written_together(is_last: bool) -> None:
+    async def check() -> None:
+        talk, tokens = Talk(), ids(TEXT)
+        reading = talk.start()
+        await settle()
+        talk.engine.give(1, tokens[0])
+        await settle()
+        end = FinishReason.LENGTH if is_last else None
+        steps = [[Output(1, (SampledToken(token_id, -0.5),))] for token_id in tokens[1:-1]]
+        talk.engine._deliver_steps([*steps, [Output(2), Output(1, (SampledToken(tokens[-1], -0.5),), end)]])
+        assert talk.line.num_written == (0 if is_last else 1)
+        talk.engine.give(1, *[] if is_last else ids("!"), end=FinishReason.LENGTH)
+        await reading
+        assert talk.text == (TEXT if is_last else TEXT + "!")
 
     asyncio.run(check())
 
