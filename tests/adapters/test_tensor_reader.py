@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lorax_server.adapters import tensor_reader
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.tensor_reader import TensorReader
-from lorax_server.files.plain_file import ChangedError, stamp_of
+from lorax_server.files.plain_file import ChangedError, open_plain, stamp_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -62,7 +62,7 @@ def test_a_file_is_read_in_few_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tensor_reader, "STRETCH_BYTES", 1000)
     tensors = {f"tensor {i:02}": torch.full((10,), float(i)) for i in range(50)}  # 40 bytes each
     reader = open_reader(tmp_path / "file", tensors)
-    with mock.patch.object(tensor_reader, "open_plain", wraps=tensor_reader.open_plain) as opened:
+    with mock.patch("lorax_server.adapters.tensor_reader.open_plain", wraps=open_plain) as opened:
         for key, expected in tensors.items():
             assert torch.equal(reader.read(key)[0], expected)
     assert opened.call_count == 2
