@@ -34,7 +34,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
 from lorax_server.launch import TURN_S
 from lorax_server.models.registry import get_model
-from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, Request, SampledToken, SamplingParams, StopParams
 from lorax_server.worker.worker import paged_worker
 
 AT_ONCE, PROMPT = 64, 128
@@ -103,7 +103,7 @@ class Traffic:
     adapters: list[str]
     came: dict[int, float] = field(default_factory=dict)
     first: dict[int, float] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, list[SampledToken]] = field(default_factory=dict)
 
 
 @dataclass
@@ -158,7 +158,7 @@ def serve(engine: Engine, watch: Watch, scale: Scale, traffic: Traffic, first_id
             assert output.failure is None, output.failure
             number = output.request_id - first_id
             traffic.first.setdefault(number, time.perf_counter())
-            traffic.tokens.setdefault(number, []).extend(token.token_id for token in output.tokens)
+            traffic.tokens.setdefault(number, []).extend(output.tokens)
             num_tokens += len(output.tokens)
             num_done += output.finish_reason is not None
     seconds, loads = time.perf_counter() - start, engine.status().adapters_loaded - loads
@@ -184,28 +184,43 @@ def fill_places(engine: Engine, scale: Scale) -> None:
         engine.step()
 
 
-def check_alone(engine: Engine, scale: Scale, traffic: Traffic, first_id: int) -> float:
-    """Repeat some answers alone. Return the share that has the same tokens."""
+def score(engine: Engine, number: int, tokens: list[int], identity: str) -> list[float]:
+    """Return the log probabilities of tokens alone, without a cache of what was computed before."""
+    stop = StopParams(max_new_tokens=1, ignore_eos=True)
+    engine.add(Request(number, tokens, SamplingParams(), stop, identity, salt=str(number), prompt_logprobs=True))
+    scores: list[float] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.failure is None, output.failure
+            scores += output.prompt_logprobs or []
+    return scores
+
+
+def check_alone(engine: Engine, scale: Scale, traffic: Traffic, first_id: int) -> list[Record]:
+    """Compare log probabilities of some answers with those alone: by the same adapter, and by another."""
     ended = [number for number, tokens in traffic.tokens.items() if len(tokens) == traffic.lengths[number]]
-    chosen = ended[scale.warm_up :: max(1, (len(ended) - scale.warm_up) // CHECKED)][:CHECKED]
-    same = 0
-    for number in chosen:
-        request = make_request(
-            first_id + number, traffic.prompts[number], traffic.lengths[number], traffic.adapters[number]
-        )
-        engine.add(request)
-        tokens: list[int] = []
-        while engine.has_work:
-            tokens += [token.token_id for output in engine.step() for token in output.tokens]
-        same += tokens == traffic.tokens[number]
-    return same / len(chosen)
+    measured = [number for number in ended if number >= scale.warm_up]
+    differences: tuple[list[float], list[float]] = [], []
+    for i, number in enumerate(measured[:: max(1, len(measured) // CHECKED)][:CHECKED]):
+        right, wrong = traffic.adapters[number], name_of(scale.adapters - 1 - i)
+        tokens = traffic.prompts[number] + [token.token_id for token in traffic.tokens[number]]
+        found = [token.logprob for token in traffic.tokens[number]]
+        for j, identity in enumerate((right, wrong)):
+            alone = score(engine, first_id + 2 * i + j, tokens, identity)[-len(found) :]
+            differences[j].append(statistics.fmean(abs(x - y) for x, y in zip(found, alone, strict=True)))
+    worst, least, usual = max(differences[0]), min(differences[1]), "mean difference of log probabilities to that alone"
+    return [
+        Record(f"{CHECKED} answers: {usual}, worst", worst, "", "", None),
+        Record("the same if computed with another adapter, least", least, "", "", None),
+        Record("worst difference", worst / least, "x", "another adapter", 0.5, at_most=True),
+    ]
 
 
 # --- A cold adapter ---------------------------------------------------------------------------------------------------
 
 
 class Cold(NamedTuple):
-    """One cold adapter that joined: milliseconds to its first token, and of gaps on the way."""
+    """One cold adapter that joined: milliseconds to its first token, and of gaps until then."""
 
     first_token: float
     longest_gap: float
@@ -223,10 +238,9 @@ def join(engine: Engine, watch: Watch, name: str, number: int, prompt: list[int]
         for output in engine.step():
             assert output.failure is None, output.failure
             is_there |= output.request_id == number
-    seconds = time.perf_counter() - begin
-    for _ in range(10):
+    seconds, steps = time.perf_counter() - begin, watch.steps[first_step : watch.num_ended]
+    for _ in range(10):  # to its end: with one row more, steps are longer
         engine.step()
-    steps = watch.steps[first_step : watch.num_ended]
     gaps = [step.gap * 1e3 for step in steps if not step.has_prompt]
     return Cold(seconds * 1e3, max(gaps), max(step.gap * 1e3 for step in steps if step.has_prompt))
 
@@ -317,11 +331,10 @@ def measure(folder: Path, scale: Scale) -> list[Record]:
         traffic = make_traffic(scale, num_adapters)
         runs.append(serve(engine, watch, scale, traffic, run * 10**6))
         print_run(runs[-1])
-    same = check_alone(engine, scale, traffic, 2 * 10**6)
+    checks = check_alone(engine, scale, traffic, 2 * 10**6)
     median, colds = join_all(engine, watch, scale, names, 3 * 10**6)
     engine.close()
-    alone = Record(f"{CHECKED} answers among others, the same alone", same, "", "", 1.0)
-    return [*compare(scale, *runs), alone, *describe_cold(median, colds)]
+    return [*compare(scale, *runs), *checks, *describe_cold(median, colds)]
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.adapters.target import AdapterTarget, Kind
-from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, is_finite
+from lorax_server.adapters.tensor_reader import is_finite
+from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
@@ -111,7 +112,8 @@ class _Layout:
             offset, tensor = self.tensors.pop()
             end = offset + tensor.numel()
             _copy(tensor, buffer[offset:end].view(tensor.shape))
-            buffer[end:stop] = 0
+            if end < stop:
+                buffer[end:stop] = 0
             stop = offset
         buffer[:stop] = 0
         return buffer

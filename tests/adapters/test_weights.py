@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import prepare
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.adapters.weights import StoredAdapter, is_finite
+from lorax_server.adapters.tensor_reader import is_finite
+from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import AdapterError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
