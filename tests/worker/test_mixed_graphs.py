@@ -41,6 +41,9 @@ def test_sizes_end_with_the_largest_step() -> None:
     assert GraphSizes.choose(4, 600).mixed == [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 600]
 
 
+Check = Callable[[StepResult, StepResult, str], None]  # the last names the step
+
+
 @dataclass
 class Running:
     """A running sequence: its tokens, as far as they are prompt, and how many of all its tokens are computed."""
@@ -139,29 +142,32 @@ class Traffic:
         return ops
 
 
-def check_traffic(
-    traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Callable[[StepResult, StepResult], None]
-) -> set[int]:
+def check_traffic(traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Check) -> set[int]:
     """Run two runners side by side. Return the sizes of the mixed steps that had a graph in the second."""
     graphs, sizes = rigs[1].runner._graphs, set()
     assert graphs is not None
     for _ in range(steps):
         plan = traffic.plan()
-        first, second = (rig.collect(plan) for rig in rigs)
-        check(first, second)
+        kind, first, second = None, *(rig.collect(plan) for rig in rigs)
         if len(plan.rows) and not (tokens := locate_tokens(plan)).is_single:
             kind = graphs.find(tokens, rigs[1].runner._adapt_tokens(plan.adapter_indices, plan.counts))
             sizes |= {kind.size} if kind is not None else set()
+        note = (
+            f"step {traffic.step}, {kind}, {plan.counts} tokens, of adapters {plan.adapter_indices}: {traffic.loaded}"
+        )
+        check(first, second, note)
     return sizes
 
 
-def is_close(first: StepResult, second: StepResult) -> None:
-    assert first.token_ids == second.token_ids
-    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=2e-4)
+def is_close(first: StepResult, second: StepResult, note: str) -> None:
+    assert first.token_ids == second.token_ids, note
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=2e-4, err_msg=note)
 
 
-def is_same(first: StepResult, second: StepResult) -> None:
-    assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+def is_same(first: StepResult, second: StepResult, note: str) -> None:
+    pairs = zip(first.logprobs, second.logprobs, strict=True)
+    assert [row for row, (one, other) in enumerate(pairs) if one != other] == [], note
+    assert first.token_ids == second.token_ids, note
 
 
 def make_rigs(
@@ -259,27 +265,58 @@ def test_graphs_give_the_tokens_of_single_launches(name: str) -> None:
     assert check_traffic(traffic, rigs, 60, is_close) == set(sizes)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("most_rank", [None, 64, 512])
-@pytest.mark.parametrize(
+def check_all_sizes(
+    model: PagedCausalLM,
+    hosts: list[HostAdapter],
+    sizes: Sequence[int],
+    others: dict[str, Any],
+    check: Check,
+) -> set[int]:
+    """Compare graphs of these sizes, captured without any adapter and any prompt, with a runner with other options."""
+    options = {"graph_sizes": GraphSizes([4, 16, LARGE["num_rows"]], sizes)}
+    rigs = make_rigs(model, hosts, LARGE, options | others, options)
+    traffic = Traffic(**LARGE, most=0, num_hosts=len(hosts), seed=len(hosts))
+    found = set()
+    for most, leave in ((16, 0.2), (40, 0.1), (130, 0.1), (300, 0.2), (1100, 0.5)):
+        traffic.most, traffic.leave = most, leave
+        found |= check_traffic(traffic, rigs, 40, check)
+    return found
+
+
+HALF = pytest.mark.parametrize(
     ("dtype", "heads", "head_dim"), [(torch.bfloat16, (8, 2), 128), (torch.float16, (4, 4), 64)], ids=str
 )
+
+
+@pytest.mark.gpu
+@HALF
+@pytest.mark.parametrize("with_adapters", [False, True])
 def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
-    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, most_rank: int | None
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, with_adapters: bool
 ) -> None:
-    """Captured without any adapter and any prompt, and replayed with some that come and go; where one has a rank above
-    64, large steps have no graph."""
+    """Adapters have all modules here: where none of a large step's has one, its linear is launched in another way."""
     model = half_model(dtype, heads, head_dim)
-    hosts = make_hosts(model) if most_rank else []
-    hosts = [host for host in hosts if int(host.table[:, Field.RANK].max()) <= (most_rank or 0)]
-    options = {"graph_sizes": GraphSizes(LADDER, MIXED_LADDER)}
-    sizes = set()
-    for most, leave in ((16, 0.04), (40, 0.04), (130, 0.04), (300, 0.1), (1100, 0.5)):
-        rigs = make_rigs(model, hosts, LARGE, {**options, "capture": False}, options)
-        traffic = Traffic(**LARGE, most=most, leave=leave, num_hosts=len(hosts), seed=most)
-        sizes |= check_traffic(traffic, rigs, 40, is_same)
-    assert sizes > {size for size in MIXED_LADDER if size <= 256}
-    assert most_rank == 512 or len(sizes) >= 11
+    hosts = make_hosts(model)[:3] if with_adapters else []
+    found = check_all_sizes(model, hosts, MIXED_LADDER, {"capture": False}, is_same)
+    assert found > {size for size in MIXED_LADDER if size <= 256}
+    assert len(found) >= 13
+
+
+@pytest.mark.gpu
+@HALF
+def test_small_graphs_have_them_with_any_adapters(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+    model, sizes = half_model(dtype, heads, head_dim), [size for size in MIXED_LADDER if size <= 256]
+    assert check_all_sizes(model, make_hosts(model), sizes, {"capture": False}, is_same) == set(sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most_rank", [64, 512])
+def test_graphs_of_all_sizes_give_the_tokens_of_single_launches(most_rank: int) -> None:
+    """Where an adapter of a step has a rank above 64, a large step has no graph."""
+    model = half_model(torch.float32, (8, 2), 64)
+    hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
+    found = check_all_sizes(model, hosts, MIXED_LADDER, {"graph_sizes": None}, is_close)
+    assert found > {size for size in MIXED_LADDER if size <= 256}
 
 
 @pytest.mark.gpu
