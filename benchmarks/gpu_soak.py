@@ -14,7 +14,8 @@ another way where two tokens are as good as equal. So this is what must hold: up
 give each token the same log probability, up to a tolerance. If one differs, the whole answer is given to the model as a
 prompt, alone: each token must have the log probability that it had in company, and of greedy answers nearly the best.
 (Not of answers drawn by further rules, whose log probabilities are those after the rules.) An adapter that has been
-rewritten is another one (`x-adapter-hash`): such answers are not compared.
+rewritten is another one (`x-adapter-hash`): such answers are not compared. A request whose adapter is rewritten between
+its name and its weights is told to try again, and is asked again.
 """
 
 import argparse
@@ -44,6 +45,7 @@ A_ROUND, CHECKED = 1000, 50  # requests; one of so many is checked
 TOLERANCE, TINY_TOLERANCE = 0.08, 1e-3  # of log probabilities: in bfloat16, and in float32 on a CPU
 MOST_DEVICE_GROWTH = 0.01
 ADMIN = "soak"
+TRY_AGAIN = "changed after it was chosen; try again"
 SAME, OTHER_WAY = "the same, token for token", "another way where tokens are as good as equal"
 MIB = 2**20
 COUNTED = {
@@ -70,6 +72,7 @@ class Round:
 
 def main() -> None:
     args = parse_args()
+    end_at = time.monotonic() + args.minutes * 60
     shape = TINY if args.tiny else MID
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
@@ -77,20 +80,19 @@ def main() -> None:
         names = make_adapters(folder / "adapters", shape, NUM_ADAPTERS, RANK)
         spoil(folder / "adapters" / "broken", shape)
         with serving(folder / "log", make_flags(folder, shape, args.tiny)) as server:
+            soak = Soak(server, folder, names, shape, TINY_TOLERANCE if args.tiny else TOLERANCE)
             try:
-                soak = Soak(server, folder, names, shape, TINY_TOLERANCE if args.tiny else TOLERANCE)
-                rounds = asyncio.run(soak.run(args.minutes * 60, args.a_round))
-                counted = server.metrics()
-            finally:
+                asyncio.run(soak.run(end_at, args.a_round))
+            finally:  # also if the server is gone: what was seen until then says why
                 print("".join(find_complaints(folder / "log")), flush=True)
-    largest = Record("largest difference of a log probability", soak.largest, "", "an answer alone", None)
-    report([*judge(rounds, counted), largest], args.json)
+                if soak.rounds:
+                    report(judge(soak), args.json)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="without the start")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="in all, with the start")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--a-round", type=int, default=A_ROUND, metavar="N", help="requests between two looks")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="for the files; /dev/shm is memory")
@@ -142,11 +144,13 @@ class Soak:
         self._choice = random.Random(0)
         self._num_sent = 0
         self._to_check: list[tuple[Asked, Answer]] = []
+        self.rounds: list[Round] = []
+        self.counted: dict[str, float] = {}  # the server's metrics after the last round
         self.largest = 0.0  # difference of log probabilities in company and alone
 
-    async def run(self, seconds: float, a_round: int) -> list[Round]:
-        end_at, rounds = time.monotonic() + seconds, list[Round]()
-        while time.monotonic() < end_at or len(rounds) < 2:
+    async def run(self, end_at: float, a_round: int) -> None:
+        """Run rounds as long as a further one would end in time; two at least."""
+        while len(self.rounds) < 2 or time.monotonic() + max(seen.seconds for seen in self.rounds) < end_at:
             began = time.monotonic()
             problems, kinds = await self._load(a_round)
             free_blocks = await self._server.be_quiet()
@@ -161,9 +165,9 @@ class Soak:
             usage, device_bytes = self._server.usage(), device_memory()
             seen = Round(self._num_sent, time.monotonic() - began, usage, device_bytes, free_blocks)
             seen.problems, seen.kinds, seen.checks = problems, kinds, checks
-            rounds.append(seen)
+            self.rounds.append(seen)
+            self.counted = self._server.metrics()
             print_round(seen)
-        return rounds
 
     async def _load(self, count: int) -> tuple[list[str], Counter[str]]:
         """Send so many requests, while adapters change."""
@@ -178,6 +182,9 @@ class Soak:
                 asked = make_request(self._choice, self._names, is_checked)
                 kinds[asked.kind] += 1
                 answer = await send(self._server, asked)
+                while TRY_AGAIN in answer.problem:
+                    kinds["asked again: the adapter was rewritten after it was found"] += 1
+                    answer = await send(self._server, asked)
                 if answer.problem:
                     problems.append(f"{asked.kind} {json.dumps(asked.body)[:200]}: {answer.problem}")
                 elif is_checked:
@@ -265,8 +272,9 @@ def print_round(seen: Round) -> None:
     print(f"{seen.requests:6} requests, {seen.seconds:5.1f} s{wrong}: {usage}{device}", flush=True)
 
 
-def judge(rounds: Sequence[Round], counted: dict[str, float]) -> list[Record]:
+def judge(soak: Soak) -> list[Record]:
     """Judge growth from the end of the first third on: until then adapters and shapes come for the first time."""
+    rounds, counted = soak.rounds, soak.counted
     warm = rounds[len(rounds) // 3 :]
     problems = [problem for seen in rounds for problem in seen.problems]
     for problem in problems[:5]:
@@ -283,6 +291,7 @@ def judge(rounds: Sequence[Round], counted: dict[str, float]) -> list[Record]:
         *[Record(name, counted[metric], "", "", 1) for name, metric in COUNTED.items()],
         Record("blocks that are not free", counted[BLOCKS] - rounds[-1].free_blocks, "", "", 0, at_most=True),
         Record("restarts of the engine", counted["lorax_engine_restarts_total"], "", "", 0, at_most=True),
+        Record("largest difference of a log probability", soak.largest, "", "an answer alone", None),
     ]
     if rounds[-1].device_bytes:
         growth = max(seen.device_bytes for seen in warm) / warm[0].device_bytes - 1

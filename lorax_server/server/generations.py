@@ -38,16 +38,19 @@ class RemoteGeneration(Generation):
     async def stream(self) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield events as they come. A reader that closes the stream ends the request."""
         self.sent_at = time.monotonic()
-        async with aclosing(self._engine.stream(self.request, self._take)) as stream:
-            async for outputs in stream:
-                if self.first_at is None:
-                    self.first_at, self.started = time.monotonic(), outputs[0].started
-                for output in outputs:
-                    if not self.is_done:  # the engine does not know yet that a stop string has ended it
-                        self.append_output(output)
-                yield self.take_events()
-                if self.is_done:
-                    return
+        try:
+            async with aclosing(self._engine.stream(self.request, self._take)) as stream:
+                async for outputs in stream:
+                    if self.first_at is None:
+                        self.first_at, self.started = time.monotonic(), outputs[0].started
+                    for output in outputs:
+                        if not self.is_done:  # the engine does not know yet that a stop string has ended it
+                            self.append_output(output)
+                    yield self.take_events()
+                    if self.is_done:
+                        return
+        finally:
+            self._write = None  # it refers to this generation, which would stay until Python looks for such rings
 
     def use(self, shortcut: Shortcut, write: Callable[[list[TokenEvent]], bytes]) -> None:
         """Write events by the shortcut, if it is open: neither the first, nor the last, nor any that a reader has."""

@@ -111,8 +111,8 @@ class ByteDetokenizer(Detokenizer):
         end = len(ids)
         if prefix_offset < read_offset == end - 1 and self._text_of(ids[read_offset - 1]):
             whole = self._text_of(ids[read_offset])
-            if whole:  # whole characters after whole characters: nothing between them is incomplete
-                return Progress(whole, self._context(ids, end), end)
+            if whole:  # whole characters after whole characters: nothing is incomplete between and after them
+                return Progress(whole, read_offset, end)
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
         if not added:  # looking back over a long run of special tokens once per token would be quadratic
             return Progress("", prefix_offset, len(ids))
@@ -142,18 +142,18 @@ class ByteDetokenizer(Detokenizer):
 
     def _context(self, ids: Sequence[int], end: int) -> int:
         """Return the position of the first token before `end` whose bytes can be part of an incomplete character."""
-        count, known = 0, self._bytes
+        count = 0
         while end > 0 and count < LONGEST_INCOMPLETE:
             end -= 1
-            token_id = ids[end]
-            count += len(known[token_id] if token_id in known else self._bytes_of(token_id))
+            count += len(self._bytes_of(ids[end]))
         return end
 
     def _text_of(self, token_id: int) -> str:
+        """Return the text of a token that is whole characters, and of any other an empty one."""
         cached = self._texts.get(token_id)
         if cached is None:
             try:
-                cached = self._bytes_of(token_id).decode()
+                cached = self._to_bytes(token_id).decode()
             except UnicodeDecodeError:
                 cached = ""
             self._texts[token_id] = cached
@@ -162,9 +162,12 @@ class ByteDetokenizer(Detokenizer):
     def _bytes_of(self, token_id: int) -> bytes:
         cached = self._bytes.get(token_id)
         if cached is None:
-            name = None if token_id in self._special else self._name_of(token_id)
-            cached = self._bytes[token_id] = b"" if name is None else self._scheme.to_bytes(name)
+            cached = self._bytes[token_id] = self._to_bytes(token_id)
         return cached
+
+    def _to_bytes(self, token_id: int) -> bytes:
+        name = None if token_id in self._special else self._name_of(token_id)
+        return b"" if name is None else self._scheme.to_bytes(name)
 
 
 def _recognise(decoder: Any) -> Scheme | None:

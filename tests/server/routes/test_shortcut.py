@@ -1,6 +1,7 @@
 """The way of tokens past all tasks: a stream has the same content with it and without."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -192,6 +193,22 @@ def test_routes_write_the_same_by_the_shortcut(path: str, body: Any, monkeypatch
     quick = Routes(folder=["one"]).post(path, body).events
     assert join(quick) == join(plain)
     assert (lines[0].num_written > 0) is (body.get("n", 1) == 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/generate_stream", generate()), ("/v1/completions", complete(stream=True))]
+)
+def test_a_generation_is_gone_with_its_request(path: str, body: Any) -> None:
+    """Nothing is left for the collector of rings, which may come late."""
+    routes = Routes()
+    routes.post(path, body)
+    gc.collect()
+    gc.disable()
+    try:
+        routes.post(path, body)
+        assert not [each for each in gc.get_objects() if isinstance(each, RemoteGeneration)]
+    finally:
+        gc.enable()
 
 
 def join(events: list[Any]) -> dict[str, Any]:
