@@ -142,7 +142,7 @@ class AdapterMemory:
     def _point(self, index: int, start: int) -> None:
         row = self._residents[index].table.clone()
         offsets = row[:, :NUM_OFFSETS]
-        offsets[offsets >= 0] += start
+        offsets.add_(offsets >= 0, alpha=start)
         self.arena.host_table[index] = row
         if self.arena.table is not self.arena.host_table:
             _write(self.arena.table[index], row)
