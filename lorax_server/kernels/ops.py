@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorax_server.kernels.panels import PanelMatrix
@@ -200,10 +202,20 @@ class LoraBatch(Remembers):
         """Tell whether a graph of prompts can be replayed with these adapters."""
         return len(self.adapters) <= GRAPH_SEGMENTS and max(self.largest_ranks, default=0) <= GRAPH_RANK
 
+    def learn_from(self, other: "LoraBatch") -> None:
+        """Take over what another batch has found out of its adapters, if they are the same ones, in whatever order."""
+        if set(self.adapters) == set(other.adapters):
+            self.derived.update((key, other.derived[key]) for key in ("most", "has", "ranks") if key in other.derived)
+
+    @property
+    def _most(self) -> npt.NDArray[np.int64]:
+        """Return by target and field the highest number of any adapter of the batch."""
+        return self.once("most", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
+
     def _find_ranks(self) -> list[int]:
         if self.in_graph:
             return [GRAPH_RANK] * self.table.shape[1]
-        ranks: list[int] = self.host_table[sorted(set(self.adapters)), :, Field.RANK].amax(0).tolist()
+        ranks: list[int] = self._most[:, Field.RANK].tolist()
         return ranks
 
     @property
@@ -213,11 +225,11 @@ class LoraBatch(Remembers):
     def _find_kinds(self) -> _Has:
         if self.in_graph:
             return _Has(*([True] * self.table.shape[1] for _ in range(3)))
-        table = self.host_table[sorted(set(self.adapters))]
-        low_rank = table[..., Field.RANK] > 0
-        vectors = (table[..., Field.FACTOR] >= 0) | (table[..., Field.SHIFT] >= 0)
-        rows = (table[..., Field.NUM_ROWS] > 0) | (table[..., Field.NUM_NEW_ROWS] > 0)
-        return _Has(*(present.any(0).tolist() for present in (low_rank, vectors, rows)))
+        most = self._most
+        low_rank = most[:, Field.RANK] > 0
+        vectors = (most[:, Field.FACTOR] >= 0) | (most[:, Field.SHIFT] >= 0)
+        rows = (most[:, Field.NUM_ROWS] > 0) | (most[:, Field.NUM_NEW_ROWS] > 0)
+        return _Has(low_rank.tolist(), vectors.tolist(), rows.tolist())
 
 
 class Ops(Protocol):

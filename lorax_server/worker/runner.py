@@ -163,13 +163,15 @@ class PagedRunner:
             return None
         key = adapter_indices.tobytes() + b"|" + counts.tobytes()
         if key not in self._adapter_data:
+            data, known = None, [other for other in self._adapter_data.values() if other is not None]
             if len(self._adapter_data) >= 2:  # those of the tokens and those of the head
                 self._adapter_data = {}
-            data = None
             if adapter_indices.any():
                 indices = to_device(np.repeat(adapter_indices, counts), self._device)
                 meta = AdapterBatchMetadata(indices, *_find_runs(adapter_indices, counts))
                 data = AdapterBatchData(meta, self._memory.arena)
+                for other in known:
+                    data.lora.learn_from(other.lora)
             self._adapter_data[key] = data  # now that there was memory for it
         return self._adapter_data[key]
 

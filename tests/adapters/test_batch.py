@@ -121,6 +121,19 @@ def test_one_target_of_a_layer_is_enough_and_no_target_is_none(arena: AdapterAre
     assert not data.lora.has_vectors([])
 
 
+def test_a_batch_learns_from_another_one_of_the_same_adapters_only(arena: AdapterArena) -> None:
+    table = arena.host_table.clone()
+    own = AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS)
+    first, same, other = (adapter_batch(indices, own) for indices in ([1, 3, 0], [3, 0, 1, 3], [3, 0]))
+    gate = first.find([TARGETS["gate"]])
+    assert first.lora.has_low_rank(gate)
+    for data in (same, other):
+        data.lora.learn_from(first.lora)
+    table[:] = -1  # a second look would find nothing
+    assert same.lora.has_low_rank(gate)
+    assert not other.lora.has_low_rank(gate)
+
+
 def test_new_tokens_alone_are_rows_too(arena: AdapterArena) -> None:
     table = torch.zeros_like(arena.host_table)
     table[..., : Field.RANK] = -1
