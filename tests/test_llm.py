@@ -656,7 +656,7 @@ def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> No
 
 def test_the_start_tells_its_seconds_by_phase(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lorax_server"), LLM(world.model, world.adapters, **SMALL) as llm:
-        assert list(llm.start_seconds) == ["tokenizer", "kernels", "weights", "memory", "graphs", "adapters"]
+        assert list(llm.start_seconds) == ["tokenizer", "imports", "kernels", "weights", "memory", "graphs", "adapters"]
         assert all(seconds >= 0 for seconds in llm.start_seconds.values())
     (said,) = [record.message for record in caplog.records if record.message.startswith("started in ")]
     assert all(name in said for name in llm.start_seconds)

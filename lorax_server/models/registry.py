@@ -87,15 +87,21 @@ def find_class(model_type: Any) -> type[Any]:
     return model_class
 
 
-def _read_config(settings: ModelConfig) -> Any:
+def import_model(settings: ModelConfig) -> str:
+    """Import what a model's config and class need, which takes seconds, and return its type. Refuse other types."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
-        model_type = json.loads(path.read_text())["model_type"]
+        model_type: str = json.loads(path.read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path}: cannot be used as a model's config, a JSON object with a `model_type`: {error}"
         ) from error
     find_class(model_type)
+    return model_type
+
+
+def _read_config(settings: ModelConfig) -> Any:
+    path, model_type = settings.path / MODEL_CONFIG_FILE, import_model(settings)
     try:
         config = AutoConfig.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for a value that it cannot take

@@ -164,6 +164,12 @@ def is_close(first: StepResult, second: StepResult, note: str) -> None:
     np.testing.assert_allclose(first.logprobs, second.logprobs, atol=2e-4, err_msg=note)
 
 
+def is_near(first: StepResult, second: StepResult, note: str) -> None:
+    """Allow for products of another height of tiles, whose operands a GPU rounds to 11 bits."""
+    assert first.token_ids == second.token_ids, note
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=5e-3, err_msg=note)
+
+
 def is_same(first: StepResult, second: StepResult, note: str) -> None:
     pairs = zip(first.logprobs, second.logprobs, strict=True)
     assert [row for row, (one, other) in enumerate(pairs) if one != other] == [], note
@@ -315,7 +321,7 @@ def test_graphs_of_all_sizes_give_the_tokens_of_single_launches(most_rank: int) 
     """Where an adapter of a step has a rank above 64, a large step has no graph."""
     model = half_model(torch.float32, (8, 2), 64)
     hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
-    found = check_all_sizes(model, hosts, MIXED_LADDER, {"graph_sizes": None}, is_close)
+    found = check_all_sizes(model, hosts, MIXED_LADDER, {"graph_sizes": None}, is_near)
     assert found > {size for size in MIXED_LADDER if size <= 256}
 
 
