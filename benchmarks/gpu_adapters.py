@@ -163,15 +163,15 @@ def serve(engine: Engine, watch: Watch, scale: Scale, traffic: Traffic, first_id
             num_done += output.finish_reason is not None
     seconds, loads = time.perf_counter() - start, engine.status().adapters_loaded - loads
     steps = watch.steps[first_step : watch.num_ended]
-    for number in range(num_added):
-        engine.abort(first_id + number)
-    finish(engine)
+    abort(engine, first_id, num_added)
     measured = [number for number in traffic.first if number >= scale.warm_up]
     first_tokens = [(traffic.first[number] - traffic.came[number]) * 1e3 for number in measured]
     return Result(num_tokens / seconds, first_tokens, steps, loads)
 
 
-def finish(engine: Engine) -> None:
+def abort(engine: Engine, first_id: int, count: int) -> None:
+    for number in range(count):
+        engine.abort(first_id + number)
     while engine.is_busy:
         engine.step()
 
@@ -258,9 +258,7 @@ def join_all(
         engine.step()
     median = statistics.median(step.gap * 1e3 for step in watch.steps[watch.num_ended - 40 : watch.num_ended])
     colds = [join(engine, watch, name, first_id + AT_ONCE + i, prompts[AT_ONCE + i]) for i, name in enumerate(names)]
-    for i in range(AT_ONCE + len(names)):
-        engine.abort(first_id + i)
-    finish(engine)
+    abort(engine, first_id, AT_ONCE + len(names))
     return median, colds
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server.adapters import identity
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.identity import CHUNK_BYTES, identify
@@ -81,6 +82,18 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
     ]
     found = [identity_of(path, given) for given in tensors] + [identity_of(path, **changes) for changes in configs]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 9])
+def test_the_number_of_threads_does_not_matter(num_threads: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = identity_of(path)
+    monkeypatch.setattr(identity, "NUM_THREADS", num_threads)
+    monkeypatch.setattr(identity, "THREAD_BYTES", 1)
+    assert identity_of(path) == expected
+    header = read_header(path, "x")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AdapterError, match=r"adapter 'x': .* became shorter"):
+        identify(parse_config(RAW, "x"), path, header)
 
 
 def test_every_byte_counts(path: Path) -> None:
