@@ -13,6 +13,7 @@ from lorax_server.worker.copier import Arrival, Copier
 
 # An adapter is moved over itself in pieces of this size, so that it needs little room.
 MOVE_UNITS = 65536
+PINNED_ROWS = 32  # about as many adapters may be loaded in the steps that are under way
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class AdapterMemory:
         self._copier = copier
         if copier is not None:
             copier.follow_caller()  # which fills the buffer with zeros
+        if device.type == "cuda":  # torch keeps what is pinned now for the rows of loads: to pin it then takes long
+            _ = [row.pin_memory() for row in (table[0], self.arena.scales[0].cpu()) for _ in range(PINNED_ROWS)]
 
     def on_arrival(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when a load has ended that did not end at once."""
