@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _Segments = tuple[list[int], list[int]]
 
+STEP_PRIORITY = -1  # of streams: before the preparation of adapters, which has 0, the lowest
+
 LADDER: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 # Coarse: where prompts are, a few tokens more cost little. More tokens keep a GPU busy for longer than launches take.
 MIXED_LADDER: tuple[int, ...] = (
@@ -212,7 +214,7 @@ class StepGraphs:
         device, start = self._model.device, time.monotonic()
         used = [_used_bytes(device)]
         pool: Any = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device, priority=STEP_PRIORITY)  # which its kernels keep
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for kinds in self._list_kinds():

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ from lorax_server.plan import (
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.facts import describe, find_max_length, fix_rotary
-from lorax_server.worker.graphs import GraphSizes, can_capture, graph_sizes
+from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, can_capture, graph_sizes
 from lorax_server.worker.memory import (
     adapter_bytes,
     adapter_rows,
@@ -73,9 +74,12 @@ class Worker:
         preparer: Preparer | None = None,
         *,
         can_retry: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """With `can_retry`, a step that ends in the middle for lack of memory may be submitted again."""
+        """With `can_retry`, a step that ends in the middle for lack of memory may be submitted again. On a GPU, steps
+        and what is done to adapters between them run on `stream`, one after the other."""
         self.capabilities = capabilities
+        self._stream = stream
         self._can_retry = can_retry
         self.preparer = preparer
         self._runner = runner
@@ -93,6 +97,10 @@ class Worker:
     def submit(self, plan: StepPlan) -> LoraxError | None:
         """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
         return the error for the one that asks for too much."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> LoraxError | None:
         if plan.token_masks is not None:
             raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
@@ -253,7 +261,15 @@ def _build_paged(
             graph_sizes=sizes,
         )
     preparer = None if memory is None else _make_preparer(model, group)
-    return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1)
+    stream = _make_stream(device) if device.type == "cuda" else None
+    return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1, stream=stream)
+
+
+def _make_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for steps, which begins when all that the start has made is there."""
+    stream = torch.cuda.Stream(device, priority=STEP_PRIORITY)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
