@@ -15,8 +15,16 @@ from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 HELPERS = (
-    "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged", "report", "stand_in_server"
-)  # fmt: skip
+    "adapter_pool",
+    "gpu_engine",
+    "gpu_model",
+    "gpu_reference",
+    "gpu_soak_load",
+    "gpu_timing",
+    "paged",
+    "report",
+    "stand_in_server",
+)
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 
