@@ -246,7 +246,8 @@ def _write_configs(folder: Path, shape: ModelShape) -> None:
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a byte-level tokenizer: the 256 bytes, then words of letters, then special tokens.
 
-    It has no merges: a text becomes its bytes. Only the tokens that a model chooses are words.
+    It has no merges: a text becomes its bytes. Only the tokens that a model chooses are words. Texts are cut into words
+    first, as by real tokenizers, of which `tokenizers` keeps the last 10,000.
     """
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     bytes_ = [chr(byte) for byte in sorted(visible)] + [chr(256 + i) for i in range(256 - len(visible))]
@@ -254,7 +255,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     words = ["Ġ" + _spell(i) for i in range(num_words - len(bytes_))]
     special = [BOS, EOS, *(f"<|reserved_special_token_{i}|>" for i in range(_num_special(vocab_size) - 2))]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     bos, sequence = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     tokenizer = {
         "version": "1.0",

@@ -42,10 +42,10 @@ RANK, NUM_ADAPTERS, ON_DEVICE, ON_HOST = 16, 24, 8, 16
 AT_ONCE, MAX_LENGTH = 96, 1024
 TOKENS_IN_CACHE = 4096
 A_ROUND, CHECKED = 1000, 50  # requests; one of so many is checked
-TOLERANCE, TINY_TOLERANCE = 0.08, 1e-3  # of log probabilities: in bfloat16, and in float32 on a CPU
+TOLERANCE, TINY_TOLERANCE = 0.125, 1e-3  # of log probabilities: in bfloat16, and in float32 on a CPU
 MOST_DEVICE_GROWTH = 0.01
 ADMIN = "soak"
-TRY_AGAIN = "changed after it was chosen; try again"
+TRY_AGAIN = re.compile(r"changed (after it was chosen|while it was read); try again")
 SAME, OTHER_WAY = "the same, token for token", "another way where tokens are as good as equal"
 MIB = 2**20
 COUNTED = {
@@ -182,7 +182,7 @@ class Soak:
                 asked = make_request(self._choice, self._names, is_checked)
                 kinds[asked.kind] += 1
                 answer = await send(self._server, asked)
-                while TRY_AGAIN in answer.problem:
+                while TRY_AGAIN.search(answer.problem):
                     kinds["asked again: the adapter was rewritten after it was found"] += 1
                     answer = await send(self._server, asked)
                 if answer.problem:

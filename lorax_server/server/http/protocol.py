@@ -8,6 +8,7 @@ wanted, for the next request, or for unwritten data. While a request is answered
 import asyncio
 import socket
 import sys
+import weakref
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -212,7 +213,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.__class__ = PlainCycle  # uvicorn makes it, and has not begun with it
         else:
             self.cycle.__class__ = ChunkedCycle
-            self.cycle.scope["extensions"] = {PIECE_WRITER: self.cycle}  # type: ignore[dict-item]
+            self.cycle.scope["extensions"] = {PIECE_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 KEEP_ALIVE = b":\n\n"
 STUCK_S = 120.0  # a client that reads nothing for so long has gone, whatever its socket says
 DONE = b"data: [DONE]\n\n"
-PIECE_WRITER = "lorax.piece_writer"  # the extension of ASGI by which a connection offers one
+PIECE_WRITER = "lorax.piece_writer"  # the extension of ASGI by which a connection offers one, as a weak reference
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class EventStream(Response):
         self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.create_task(self._write(send, scope.get("extensions", {}).get(PIECE_WRITER)))
+        connection = scope.get("extensions", {}).get(PIECE_WRITER, lambda: None)()
+        writer = asyncio.create_task(self._write(send, connection))
         helpers = [asyncio.create_task(until_gone(receive)), asyncio.create_task(self._keep_alive(send))]
         try:
             await asyncio.wait((writer, *helpers), return_when=asyncio.FIRST_COMPLETED)

@@ -47,7 +47,7 @@ class Talk:
 
     def start(self) -> "asyncio.Task[None]":
         response = EventStream(self.events(), 1000.0, shortcut=self.shortcut)
-        scope = {"extensions": {PIECE_WRITER: self.line}}
+        scope = {"extensions": {PIECE_WRITER: lambda: self.line}}
         return asyncio.create_task(response(scope, self.peer.receive, self.peer.send))
 
     @property
@@ -186,7 +186,7 @@ def test_routes_write_the_same_by_the_shortcut(path: str, body: Any, monkeypatch
                     waiting.send(None)  # `send` of the test never waits
 
         lines.append(Passing([]))
-        await whole(self, {**scope, "extensions": {PIECE_WRITER: lines[-1]}}, receive, send)
+        await whole(self, {**scope, "extensions": {PIECE_WRITER: lambda: lines[-1]}}, receive, send)
 
     whole = EventStream.__call__
     monkeypatch.setattr(EventStream, "__call__", respond)
