@@ -111,10 +111,12 @@ class EngineConfig(Settings):
         None, "steps in progress at once; with 2 the next is prepared meanwhile", none="1 on a CPU, 2 on a GPU"
     )
     cuda_graphs: bool | None = setting(
-        None, "run the layers of decode steps as CUDA graphs", none="on one GPU, if its kernels allow it"
+        None, "run the layers of steps of up to 2304 tokens as CUDA graphs", none="on one GPU, if its kernels allow it"
     )
 
-    max_rows: int | None = setting(None, "sequences that run at once", none="64, or 256 on a GPU of 40 GB and more")
+    max_rows: int | None = setting(
+        None, "sequences that run at once", none="64, or 256 on a GPU of 40 GB and more; not more than tokens of a step"
+    )
     max_step_tokens: int | None = setting(
         None, "tokens to compute in a step", none="512 on a CPU, 4096 on a GPU, more if more sequences run"
     )

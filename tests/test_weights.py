@@ -13,7 +13,7 @@ from torch import nn
 
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
-from lorax_server.weights import Weights, open_tensors, open_weights, weight_bytes
+from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
 from tests.builders import how, memory_weights
 
 INDEX = "model.safetensors.index.json"
@@ -175,10 +175,16 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
     assert open_weights(tmp_path, **how()).get_tensor("x") == 1
 
 
-def test_weight_bytes_is_the_size_of_the_weight_files(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {"x": torch.zeros(1000), "y": torch.zeros(500)})
-    size = sum((tmp_path / f"model-{index}.safetensors").stat().st_size for index in range(2))
-    assert weight_bytes(tmp_path) == size > 6000
+def test_bytes_are_those_of_the_dtype_to_load(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"x": torch.zeros(1000), "y": torch.zeros(500, dtype=torch.float16)})
+    assert estimate_bytes(tmp_path, torch.float32) == 6000
+    assert estimate_bytes(tmp_path, torch.bfloat16) == 3000
+
+
+def test_bytes_of_pickles_are_the_least_they_can_be(tmp_path: Path) -> None:
+    write_bin(tmp_path, {"x": torch.zeros(1000)})
+    assert 4000 <= estimate_bytes(tmp_path, torch.float32) < 6000
+    assert estimate_bytes(tmp_path, torch.float16) < 3000
 
 
 # --- names

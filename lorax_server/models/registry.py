@@ -1,5 +1,6 @@
 """Find and load the class for the model type in a checkpoint's `config.json`."""
 
+import gc
 import json
 from importlib import import_module
 from typing import Any
@@ -15,7 +16,7 @@ from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.weights import Weights, open_weights, weight_bytes
+from lorax_server.weights import Weights, estimate_bytes, open_weights
 
 MODELS = {
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
@@ -51,8 +52,8 @@ def get_model(
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
-    needed = _estimate_bytes(settings, config, dtype) // process_group.size()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+    needed = estimate_bytes(settings.path, dtype) // process_group.size()
+    free = _find_free_bytes(device) if device.type == "cuda" else needed
     if needed > free:
         raise _explain_lack(device, needed, free)
     try:
@@ -62,7 +63,7 @@ def get_model(
             dtype=dtype,
             process_group=process_group,
             ops=ops,
-            pack=_should_pack(settings, config, device, dtype, ops),
+            pack=_should_pack(settings, device, dtype, ops),
         ) as weights:
             return build_model(config, weights)
     except torch.OutOfMemoryError as error:
@@ -138,21 +139,23 @@ def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:
     return dtype
 
 
-def _should_pack(settings: ModelConfig, config: Any, device: torch.device, dtype: torch.dtype, ops: Ops) -> bool:
+def _should_pack(settings: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops) -> bool:
     possible = can_pack(device, dtype)
     if settings.pack_weights is None and ops is not reference:
         return False  # they lay out matrices as they need them
     if settings.pack_weights is None:
-        return possible and 2 * _estimate_bytes(settings, config, dtype) <= machine_bytes() / 2
+        return possible and 2 * estimate_bytes(settings.path, dtype) <= machine_bytes() / 2
     if settings.pack_weights and not possible:
         raise ConfigError("pack_weights needs a CPU, float32 and a torch with oneDNN")
     return settings.pack_weights
 
 
-def _estimate_bytes(settings: ModelConfig, config: Any, dtype: torch.dtype) -> int:
-    """Return about how many bytes the weights of all ranks take."""
-    stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else dtype
-    return weight_bytes(settings.path) * dtype.itemsize // stored.itemsize
+def _find_free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, after what an engine of this process has left behind is given back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def _explain_lack(device: torch.device, needed: int, free: int) -> ConfigError:

@@ -1,6 +1,7 @@
 """A checkpoint in a folder: its files, and the tensors that modules pull from them."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,11 +158,12 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
     is_index = checkpoint.suffix == ".json"
     paths = _read_index(checkpoint) if is_index else {}
     tensors: Mapping[str, torch.Tensor | StoredTensor]
+    reader = None
     if "safetensors" in checkpoint.name:
         tensors = open_tensors(paths if is_index else dict.fromkeys(_open_safetensors(checkpoint).keys(), checkpoint))
+        reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
     else:
         tensors = _load_pickles(sorted(set(paths.values())) if is_index else [checkpoint])
-    reader = WeightsReader(placement["device"]) if placement["device"].type == "cuda" else None
     return Weights(tensors, source=str(checkpoint), reader=reader, **placement)
 
 
@@ -177,11 +179,16 @@ def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the size of the files that `open_weights` would read."""
+def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Return the bytes that all weights take in a dtype. Of PyTorch files, which tell less, return the least."""
     checkpoint = _find_checkpoint(folder)
     paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
-    return sum(path.stat().st_size for path in paths)
+    if "safetensors" not in checkpoint.name:
+        return sum(path.stat().st_size for path in paths) * dtype.itemsize // torch.float32.itemsize
+    count = 0
+    for file in map(_open_safetensors, sorted(paths)):
+        count += sum(math.prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
+    return count * dtype.itemsize
 
 
 def _find_checkpoint(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
@@ -114,6 +114,7 @@ class WeightsReader:
             self._threads.submit(self._move, file, start + done, flat[done : done + self._buffer_bytes])
             for done in range(0, len(flat), self._buffer_bytes)
         ]
+        wait(moves)  # before an error of one: the others write to the tensor
         for move in moves:
             move.result()
         if self._stream is not None:
@@ -162,7 +163,7 @@ class _File:
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{self._path}: tensor {name!r} cannot be read: {error}") from error
         if dtype not in STORED_DTYPES:
-            raise WeightsError(f"{self._path}: tensor {name!r} is {dtype}; only float16 to 64 is supported")
+            raise WeightsError(f"{self._path}: tensor {name!r} has an unknown dtype, {dtype}")
         if start < 0 or num_bytes != num_elements * STORED_DTYPES[dtype].itemsize:
             raise WeightsError(f"{self._path}: tensor {name!r} of shape {shape} does not have {num_bytes} bytes")
         return _Place(STORED_DTYPES[dtype], shape, self._data_start + start)

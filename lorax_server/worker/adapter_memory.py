@@ -73,8 +73,10 @@ class AdapterMemory:
         self._copier = copier
         if copier is not None:
             copier.follow_caller()  # which fills the buffer with zeros
-        if device.type == "cuda":  # torch keeps what is pinned now for the rows of loads: to pin it then takes long
-            _ = [row.pin_memory() for row in (table[0], self.arena.scales[0].cpu()) for _ in range(PINNED_ROWS)]
+        # For moves: a step must not look for memory.
+        self._spare = torch.empty(min(MOVE_UNITS, num_units) * self._unit, dtype=dtype, device=device)
+        if device.type == "cuda":
+            _pin_room(table[0], self.arena.scales[0].cpu())
 
     def on_arrival(self, notify: Callable[[], None]) -> None:
         """Call `notify`, on any thread, when a load has ended that did not end at once."""
@@ -139,7 +141,7 @@ class AdapterMemory:
         for done in range(0, count, piece):
             stop = min(done + piece, count)
             content = buffer[old + done : old + stop]
-            buffer[new + done : new + stop] = content if is_far else content.clone()
+            buffer[new + done : new + stop] = content if is_far else self._spare[: stop - done].copy_(content)
         self._point(index, new)
 
     def _point(self, index: int, start: int) -> None:
@@ -149,6 +151,12 @@ class AdapterMemory:
         self.arena.host_table[index] = row
         if self.arena.table is not self.arena.host_table:
             _write(self.arena.table[index], row)
+
+
+def _pin_room(*rows: torch.Tensor) -> None:
+    """Let torch pin memory for the rows of loads, which it keeps for them: to pin it then would take long."""
+    held = [row.pin_memory() for row in rows for _ in range(PINNED_ROWS)]  # at once, or it would be the same
+    del held
 
 
 def _write(row: torch.Tensor, values: torch.Tensor) -> None:

@@ -180,7 +180,7 @@ class StepGraphs:
     # --- Contexts: the same tensors for every batch of one size -------------------------------------------------------
 
     def _context(self, kind: StepKind, adapter_data: AdapterBatchData | None, max_position: int = 1) -> PagedContext:
-        """Describe a padded step: as many sequences as tokens, of which the last have none."""
+        """Describe a padded step: as many sequences as there can be, of which the last have no tokens."""
         inputs, seqs, tokens = self._inputs, slice(kind.num_seqs), slice(kind.size)
         return self._model.make_context(
             self._kv_cache,
@@ -223,6 +223,7 @@ class StepGraphs:
                 used.append(_used_bytes(device))
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # of the stream above, which no step uses
         self.num_bytes = [after - before for before, after in itertools.pairwise(used)]
         rows, tokens = (", ".join(map(str, sizes)) for sizes in self._sizes)
         seconds, num_bytes = time.monotonic() - start, sum(self.num_bytes)
@@ -236,9 +237,9 @@ class StepGraphs:
 
     def _list_kinds(self) -> Iterator[list[StepKind]]:
         """Yield the kinds of each size, the largest first, then likewise those of mixed steps."""
-        for is_mixed, sizes in enumerate(self._sizes):
+        for is_mixed, sizes in ((False, self._sizes.decode), (True, self._sizes.mixed)):
             for size in reversed(sizes):
-                plain, adapted = StepKind(size, bool(is_mixed)), StepKind(size, bool(is_mixed), has_adapters=True)
+                plain, adapted = StepKind(size, is_mixed), StepKind(size, is_mixed, has_adapters=True)
                 if self._memory is None:
                     yield [plain]
                 else:

@@ -30,6 +30,11 @@ ADAPTER_TABLE_SHARE = 64  # of the bytes for adapters, beside them
 LEAST_ADAPTER_ROWS = 64
 
 
+def lacks_memory(error: RuntimeError) -> bool:
+    """Tell whether an error is for lack of memory on a GPU, of torch or of a library that asks for its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
+
+
 class Needs(NamedTuple):
     """Bytes that steps take on a GPU besides weights, adapters and cache."""
 
@@ -102,15 +107,16 @@ def measure_needs(
         return Needs()
     data = None if memory is None else make_believe(memory, step_tokens)
     prompts = _measure_peak(model, lambda: run_prompts(model, step_tokens, shape, data))
-    prompts -= count_prompt_blocks(step_tokens, shape) * block_bytes(
-        model, shape.block_size
-    )  # the cache will have them
-    hidden = step_tokens * model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
+    blocks = count_prompt_blocks(step_tokens, shape)  # which the cache will have
+    prompts -= blocks * block_bytes(model, shape.block_size)
+    row_bytes = model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
+    hidden = step_tokens * row_bytes
     choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length))
     tables = RowTables(max_rows, shape.max_length, shape.block_size, model.device)
     graphs = measure_graphs(model, memory, graph_sizes, tables)
-    # Inputs of graphs have tables of blocks like those of the rows, once for decode steps and once for others.
-    return Needs(max(prompts, hidden + choice), graphs, tables.token_ids.nbytes + 3 * tables.blocks.nbytes)
+    # Steps take blocks out of the tables, graphs have a place of their own for them and for embedded tokens.
+    held = tables.token_ids.nbytes + 3 * tables.blocks.nbytes + max((0, *graph_sizes.mixed)) * row_bytes
+    return Needs(max(prompts, hidden + choice), graphs, held)
 
 
 def count_blocks(

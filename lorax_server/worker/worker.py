@@ -42,6 +42,7 @@ from lorax_server.worker.memory import (
     count_blocks,
     explain_lack,
     find_max_rows,
+    lacks_memory,
     measure_needs,
     report_memory,
 )
@@ -124,8 +125,8 @@ class Worker:
         """Submit a step; False if there is no memory. The error must be gone before the next try: it holds tensors."""
         try:
             self._tickets.append(self._runner.submit(plan))
-        except torch.OutOfMemoryError:
-            if not self._can_retry:
+        except RuntimeError as error:
+            if not self._can_retry or not lacks_memory(error):
                 raise
             return False
         return True
@@ -171,6 +172,7 @@ class Worker:
                 self._memory.move(op.index, op.source, op.target)
             case Unload():
                 self._memory.unload(op.index)
+                self._loading = [index for index in self._loading if index != op.index]
             case Drop():
                 self.preparer.drop(op.identity)
 
@@ -225,7 +227,7 @@ def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copi
 def _build_paged(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
 ) -> Worker:
-    device, max_rows = model.device, find_max_rows(config, model.device)
+    device, max_rows = model.device, _fewest(find_max_rows(config, model.device), group, model.device)
     step_tokens = _step_tokens(config, device, max_rows)
     sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     num_units = 0 if memory is None else memory.num_units

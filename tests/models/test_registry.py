@@ -191,6 +191,10 @@ def test_matrices_are_packed_when_asked_for_and_when_both_copies_fit(llama: Path
     assert not is_packed(get_model(ModelConfig(llama, dtype="bfloat16"), ops=reference))
 
 
+def count_numbers(folder: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+
+
 def set_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.__getitem__)
 
@@ -203,7 +207,7 @@ def test_both_copies_must_fit_in_half_of_the_memory(
     folder = tmp_path / "stored"
     theirs: Any = LlamaForCausalLM.from_pretrained(llama)
     theirs.to(stored).save_pretrained(folder)
-    loaded = (folder / "model.safetensors").stat().st_size * 4 // stored.itemsize
+    loaded = 4 * count_numbers(folder)
     set_memory(monkeypatch, 4 * loaded)
     assert is_packed(get_model(ModelConfig(folder), ops=reference))
     set_memory(monkeypatch, 4 * loaded - 1)
@@ -215,7 +219,7 @@ def test_both_copies_must_fit_in_half_of_the_memory(
 def test_a_container_in_a_big_host_has_too_little_memory_for_both_copies(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = (llama / "model.safetensors").stat().st_size
+    loaded = 4 * count_numbers(llama)
     (tmp_path / "memory.current").write_text("0")
     monkeypatch.setattr(machine, "GROUPS", tmp_path)
     for limit, fits in ((4 * loaded, True), (4 * loaded - 1, False)):
@@ -245,7 +249,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu: Any = SimpleNamespace(total_memory=456)
-    size = (llama / "model.safetensors").stat().st_size
+    size = 4 * count_numbers(llama)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (123, 456))
     with pytest.raises(ConfigError, match=f"take about {size // 2} bytes, and 123 are free of the 456 bytes of cuda"):

@@ -207,7 +207,7 @@ def test_padded_inputs_of_all_sizes(size: int) -> None:
     model = make_model("qwen3-window", CPU)
     hosts = make_hosts(model)
     rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(LADDER, [size]), "capture": False})
-    check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close)
+    assert check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close) == {size}
 
 
 def test_padding_is_nowhere() -> None:

@@ -52,6 +52,11 @@ class Mailbox:
         self.outputs += outputs
         self._wake()
 
+    def put_last(self, outputs: Sequence[Output]) -> None:
+        """Add outputs for the reader itself: it has to end. After an error it gets none, since one before is lost."""
+        if not self.is_ended:
+            self.outputs += outputs
+
     def end(self, error: Exception | None = None) -> None:
         """Tell the reader that no more outputs come, and why. Only the first reason counts."""
         if not self.is_ended:

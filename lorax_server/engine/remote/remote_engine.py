@@ -160,6 +160,7 @@ class RemoteEngine:
             try:
                 message = await channel.receive()
             except messages.ChannelError as error:
+                self._deliver_steps(steps)
                 return f"the engine is not understood: {error}"
             if isinstance(message, messages.Outputs):
                 steps.append(message.outputs)
@@ -202,7 +203,7 @@ class RemoteEngine:
             mailbox.put(outputs)
             return
         del self._streams[last.request_id]
-        mailbox.outputs += outputs if last.failure is None else outputs[:-1]
+        mailbox.put_last(outputs if last.failure is None else outputs[:-1])
         mailbox.end(None if last.failure is None else last.failure.to_error())
 
     def _settle(self, reply: messages.Reply[Any]) -> None:

@@ -1,7 +1,7 @@
 """LoRA of prompts. What adapters add is written before the base model's product, which is then added to it.
 
 That halves the traffic of adding to a finished output. The host knows the segments, so grids hold no more than there is
-to do.
+to do; but in a graph they hold as much as there can be.
 """
 
 from collections.abc import Sequence

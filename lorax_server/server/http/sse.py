@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,10 @@ encode_json = msgspec.json.Encoder().encode
 
 def event(content: Any) -> bytes:
     return b"data: " + encode_json(content) + b"\n\n"
+
+
+def write_events(contents: Iterable[Any]) -> bytes:
+    return b"".join(map(event, contents))
 
 
 class PieceWriter(Protocol):

@@ -13,7 +13,7 @@ from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import refuse_misplaced
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import Shortcut, event
+from lorax_server.server.http.sse import Shortcut, write_events
 from lorax_server.server.routes.lorax_parameters import choose_adapter, to_options
 from lorax_server.server.routes.lorax_schemas import (
     CompatGenerateRequest,
@@ -92,7 +92,7 @@ def _write(exchange: Exchange, body: GenerateRequest, generations: list[RemoteGe
 async def _answer_stream(exchange: Exchange, body: GenerateRequest) -> Response:
     (generation,) = await _prepare(exchange, body, is_streamed=True)
     shortcut = Shortcut()
-    generation.use(shortcut, lambda token_events: _write_events(_describe(generation, token_events)))
+    generation.use(shortcut, lambda token_events: write_events(_describe(generation, token_events)))
     return await exchange.stream(_stream(exchange, generation, body), shortcut)
 
 
@@ -112,7 +112,7 @@ async def _stream(
             if answers and first:
                 answers[0] |= first
                 first = {}
-            yield _write_events(answers)
+            yield write_events(answers)
 
 
 def _describe(generation: RemoteGeneration, token_events: list[TokenEvent]) -> list[dict[str, Any]]:
@@ -120,10 +120,6 @@ def _describe(generation: RemoteGeneration, token_events: list[TokenEvent]) -> l
         {"token": _token(generation, token_event), "generated_text": None, "details": None}
         for token_event in token_events
     ]
-
-
-def _write_events(answers: list[dict[str, Any]]) -> bytes:
-    return b"".join(map(event, answers))
 
 
 def _summary(generation: RemoteGeneration) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lorax_server.server.checks import MAX_BIASES, check, check_stops, not_yet, 
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.foreign_fields import refuse_foreign
-from lorax_server.server.http.sse import DONE, EventStream, Shortcut, event
+from lorax_server.server.http.sse import DONE, EventStream, Shortcut, event, write_events
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
@@ -177,7 +177,7 @@ async def stream_choices(exchange: Exchange, body: CommonRequest, frame: dict[st
     shortcut = Shortcut()
     if len(exchange.generations) == 1:  # several take turns, which the shortcut does not know
         exchange.generations[0].use(
-            shortcut, lambda token_events: _write_events(_frame(body, frame, write(0, token_events, False)))
+            shortcut, lambda token_events: write_events(_frame(body, frame, write(0, token_events, False)))
         )
     return await exchange.stream(_stream(exchange, body, frame, write), shortcut)
 
@@ -196,7 +196,7 @@ async def _stream(
             if answers:
                 answers[0] |= first
                 first = {}
-                yield _write_events(answers)
+                yield write_events(answers)
     if body.wants_usage:
         yield event(frame | {"choices": [], "usage": count_usage(exchange)})
     yield DONE
@@ -205,7 +205,3 @@ async def _stream(
 def _frame(body: CommonRequest, frame: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     usage = {"usage": None} if body.wants_usage else {}
     return [{**frame, "choices": [choice], **usage} for choice in choices]
-
-
-def _write_events(answers: list[dict[str, Any]]) -> bytes:
-    return b"".join(map(event, answers))

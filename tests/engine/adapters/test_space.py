@@ -445,7 +445,7 @@ class Machine(RuleBasedStateMachine):
                 self.space.compact(units)
                 assert self.space.needs_step  # or it would never come to an end
                 self.end_all_steps()
-            assert self.loading or self.space.largest_hole >= units
+            assert (self.MOST_MOVED is not None and self.loading) or self.space.largest_hole >= units
 
     @rule(which=CHOICES)
     def step(self, which: int) -> None:

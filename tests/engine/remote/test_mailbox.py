@@ -96,3 +96,21 @@ def test_only_the_first_reason_counts() -> None:
     mailbox.end(EngineError("later"))
     mailbox.end()
     assert mailbox.error is reason
+
+
+def test_after_an_error_of_the_one_in_its_place_a_reader_gets_no_more() -> None:
+    async def check() -> None:
+        def take(outputs: Sequence[Output]) -> bool:
+            raise ValueError(outputs)
+
+        mailbox = Mailbox(take)
+        waiting = asyncio.create_task(mailbox.wait())
+        await settle()
+        mailbox.put([Output(1)])
+        mailbox.put_last([Output(2)])
+        mailbox.end()
+        await waiting
+        assert not mailbox.empty()  # or the answer would lack a token in its middle
+        assert isinstance(mailbox.error, ValueError)
+
+    asyncio.run(check())
