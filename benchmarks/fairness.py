@@ -25,9 +25,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from report import Record, report
+from server_log import wait_for_url
 
 ROOT = Path(__file__).parent.parent
-READY, START_S = "ready: ", 120
 LARGE_FROM, OTHER = "127.0.0.1", "127.0.0.2"
 MOST_S = 1.0
 PAUSE_S = 0.5  # between small requests
@@ -155,16 +155,6 @@ def serving(rows: int) -> Iterator[str]:
                 yield wait_for_url(process, log)
             finally:
                 process.terminate()
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        _, mark, rest = log.read_text().partition(READY)
-        if mark and "\n" in rest:
-            return str(rest.split()[0])
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import psutil
 from gpu_model import LLAMA_8B, TINY, make_adapters, make_model
-from http_streams import percentile, wait_for_url
+from http_streams import percentile
 from report import Record, report
+from server_log import wait_for_url
 
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams

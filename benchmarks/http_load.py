@@ -36,6 +36,7 @@ import psutil
 import torch
 from adapter_scale import write_adapter
 from report import Record, report
+from server_log import wait_for_url
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -55,8 +56,7 @@ EOS = "</s>"
 MOST_ADDED = 0.15  # of the engine's own time
 MOST_LOST = 0.08  # of the tokens that `LLM` makes in a second
 STREAM, WHOLE = "/generate_stream", "/generate"
-READY = re.compile(r"ready: (http://\S+)")
-START_S, RUN_S = 120, 1200
+RUN_S = 1200
 IDLE, STEPS = "lorax_engine_idle_seconds_total", "lorax_engine_steps_total"
 US = "us for each token"
 ROOT = Path(__file__).parent.parent
@@ -438,16 +438,6 @@ def serving(folder: Path, more: dict[str, object] | None = None) -> Iterator[Ser
             yield Server(wait_for_url(process, log), process.pid, folder)
         finally:
             process.terminate()
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        found = READY.search(log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ takes. (Tokens of a stream that wait together are written together then.)
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +23,10 @@ import psutil
 from gpu_model import TINY, make_model
 from http_client import EVENTS
 from report import Record, report
+from server_log import wait_for_url
 
 ROOT = Path(__file__).parent.parent
-READY = re.compile(r"ready: (http://\S+)")
-START_S, RUN_S, END_S = 60, 600, 30
+RUN_S, END_S = 600, 30
 PROMPT = "the quick brown fox jumps over " * 4
 US = "us for each token"
 
@@ -154,16 +152,6 @@ def percentile(values: Sequence[float], part: float) -> float:
     """Return the value that so many are not above; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", log: Path, start_s: float = START_S) -> str:
-    deadline = time.monotonic() + start_s
-    while process.poll() is None and time.monotonic() < deadline:
-        found = READY.search(log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ import numpy as np
 import psutil
 import torch
 from adapter_scale import write_adapter
-from http_load import make_tokenizer, wait_for_url
+from http_load import make_tokenizer
 from report import Record, report
+from server_log import wait_for_url
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 

@@ -17,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.remote.channel import EngineChannel
@@ -31,6 +32,7 @@ from lorax_server.server.run import run
 from lorax_server.types import (
     AdapterRef,
     EngineInfo,
+    EngineStatus,
     FinishReason,
     Merge,
     Output,
@@ -118,8 +120,9 @@ class StandIn:
         self._new.discard(request_id)
         return Output(request_id, (token,), None if left else FinishReason.LENGTH, started=Started(0.0, 0.0, 0))
 
-    def status(self) -> Any:
-        raise NotImplementedError
+    def status(self) -> EngineStatus:
+        """Tell how many requests run; all else is 0."""
+        return EngineStatus(**({field.name: 0 for field in fields(EngineStatus)} | {"running": len(self._left)}))
 
     def close(self) -> None:
         pass

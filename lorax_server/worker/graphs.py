@@ -99,7 +99,7 @@ class StepGraphs:
     """Graphs of a model's layers: one for each size, and another where there are adapters. Of mixed steps that are not
     large there is one of each size, with adapters if there can be any.
 
-    Without `capture` the same padded inputs go through the layers one by one: that is for tests on a CPU.
+    Without `capture` the same padded inputs go through the layers one by one: that is for tests.
     """
 
     def __init__(

@@ -242,6 +242,25 @@ def test_rows_of_padding_are_nowhere() -> None:
 GPU = torch.device("cuda")
 
 
+def half_model(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> PagedCausalLM:
+    """Make a model with widths that the fastest kernels take, which are for half precision only."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=head_dim,
+        vocab_size=96,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    weights = Weights(tensors, device=GPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(GPU))
+    return FlashLlamaForCausalLM("", config, weights)
+
+
 def gpu_model(name: str) -> PagedCausalLM:
     model = make_model(name, GPU)
     assert can_capture(model.ops), "a GPU that runs these tests has kernels"
@@ -260,21 +279,7 @@ def test_graphs_give_the_same_tokens(name: str, seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> None:
-    """Widths that the fastest kernels take, which are for half precision only."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    weights = Weights(tensors, device=GPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(GPU))
-    model = FlashLlamaForCausalLM("", config, weights)
+    model = half_model(dtype, (4, 2), 64)
     check_same(model, make_hosts(model), 1, capture=True)
 
 

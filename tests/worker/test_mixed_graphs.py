@@ -9,26 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.host import HostAdapter
-from lorax_server.distributed import FakeGroup
-from lorax_server.kernels import Field, select_ops
-from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
+from lorax_server.kernels import Field
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unload
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.weights import Weights
 from lorax_server.worker.graphs import LADDER, MIXED_LADDER, GraphSizes, StepGraphs
 from lorax_server.worker.inputs import locate_tokens
 from tests.parity.adapters.served import make_model
 from tests.worker.test_graphs import (
     CPU,
-    GPU,
     NAMES,
     Rig,
     close_rigs,  # noqa: F401 - a fixture
     gpu_model,
+    half_model,
     make_hosts,
 )
 from tests.worker.test_inputs import make_plan
@@ -239,25 +235,6 @@ def test_larger_steps_have_no_graph() -> None:
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
 
 LARGE: dict[str, Any] = {"num_rows": 40, "max_length": 400, "block_size": 16}
-
-
-def half_model(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> PagedCausalLM:
-    """Make a model with widths that the fastest kernels take, which are for half precision only."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        head_dim=head_dim,
-        vocab_size=96,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    weights = Weights(tensors, device=GPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(GPU))
-    return FlashLlamaForCausalLM("", config, weights)
 
 
 @pytest.mark.gpu

@@ -47,16 +47,15 @@ class Kernel:
         early: bool,
     ) -> None:
         """Launch on torch's current stream; `early`: while the one in front runs, for which the kernel itself waits."""
+        if torch._C._cuda_getDevice() != self._index:  # the driver would refuse
+            with torch.cuda.device(self._index):
+                return self.launch(blocks, threads, args, early)
         config = self._configs[early]
         config.gridDimX, config.gridDimY = blocks if isinstance(blocks, tuple) else (blocks, 1)
         config.blockDimX = threads
         config.hStream = torch._C._cuda_getCurrentRawStream(self._index)
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-        if torch._C._cuda_getDevice() == self._index:  # else the driver would refuse
-            check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
-        else:
-            with torch.cuda.device(self._index):
-                check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 def _describe_launch(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:

@@ -6,8 +6,8 @@
 // Tiles begin at multiples of KEYS from the sequence's first token. A tile that a row may not see at all leaves that row
 // as it is, bit for bit. So a row's result depends neither on how a prompt is cut nor on its neighbours.
 //
-// A block takes items (rows and KV head) until none is left; the heaviest come first, if the host has made the list, and turns go to and fro. A list that
-// is made on the device has room for more tiles than there are: one without tokens ends it.
+// A block takes items (rows and KV head) until none is left, and turns go to and fro. A list of the host's has the
+// heaviest first. One that is made on the device has room for more tiles than there are: one without tokens ends it.
 constexpr int COPYING = 128;  // threads; those that compute come after them
 
 struct PrefillArgs {
