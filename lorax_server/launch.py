@@ -4,19 +4,13 @@ Both processes import this module, so it imports neither torch, which only the e
 only the server needs.
 """
 
-import gc
-import sys
 from dataclasses import replace
 
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.machine import return_large_blocks, share_arenas
+from lorax_server.machine import return_large_blocks, share_arenas, shorten_turns, spare_steps
 from lorax_server.types import EngineInfo
-
-# How long a thread runs while another one waits for its turn. Python's default is 5 ms, and every operation of a step
-# would wait as long while an adapter is prepared: with 2,000 adapters that cost a third of the throughput.
-TURN_S = 0.0005
 
 
 def check_files(config: ServerConfig) -> None:
@@ -49,12 +43,11 @@ def run_engine(config: EngineConfig, address: str) -> None:
     from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
 
     share_arenas()
-    sys.setswitchinterval(TURN_S)  # for the whole process, which an engine must have to itself
+    shorten_turns()
     with connected(address) as channel:
         engine = build_engine(config, on_death=channel.report)
         warm_up(engine)
-        gc.collect()
-        gc.freeze()  # what is there now stays: looking through it would hold up a step for a tenth of a second
+        spare_steps()
         sizes = engine.capabilities
         info = EngineInfo(
             max_length=sizes.max_length,

@@ -72,6 +72,30 @@ def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
     assert free_bytes() == 0
 
 
+def test_threads_take_short_turns() -> None:
+    """A thread that waits for its turn at Python does not wait for long, nor does Linux make it longer."""
+    script = (
+        "import ctypes, sys\n"
+        "from lorax_server.machine import shorten_turns\n"
+        "shorten_turns()\n"
+        "print(sys.getswitchinterval(), ctypes.CDLL(None).prctl(30))\n"  # 30: the slack of this thread
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert [float(word) for word in done.stdout.split()] == pytest.approx([machine.TURN_S, machine.SLACK_NS])
+
+
+def test_steps_are_spared_collections_of_all_objects() -> None:
+    script = (
+        "import gc\n"
+        "from lorax_server.machine import spare_steps\n"
+        "youngest = gc.get_threshold()[:2]\n"
+        "spare_steps()\n"
+        "print(gc.get_freeze_count() > 1000, gc.isenabled(), gc.get_threshold()[:2] == youngest, gc.get_threshold()[2])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", str(machine.FULL_COLLECTIONS)]
+
+
 def test_malloc_can_be_told() -> None:
     give_back_memory()
 

@@ -6,7 +6,7 @@ known. A bias is a shift, a norm's weight is a factor, and a full head or embedd
 base model's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,12 @@ def prepare(
     dtype: torch.dtype,
     group: ProcessGroup,
     max_rank: int | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> HostAdapter:
     """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses.
 
-    Kernels may serve LoRA up to `max_rank` at linears; embeddings have no such limit.
+    Kernels may serve LoRA up to `max_rank` at linears; embeddings have no such limit. `pause` is called every
+    millisecond or so, and may wait.
     """
     # Python numbers: to write them into a tensor one by one takes longer than all the rest.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
@@ -61,6 +63,7 @@ def prepare(
     for index, target in enumerate(targets.values()):
         if target.name not in modules:
             continue
+        pause()
         weights = adapter.load(target.name)
         try:
             module = _PreparedModule(adapter.name, target, weights, dtype, group)
@@ -72,7 +75,7 @@ def prepare(
                 table[index][field] = layout.add(tensor)
         except AdapterError as error:  # continue: other ranks may accept this module and wait in the next
             refusal = refusal or error
-    buffer = layout.fill(dtype)  # before ranks agree: when one rank has the answer, all have the adapter
+    buffer = layout.fill(dtype, pause)  # before ranks agree: when one rank has the answer, all have the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
     if refused:
@@ -106,9 +109,10 @@ class _Layout:
         self.end += -(-tensor.numel() // self.unit) * self.unit
         return offset
 
-    def fill(self, dtype: torch.dtype) -> torch.Tensor:
+    def fill(self, dtype: torch.dtype, pause: Callable[[], None]) -> torch.Tensor:
         buffer, stop = torch.empty(max(self.end, self.unit), dtype=dtype), max(self.end, self.unit)
         while self.tensors:  # each is freed once it is copied
+            pause()
             offset, tensor = self.tensors.pop()
             end = offset + tensor.numel()
             _copy(tensor, buffer[offset:end].view(tensor.shape))

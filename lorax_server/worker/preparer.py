@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -22,6 +23,7 @@ from lorax_server.plan import Prepared
 logger = logging.getLogger(__name__)
 
 READY_S = 60.0  # for another rank to have an adapter that the first rank has
+REST_S = 0.02  # the longest rest, however long the engine's thread is busy
 
 
 class Preparer:
@@ -49,6 +51,8 @@ class Preparer:
         self._ready: dict[str, HostAdapter] = {}
         self._added = threading.Condition()  # to `_ready`
         self._is_closed = False
+        self._may_work = threading.Event()
+        self._may_work.set()
         self._results: deque[Prepared] = deque()
         self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
@@ -75,8 +79,17 @@ class Preparer:
             raise EngineError("the ranks do not agree on an adapter any more") from self._failure
         return [self._results.popleft() for _ in range(len(self._results))]
 
+    def rest(self) -> None:
+        """Let the thread rest while the engine's thread has work to do: only one of them can run Python, and each would
+        wait for the other at every operation. Steps took up to three times as long."""
+        self._may_work.clear()
+
+    def go_on(self) -> None:
+        self._may_work.set()
+
     def close(self) -> None:
         self._is_closed = True
+        self.go_on()
         self._tasks.put(None)
         self._thread.join(timeout=10)
 
@@ -93,7 +106,8 @@ class Preparer:
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._max_rank)
+            pause = partial(self._may_work.wait, REST_S)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._max_rank, pause)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:

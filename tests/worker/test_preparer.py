@@ -31,6 +31,7 @@ from lorax_server.kernels import Field
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.plan import Prepared
 from lorax_server.types import Merge
+from lorax_server.worker import preparer as preparer_module
 from lorax_server.worker.preparer import Preparer
 from tests.parity.adapters.cases import CASES
 from tests.parity.adapters.served import make_model, open_adapter
@@ -107,6 +108,28 @@ def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
 
 
 # --- One rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_rests_while_the_engine_is_busy(
+    originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparer_module, "REST_S", WAIT_S)
+    ready = threading.Event()
+    preparer.notify = ready.set
+    preparer.rest()
+    preparer.enqueue(make_spec(originals / "plain", targets))
+    assert not ready.wait(0.2)
+    preparer.go_on()
+    assert take(preparer, 1)[0].error is None
+
+
+def test_it_does_not_rest_for_ever(
+    originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparer_module, "REST_S", 0.001)
+    preparer.rest()
+    preparer.enqueue(make_spec(originals / "plain", targets))
+    assert take(preparer, 1)[0].error is None
 
 
 @pytest.mark.parametrize("is_old", [False, True])

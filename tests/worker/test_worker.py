@@ -3,7 +3,7 @@
 import multiprocessing
 import pickle
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +109,21 @@ class Record:
 
     def take_results(self) -> list[Prepared]:
         return self.ready
+
+
+def test_adapters_are_prepared_while_a_gpu_works_and_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is made beside another one, which is under way, the thread that prepares rests."""
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    record: Any = Record()
+    worker = Worker(Capabilities(97, 2, 8, 2, 4), record, record, record, stream=cast(torch.cuda.Stream, object()))
+    worker.submit(make_plan(1))
+    worker.submit(make_plan(2))
+    worker.collect()
+    worker.submit(make_plan(3))
+    worker.collect()
+    worker.collect()  # nothing is under way after it
+    turns = ["submit", "submit", "go_on", "rest", "submit", "go_on", "rest", "go_on"]
+    assert [name for name, *_ in record.said if name in turns] == turns
 
 
 @pytest.fixture

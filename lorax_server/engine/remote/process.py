@@ -4,6 +4,7 @@ Queries about names are answered beside the steps, on the threads that know the 
 such an answer, and would otherwise wait for a step to end before it even arrives.
 """
 
+import gc
 import logging
 import signal
 import time
@@ -91,6 +92,7 @@ class _EngineLoop:
                 self._idle_s += time.monotonic() - since
                 self._num_idle += 1
                 if self._num_idle == REST_AFTER:  # once: it takes milliseconds, and the next step takes memory again
+                    gc.collect()  # which steps are spared
                     give_back_memory()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
