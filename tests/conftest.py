@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ pytest_plugins = ["tests.leaks"]
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels run in its interpreter
+# What engines keep for the next start: not in the user's home.
+os.environ.setdefault("LORAX_CACHE", str(Path(__file__).parent.parent / ".cache/lorax"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

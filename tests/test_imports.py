@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "lorax_server/demo"
 # Modules that torch and transformers import themselves on a GPU do not count.
 OTHERS = (
     "import torch.distributed\n"
@@ -72,6 +73,16 @@ def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> Non
     modules = imported_beside_others()["core"]
     assert "lorax_server.layers.linear" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
+
+
+def test_a_second_start_does_not_import_transformers() -> None:
+    """To import it takes seconds. The first start keeps what it says of a config."""
+    start = "import sys\nfrom lorax_server.llm import LLM\n"
+    start += (
+        f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_rows=2) as llm: llm.generate('hello')\n"
+    )
+    run(start)
+    assert run(start + "print('torch' in sys.modules, 'transformers' in sys.modules)").split()[-2:] == ["True", "False"]
 
 
 def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:

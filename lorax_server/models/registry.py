@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
@@ -16,6 +15,7 @@ from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.stored_config import read_config
 from lorax_server.weights import Weights, estimate_bytes, open_weights
 
 MODELS = {
@@ -48,7 +48,7 @@ def get_model(
     settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None
 ) -> PagedCausalLM:
     """Load this rank's part of a model. Without a group, load all of it; without ops, use the device's best."""
-    config = _read_config(settings)
+    config = load_config(settings)
     device = torch.device(settings.device)
     dtype = _choose_dtype(settings, config)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
@@ -88,8 +88,8 @@ def find_class(model_type: Any) -> type[Any]:
     return model_class
 
 
-def import_model(settings: ModelConfig) -> str:
-    """Import what a model's config and class need, which takes seconds, and return its type. Refuse other types."""
+def _read_type(settings: ModelConfig) -> str:
+    """Return a model's type. Refuse those that we have no class for."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
         model_type: str = json.loads(path.read_text())["model_type"]
@@ -101,10 +101,11 @@ def import_model(settings: ModelConfig) -> str:
     return model_type
 
 
-def _read_config(settings: ModelConfig) -> Any:
-    path, model_type = settings.path / MODEL_CONFIG_FILE, import_model(settings)
+def load_config(settings: ModelConfig) -> Any:
+    """Return a model's config with its defaults. Refuse values that nothing can be built from."""
+    path, model_type = settings.path / MODEL_CONFIG_FILE, _read_type(settings)
     try:
-        config = AutoConfig.from_pretrained(settings.path, local_files_only=True, trust_remote_code=False)
+        config = read_config(settings.path)
     except Exception as error:  # transformers raises anything for a value that it cannot take
         raise ConfigError(f"{path}: cannot be used as a model's config: {error}") from error
     if config.model_type != model_type:

@@ -18,7 +18,7 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MODELS, get_model, import_model
+from lorax_server.models.registry import MODELS, get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
@@ -186,7 +186,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
     if is_paged(config):
         group, phases = group or FakeGroup(), phases or Phases()
         with phases.measure("imports"):
-            import_model(config.model)
+            load_config(config.model)  # which may have to ask transformers
         with phases.measure("kernels"):
             ops = select_ops(torch.device(config.model.device))
         with phases.measure("weights"):

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig  # noqa: F401 - a name of the contract
 
 from lorax_server.distributed import shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
@@ -23,6 +22,15 @@ from lorax_server.models.custom_modeling.paged import (
     load_head,
 )
 from lorax_server.weights import Weights
+
+
+def __getattr__(name: str) -> Any:
+    """Return `LlamaConfig`, which this module promises, when someone asks for it: to import it takes seconds."""
+    if name != "LlamaConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    return LlamaConfig
 
 
 def head_dim(config: Any) -> int:

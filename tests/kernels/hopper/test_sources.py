@@ -1,6 +1,5 @@
 """The CUDA sources compile, for every shape of the table, without a GPU."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from lorax_server.kernels.hopper.sources import (
 )
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
-from lorax_server.kernels.hopper.compiler import Compiler, cache_folder
+from lorax_server.kernels.hopper.compiler import Compiler
 from lorax_server.kernels.hopper.decode import DecodePlanVariant, DecodeVariant
 from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillVariant
 
@@ -87,11 +86,3 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog:
     (tmp_path / "file").touch()
     Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
     assert "cannot be kept" in caplog.text
-
-
-def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAX_KERNEL_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    monkeypatch.delenv("LORAX_KERNEL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tmp_path, "cache"))
-    assert cache_folder() == tmp_path / "cache/lorax/kernels"

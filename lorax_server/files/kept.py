@@ -1,0 +1,49 @@
+"""Files that save the next start some seconds: each holds what one name, made of all that it depends on, stands for."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "LORAX_CACHE"
+DIGEST = hashlib.sha256().digest_size
+
+
+def kept_folder(name: str) -> Path:
+    """Return the folder of one kind of such files: in `LORAX_CACHE`, or with other caches of the user."""
+    given = os.environ.get(VARIABLE)
+    root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
+    return root / name
+
+
+def make_name(*parts: str | bytes) -> str:
+    """Return a name that other parts do not have."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def read_kept(path: Path) -> bytes | None:
+    """Read a file; None if there is none, or only a damaged one."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = stored[:DIGEST], stored[DIGEST:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all. A folder that cannot be written costs the next start its time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("%s cannot be kept for the next start: %s", path.parent, error)

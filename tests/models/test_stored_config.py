@@ -1,0 +1,65 @@
+"""Configs as transformers reads them, kept for the next start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from lorax_server.files.names import MODEL_CONFIG_FILE
+from lorax_server.models import stored_config
+from lorax_server.models.stored_config import read_config
+from tests.parity.variants import VARIANTS
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LORAX_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept/configs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    VARIANTS["llama-gqa"].config().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def never(_: Path) -> Any:
+    raise AssertionError("transformers was asked")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_fields_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    VARIANTS[name].config().save_pretrained(tmp_path)
+    expected = AutoConfig.from_pretrained(tmp_path)
+    first = read_config(tmp_path)
+    monkeypatch.setattr(stored_config, "_ask_transformers", never)
+    assert vars(read_config(tmp_path)) == vars(first)
+    fields = {name for name in vars(expected) if not name.startswith("_")} | set(expected.attribute_map)
+    for field in fields - {"dtype", "quantize", "transformers_version", "id2label"}:  # keys of JSON are texts
+        value = getattr(expected, field)
+        assert getattr(first, field) == (list(value) if isinstance(value, tuple) else value), field
+    assert getattr(first, "_remove_final_layer_norm", False) == getattr(expected, "_remove_final_layer_norm", False)
+    assert str(first.dtype).removeprefix("torch.") == str(expected.dtype).removeprefix("torch.")
+
+
+def test_transformers_is_asked_again_where_anything_has_changed(
+    folder: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_config(folder)
+    (kept,) = own_folder.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])  # it was cut off
+    assert read_config(folder).hidden_size == VARIANTS["llama-gqa"].config().hidden_size
+    monkeypatch.setattr(stored_config, "version", lambda _: "another")
+    read_config(folder)
+    text = (folder / MODEL_CONFIG_FILE).read_text()
+    (folder / MODEL_CONFIG_FILE).write_text(text.replace('"rms_norm_eps"', '"initializer_range": 0.5, "rms_norm_eps"'))
+    assert read_config(folder).initializer_range == pytest.approx(0.5)
+    assert len(list(own_folder.iterdir())) == 3
+
+
+def test_what_transformers_refuses_is_not_kept(folder: Path, own_folder: Path) -> None:
+    (folder / MODEL_CONFIG_FILE).write_text('{"model_type": "unknown"}')
+    with pytest.raises(ValueError, match="unknown"):
+        read_config(folder)
+    assert not own_folder.exists()
