@@ -42,7 +42,9 @@ RANK, NUM_ADAPTERS, ON_DEVICE, ON_HOST = 16, 24, 8, 16
 AT_ONCE, MAX_LENGTH = 96, 1024
 TOKENS_IN_CACHE = 4096
 A_ROUND, CHECKED = 1000, 50  # requests; one of so many is checked
-TOLERANCE, TINY_TOLERANCE = 0.125, 1e-3  # of log probabilities: in bfloat16, and in float32 on a CPU
+# Of log probabilities: in bfloat16 8 spacings of scores between 4 and 8 (an H200 was up to 6 off; another adapter is 90
+# off), and in float32 on a CPU.
+TOLERANCE, TINY_TOLERANCE = 0.25, 1e-3
 MOST_DEVICE_GROWTH = 0.01
 ADMIN = "soak"
 TRY_AGAIN = re.compile(r"changed (after it was chosen|while it was read); try again")
