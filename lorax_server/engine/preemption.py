@@ -5,11 +5,10 @@ rows beyond that are taken back. So rows change hands when requests come and end
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
 from lorax_server.engine.fair_queue import FairQueue
-from lorax_server.engine.sequence import OrderKey, Sequence
+from lorax_server.engine.sequence import Sequence
 
 
 def sort_running(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
@@ -17,7 +16,10 @@ def sort_running(running: Rows[Sequence], queue: FairQueue) -> list[Sequence]:
 
     The first sequence stays the first, so that it always goes on.
     """
-    return [standing[-1] for standing in sorted(_standings(running, queue))] if queue.has_excess else list(running)
+    if not queue.has_excess:
+        return list(running)
+    within, beyond = _split(running, queue)
+    return within + beyond
 
 
 def may_spare(running: Rows[Sequence], queue: FairQueue) -> bool:
@@ -36,8 +38,8 @@ def find_spare(running: Rows[Sequence], queue: FairQueue, head: Sequence, num_fr
     if queue.has_excess:
         num_due = queue.num_due or int(queue.has_no_row(head.request.tenant))
     if num_due:
-        standings = sorted(_standings(running, queue), reverse=True)
-        return [sequence for is_beyond, _, sequence in standings if is_beyond][: max(0, num_due - num_free)]
+        _, beyond = _split(running, queue)
+        return beyond[::-1][: max(0, num_due - num_free)]
     return [] if num_free else _find_further_answer(running, head)
 
 
@@ -58,10 +60,14 @@ def _call_id(sequence: Sequence) -> int:
     return sequence.request.request_id if first_id is None else first_id
 
 
-def _standings(running: Rows[Sequence], queue: FairQueue) -> Iterator[tuple[bool, OrderKey, Sequence]]:
-    """Yield for each sequence whether it is beyond its tenant's share of the rows, and its order key."""
-    counts: Counter[str] = Counter()
+def _split(running: Rows[Sequence], queue: FairQueue) -> tuple[list[Sequence], list[Sequence]]:
+    """Return the sequences within their tenant's share of the rows, and those beyond, in their order."""
+    left: dict[str, int] = {}  # rows of each tenant's share
+    within, beyond = list[Sequence](), list[Sequence]()
     for sequence in running:
         tenant = sequence.request.tenant
-        yield counts[tenant] >= queue.kept_rows(tenant), sequence.order_key, sequence
-        counts[tenant] += 1
+        if tenant not in left:
+            left[tenant] = queue.kept_rows(tenant)
+        left[tenant] -= 1
+        (within if left[tenant] >= 0 else beyond).append(sequence)
+    return within, beyond

@@ -4,7 +4,7 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.table import AdapterTable
@@ -14,7 +14,7 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
+from lorax_server.engine.step_builder import Scheduled, StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
@@ -118,7 +118,9 @@ class Scheduler:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
-        if builder.scheduled:  # their next tokens wait for the prompts of this step
+        self._charge(builder.scheduled)
+        num_single = len(builder.scheduled)
+        if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
         reserve = builder.budget // 2 if long and self._has_others() else 0
@@ -127,6 +129,7 @@ class Scheduler:
             count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
+        self._charge(builder.scheduled[num_single:])
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
         return self._submit(builder) if builder.scheduled or self._adapters.needs_step else None
@@ -171,7 +174,7 @@ class Scheduler:
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
-        elif sequence in self._unsettled and not sequence.num_in_flight:
+        elif self._unsettled and sequence in self._unsettled and not sequence.num_in_flight:
             self._unsettled.remove(sequence)
             self._wait(sequence)
         output = Output(request_id, (SampledToken(token_id, logprob, result.alternatives.get(index)),), reason)
@@ -181,9 +184,9 @@ class Scheduler:
 
     def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Add a running sequence to the step; False if there are no blocks, or it was preempted for another."""
-        if sequence.row is None or not self._make_room(builder, sequence, count):
+        if sequence.row is None or not (self._cache.hold(sequence, count) or self._make_room(builder, sequence, count)):
             return False
-        self._put(builder, sequence, count, samples)
+        builder.add_tokens(sequence, count, samples)
         return True
 
     def _has_others(self) -> bool:
@@ -191,7 +194,7 @@ class Scheduler:
         return bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
 
     def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
-        """Hold blocks for more tokens, if need be those of later sequences that are not in the step.
+        """Hold blocks for more tokens: those of later sequences that are not in the step.
 
         Where that is not enough, the sequence keeps its blocks and waits. The first can always go on: it fits alone.
         """
@@ -237,13 +240,19 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         self._enter(builder, sequence)
-        self._put(builder, sequence, count, samples=count == num_tokens)
+        builder.add_tokens(sequence, count, samples=count == num_tokens)
+        self._charge(builder.scheduled[-1:])  # at once: it decides what comes next
         return True
 
-    def _put(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> None:
-        builder.add_tokens(sequence, count, samples)
-        request = sequence.request
-        self._waiting.charge(request.tenant, request.adapter_identity, count)  # at once: it decides what comes next
+    def _charge(self, scheduled: Iterable[Scheduled]) -> None:
+        """Charge tokens of a step to their tenants and adapters, those of one of each together."""
+        sums: dict[tuple[str, str], int] = {}
+        for entry in scheduled:
+            request = entry.sequence.request
+            name = request.tenant, request.adapter_identity
+            sums[name] = sums.get(name, 0) + entry.num_tokens
+        for (tenant, identity), num_tokens in sums.items():
+            self._waiting.charge(tenant, identity, num_tokens)
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()

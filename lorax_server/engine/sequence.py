@@ -37,6 +37,7 @@ class Sequence:
     prompt_alternatives: list[Alternatives] | None = field(init=False)  # likewise
     rope_variant: str = ""
     _max_tokens: int = field(init=False)
+    _ending_token_ids: frozenset[int] = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,6 +48,7 @@ class Sequence:
         self.prompt_logprobs = [math.nan] * num_reported if request.prompt_logprobs else None
         self.prompt_alternatives = [Alternatives([], [])] * num_reported if has_alternatives else None
         self._max_tokens = len(self.token_ids) + request.stop.max_new_tokens
+        self._ending_token_ids = request.stop.ending_token_ids
 
     def note_prompt(self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None) -> None:
         """Note how likely the tokens of the prompt after `start` were."""
@@ -91,6 +93,8 @@ class Sequence:
 
     def ended_by(self, token_id: int) -> FinishReason | None:
         """Return why the token that was just appended is the last, if it is. The detokenizer finds stop strings."""
-        reason = ended_by(token_id, self.num_generated, self.request.stop)
+        reason = None
+        if token_id in self._ending_token_ids:
+            reason = ended_by(token_id, self.num_generated, self.request.stop)
         is_full = len(self.token_ids) >= self._max_tokens
         return FinishReason.LENGTH if reason is None and is_full else reason

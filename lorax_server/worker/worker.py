@@ -133,11 +133,12 @@ class Worker:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step. On a GPU, adapters are prepared meanwhile, and not while the next one is made."""
-        if self.preparer is not None:
-            self.preparer.go_on()
+        beside = self.preparer if self._stream is not None else None
+        if beside is not None:
+            beside.go_on()
         result = self._runner.collect(self._tickets.popleft())
-        if self.preparer is not None and self._stream is not None and self._tickets:
-            self.preparer.rest()
+        if beside is not None and self._tickets:
+            beside.rest()
         loaded = self.take_loaded()
         return replace(result, loaded=loaded) if loaded else result
 
