@@ -49,7 +49,7 @@ def prepare(
     dtype: torch.dtype,
     group: ProcessGroup,
     max_rank: int | None = None,
-    pause: Callable[[], None] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
 ) -> HostAdapter:
     """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses.
 
@@ -109,7 +109,7 @@ class _Layout:
         self.end += -(-tensor.numel() // self.unit) * self.unit
         return offset
 
-    def fill(self, dtype: torch.dtype, pause: Callable[[], None]) -> torch.Tensor:
+    def fill(self, dtype: torch.dtype, pause: Callable[[], object]) -> torch.Tensor:
         buffer, stop = torch.empty(max(self.end, self.unit), dtype=dtype), max(self.end, self.unit)
         while self.tensors:  # each is freed once it is copied
             pause()

@@ -169,6 +169,11 @@ class FairQueue:
         self._present[tenant].num_rows -= 1
         self._leave(tenant)
 
+    def charge_all(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
+        """Charge tokens to tenants that have rows, and to their adapters."""
+        for (tenant, identity), count in num_tokens.items():
+            self.charge(tenant, identity, count)
+
     def charge(self, tenant: str, identity: str, num_tokens: int) -> None:
         """Charge tokens to a tenant that has a row, and to its adapter."""
         self._present[tenant].charge(identity, num_tokens)

@@ -4,7 +4,7 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.table import AdapterTable
@@ -14,7 +14,7 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import Scheduled, StepBuilder, SubmittedStep
+from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError, SourceError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
@@ -118,8 +118,8 @@ class Scheduler:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
             elif num_tokens > 1:
                 long.append(sequence)  # after all that need a single token
-        self._charge(builder.scheduled)
         num_single = len(builder.scheduled)
+        self._waiting.charge_all(builder.sum_tokens())
         if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
@@ -129,7 +129,7 @@ class Scheduler:
             count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
-        self._charge(builder.scheduled[num_single:])
+        self._waiting.charge_all(builder.sum_tokens(num_single))
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
         return self._submit(builder) if builder.scheduled or self._adapters.needs_step else None
@@ -241,18 +241,8 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._enter(builder, sequence)
         builder.add_tokens(sequence, count, samples=count == num_tokens)
-        self._charge(builder.scheduled[-1:])  # at once: it decides what comes next
+        self._waiting.charge(sequence.request.tenant, sequence.request.adapter_identity, count)  # before the next one
         return True
-
-    def _charge(self, scheduled: Iterable[Scheduled]) -> None:
-        """Charge tokens of a step to their tenants and adapters, those of one of each together."""
-        sums: dict[tuple[str, str], int] = {}
-        for entry in scheduled:
-            request = entry.sequence.request
-            name = request.tenant, request.adapter_identity
-            sums[name] = sums.get(name, 0) + entry.num_tokens
-        for (tenant, identity), num_tokens in sums.items():
-            self._waiting.charge(tenant, identity, num_tokens)
 
     def _submit(self, builder: StepBuilder) -> StepPlan:
         builder.sort_by_adapter()

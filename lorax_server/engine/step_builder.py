@@ -76,6 +76,15 @@ class StepBuilder:
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
 
+    def sum_tokens(self, first: int = 0) -> dict[tuple[str, str], int]:
+        """Return the tokens of each tenant and adapter, of those sequences that were added from the `first` on."""
+        sums: dict[tuple[str, str], int] = {}
+        for entry in self.scheduled[first:]:
+            request = entry.sequence.request
+            name = request.tenant, request.adapter_identity
+            sums[name] = sums.get(name, 0) + entry.num_tokens
+        return sums
+
     def cut(self, num_tokens: int, reserve: int = 0) -> int:
         """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
         if not self.can_chunk:

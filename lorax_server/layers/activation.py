@@ -1,14 +1,21 @@
 """Activations by the names that configs use."""
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation
 
 # Those of nearly all models: to import transformers' takes seconds of every start.
-COMMON = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
+COMMON: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 # transformers writes the tanh form out in eight operations; torch has it as one.
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
 
