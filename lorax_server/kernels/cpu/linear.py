@@ -40,10 +40,13 @@ def linear(
     rows, (outputs, inputs) = x.shape[0], weights.weight.shape
     if x.shape[1] != inputs or x.dtype != weights.weight.dtype:
         raise ValueError(f"{tuple(x.shape)} of {x.dtype} cannot be multiplied by {inputs} of {weights.weight.dtype}")
-    if lora is not None and (lora.bounds[-1] != rows or lora.buffer.dtype != x.dtype):
-        raise ValueError(f"adapters of {lora.bounds[-1]} tokens, {lora.buffer.dtype}, are not those of {rows} rows")
+    batch, first = None, 0
+    if lora is not None:
+        adapters = describe_lora(lora)
+        if adapters.tokens != rows or lora.buffer.dtype != x.dtype:
+            raise ValueError(f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, are not those of {rows} rows")
+        batch, first = adapters.address, targets[0].index
     out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
-    batch, first = (None, 0) if lora is None else (describe_lora(lora).address, targets[0].index)
     library.linear(address, x.data_ptr(), stride, rows, out.data_ptr(), batch, first, len(targets), gate)
     return out
 

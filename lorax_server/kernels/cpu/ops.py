@@ -1,12 +1,14 @@
 """The op table in C++ for CPUs. What is rare is left to the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu import attention, linear, norm, sampling
 from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.program import Buffers, Program, Recorder
+from lorax_server.kernels.cpu.structs import plan_lora
 from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -31,9 +33,8 @@ class CpuOps:
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
     scale_and_shift = staticmethod(reference.scale_and_shift)
-    # There is nothing to compile, and no graph.
-    plan_lora = staticmethod(reference.plan_lora)
-    prepare = staticmethod(reference.prepare)
+    plan_lora = staticmethod(plan_lora)
+    prepare = staticmethod(reference.prepare)  # there is nothing to compile
 
     def attend(
         self,
@@ -93,7 +94,21 @@ class CpuOps:
     ) -> torch.Tensor:
         return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
 
-    # --- beside the table: what sampling asks of a CPU ---
+    # --- beside the table: programs, and what sampling asks of a CPU ---
+
+    def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: Buffers) -> Program:
+        """Record what a run over so many rows calls, without calling it. Raise `UnrecordableError` if that cannot be.
+
+        It is called again with whatever is then in the places that it reads. Only one thread may use these ops now.
+        """
+        library, recorder = self._library, Recorder(self._library, buffers, rows)
+        self._library = recorder.notes
+        try:
+            with recorder:
+                output = run()
+        finally:
+            self._library = library
+        return recorder.finish(output)
 
     def choose_greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.choose_greedy(self._library, logits)

@@ -17,4 +17,5 @@ namespace ISA {
 #include "scores.h"
 #include "attention.h"
 #include "best.h"
+#include "program.h"
 }  // namespace ISA
