@@ -130,7 +130,9 @@ class StepGraphs:
         self._sizes = sizes
         most = max(*sizes.decode, *sizes.mixed, 1)
         self._inputs = FixedInputs(tables, most, min(most, MIXED_SEQUENCES))
-        self._x = self._embed(torch.zeros_like(self._inputs.places), None, 1).clone()
+        self._embedding: PagedContext | None = None  # the context of the last step's embedding
+        self._longest = tables.token_ids.shape[1] - 1
+        self._x = self._embed(torch.zeros_like(self._inputs.places), None).clone()
         self._graphs: dict[StepKind, _Graph] = {}
         self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
@@ -151,17 +153,16 @@ class StepGraphs:
             return kind if adapter_data is None or adapter_data.lora.fits_graph else None
         if is_mixed:
             return kind._replace(has_adapters=self._memory is not None)
-        self._make_room(int(tokens.lengths.max()))
+        self._make_room(max(tokens.lengths.tolist()))
         return kind if not self._capture or kind in self._graphs or self._record(kind) else None
 
-    @torch.inference_mode()
     def run(
         self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
     ) -> torch.Tensor:
         """Return the hidden states after each token of a step of this kind."""
         count = len(tokens.rows)
         input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
-        self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
+        self._x[:count] = self._embed(input_ids, adapter_data)
         if not self._capture:
             return self._run_one_by_one(kind, adapter_data)[:count]
         graph = self._graphs[kind]
@@ -219,9 +220,11 @@ class StepGraphs:
         padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
 
-    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int) -> torch.Tensor:
-        context = self._context(StepKind(len(input_ids)), adapter_data, max_position)
-        return self._model.model.embed(input_ids, context)
+    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None) -> torch.Tensor:
+        known = self._embedding
+        if known is None or len(known.position_ids) != len(input_ids) or known.adapter_data is not adapter_data:
+            self._embedding = known = self._context(StepKind(len(input_ids)), adapter_data, self._longest)
+        return self._model.model.embed(input_ids, known)
 
     # --- Programs of a CPU --------------------------------------------------------------------------------------------
 

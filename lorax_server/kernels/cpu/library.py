@@ -22,6 +22,7 @@ P = N = ctypes.c_void_p
 R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, N),
+    "look_up": (P, N, N, N, P, N, N, P),
     "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
@@ -49,6 +50,7 @@ class Library:
     """
 
     linear: Callable[..., None]
+    look_up: Callable[..., None]
     rms_norm: Callable[..., None]
     layer_norm: Callable[..., None]
     gate: Callable[..., None]

@@ -21,6 +21,22 @@ def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | Non
     return LinearWeights(cut_panels(weight, library.panel), None if bias is None else bias.contiguous())
 
 
+def look_up(library: Library, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    """Return rows of a matrix, which lies in panels if a head has the same one."""
+    if not isinstance(weight, PanelMatrix) or not ids.numel():
+        return reference.look_up(weight, ids)
+    rows = ids.to(torch.int64).contiguous().view(-1)
+    numbers, (count, inputs) = rows.tolist(), weight.shape
+    if not 0 <= min(numbers) <= max(numbers) < count:
+        raise IndexError(f"a matrix of {count} rows has no row {min(numbers)} or {max(numbers)}")
+    panels, out = weight.panels, torch.empty(*ids.shape, inputs, dtype=weight.dtype)
+    library.look_up(
+        *(panels.data_ptr(), DTYPES[panels.dtype], inputs, weight.start),
+        *(rows.data_ptr(), len(numbers), DTYPES[out.dtype], out.data_ptr()),
+    )
+    return out
+
+
 def linear(
     library: Library,
     x: torch.Tensor,

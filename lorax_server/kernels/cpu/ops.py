@@ -19,6 +19,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.kernels.steps import attend_in_steps
 
 
@@ -125,6 +126,9 @@ class CpuOps:
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
         return linear.make_linear(self._library, weight, bias)
+
+    def look_up(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+        return linear.look_up(self._library, weight, ids)
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]

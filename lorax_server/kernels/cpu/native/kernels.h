@@ -10,6 +10,7 @@ extern "C" __attribute__((visibility("default"))) const char* digest() { return 
 namespace ISA {
 #include "simd.h"
 #include "linear.h"
+#include "rows.h"
 #include "norm.h"
 #include "activation.h"
 #include "sampling.h"
