@@ -9,6 +9,7 @@ extern "C" __attribute__((visibility("default"))) const char* digest() { return 
 
 namespace ISA {
 #include "simd.h"
+#include "threads.h"
 #include "linear.h"
 #include "rows.h"
 #include "norm.h"

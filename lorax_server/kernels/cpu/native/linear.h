@@ -494,13 +494,13 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
     if (!IS_WIDE) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++) widen(x + row * ldx, wide + row * inputs, inputs);
-#pragma omp barrier
+      meet(threads);
     }
     if (!plan.tasks.empty()) {
       const Range mine = part_of(plan.tasks.size(), thread, threads);
       for (int64_t i = mine.begin; i < mine.end; i++)
         plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
-#pragma omp barrier
+      meet(threads);
     }
     product.run(part_of((width + PANEL - 1) / PANEL, thread, threads));
   });

@@ -7,7 +7,10 @@
 #include <immintrin.h>
 #endif
 
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
