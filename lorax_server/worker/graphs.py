@@ -4,8 +4,8 @@ A graph is captured for some numbers of tokens, and a step is padded to the next
 steps, in which each sequence has one token, and of mixed steps, in which sequences have any number. Embedding and head
 stay outside: there the host decides what is computed.
 
-On a GPU they are CUDA graphs, captured before the first step. On a CPU they are programs of its kernels. Those are of
-decode steps only, one for every number of rows, so that nothing is padded, and each is captured when it is first needed.
+On a GPU they are CUDA graphs, captured before the first step. On a CPU they are programs of its kernels, of decode
+steps only: one for every number of rows, so that nothing is padded. Each is captured when it is first needed.
 """
 
 import itertools
@@ -21,7 +21,7 @@ import torch
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.kernels import Ops, reference
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.cpu.program import Buffers, Program, UnrecordableError
+from lorax_server.kernels.cpu.program import KernelProgram, RunBuffers, UnrecordableError
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import StepPlan
@@ -102,7 +102,7 @@ class StepKind(NamedTuple):
 class _Graph(NamedTuple):
     """A captured kind of step."""
 
-    graph: torch.cuda.CUDAGraph | Program
+    graph: torch.cuda.CUDAGraph | KernelProgram
     hidden: torch.Tensor  # its output
     context: PagedContext  # holds the tensors that it reads
 
@@ -136,7 +136,7 @@ class StepGraphs:
         self._graphs: dict[StepKind, _Graph] = {}
         self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
-        self._buffers = Buffers(most)  # of programs
+        self._buffers = RunBuffers(most)  # of programs
         # Bytes that the graphs of each size take, those of the largest first, then likewise those of mixed steps.
         self.num_bytes: list[int] = []
         self._room = find_rotary_room(model)

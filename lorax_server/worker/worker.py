@@ -313,8 +313,12 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
 
 
 def uses_programs(model: PagedCausalLM, group: ProcessGroup) -> bool:
-    """Tell whether decode steps run as programs of a CPU's kernels: ranks wait for each other between those."""
-    return isinstance(model.ops, CpuOps) and group.size() == 1
+    """Tell whether decode steps run as programs of a CPU's kernels.
+
+    Ranks wait for each other between kernels, and a float8 cache is read by plain torch.
+    """
+    has_kernels = isinstance(model.ops, CpuOps) and model.kv_dtype == model.lm_head.linear.weight.dtype
+    return has_kernels and group.size() == 1
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:

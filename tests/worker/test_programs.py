@@ -45,7 +45,7 @@ class Watched(Rig):
             self.hidden = forward(*arguments).clone()
             return self.hidden
 
-        self.runner._forward = keep  # type: ignore[method-assign]
+        self.runner._forward = keep  # type: ignore[assignment]
 
     @property
     def graphs(self) -> StepGraphs:
@@ -149,7 +149,8 @@ class Duet:
 
     def plan(self, adapters: Sequence[int], ops: Sequence[Any] = ()) -> StepPlan:
         self._step += 1
-        new, blocks = (), []
+        new: tuple[NewRow, ...] = ()
+        blocks = []
         counts = np.ones(2, np.int64)
         if self._step == 1:
             new = tuple(NewRow(row, [7, 8, 9], 3, SamplingParams(), StopParams()) for row in (0, 1))
@@ -228,9 +229,11 @@ def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture
 
 
 def test_who_has_programs() -> None:
-    model, two = make_model("llama-gqa", CPU), SimpleNamespace(size=lambda: 2)
+    model = make_model("llama-gqa", CPU)
+    two: Any = SimpleNamespace(size=lambda: 2)
     assert uses_programs(model, FakeGroup())
-    assert not uses_programs(model, two)  # type: ignore[arg-type]
+    assert not uses_programs(model, two)
+    assert not uses_programs(make_model(UNRECORDED, CPU), FakeGroup())
     model.ops = reference
     assert not uses_programs(model, FakeGroup())
 

@@ -7,7 +7,7 @@ import torch
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu import attention, linear, norm, sampling
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.program import Buffers, Program, Recorder
+from lorax_server.kernels.cpu.program import KernelProgram, Recorder, RunBuffers
 from lorax_server.kernels.cpu.structs import plan_lora
 from lorax_server.kernels.ops import (
     Activation,
@@ -97,7 +97,7 @@ class CpuOps:
 
     # --- beside the table: programs, and what sampling asks of a CPU ---
 
-    def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: Buffers) -> Program:
+    def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: RunBuffers) -> KernelProgram:
         """Record what a run over so many rows calls, without calling it. Raise `UnrecordableError` if that cannot be.
 
         It is called again with whatever is then in the places that it reads. Only one thread may use these ops now.

@@ -44,7 +44,7 @@ _Step = Callable[[], Any]
 _Bytes = npt.NDArray[np.uint8]
 
 
-class Buffers:
+class RunBuffers:
     """Memory for what runs of up to `max_rows` rows compute on the way. A tensor's is free again when it is gone."""
 
     def __init__(self, max_rows: int) -> None:
@@ -84,7 +84,7 @@ class UnrecordableError(Exception):
     """A run did something that no program can hold, which the message names."""
 
 
-class Program:
+class KernelProgram:
     """A recorded run. What its kernels read besides the buffers must live as long as it does."""
 
     def __init__(self, steps: Sequence[_Step], output: torch.Tensor) -> None:
@@ -108,16 +108,16 @@ class _Notes(Library):
 class Recorder(TorchDispatchMode):
     """Notes what a run of so many rows does."""
 
-    def __init__(self, library: Library, buffers: Buffers, rows: int) -> None:
-        super().__init__()
+    def __init__(self, library: Library, buffers: RunBuffers, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._library, self._buffers, self._rows = library, buffers, rows
         self._steps: list[_Step] = []
         self._calls: list[bytes] = []  # of kernels, since the last operation of torch
         self.notes = _Notes(library, self._note)
 
-    def finish(self, output: torch.Tensor) -> Program:
+    def finish(self, output: torch.Tensor) -> KernelProgram:
         self._end_calls()
-        return Program(self._steps, self._buffers.hold(output))
+        return KernelProgram(self._steps, self._buffers.hold(output))
 
     def _note(self, op: str, *arguments: Any) -> None:
         if op not in RECORDED:
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
             self._steps.append(partial(self._library.run_program, calls, len(self._calls), WORDS))
             self._calls = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in READS or func._schema.is_mutable or not _is_of_tensors(result):

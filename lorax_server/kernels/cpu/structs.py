@@ -58,8 +58,8 @@ class DescribedLora(NamedTuple):
         if bounds[-1] < self.tokens:
             bounds, adapters = [*bounds, self.tokens], [*adapters, 0]
         count, room = len(adapters), len(self.numbers) // 2
-        self.numbers[: count + 1] = bounds
-        self.numbers[room + 1 : room + 1 + count] = adapters
+        self.numbers[: count + 1] = [*bounds]
+        self.numbers[room + 1 : room + 1 + count] = [*adapters]
         self.struct.segments = count
 
 

@@ -1,13 +1,14 @@
 """Programs: what is recorded is called again on other numbers, and what cannot be recorded is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.cpu.program import Buffers, Program, UnrecordableError
+from lorax_server.kernels.cpu.program import KernelProgram, RunBuffers, UnrecordableError
 from lorax_server.kernels.ops import LinearWeights
 
 ROWS, SIZE = 3, 40
@@ -19,12 +20,12 @@ def make_weights(seed: int = 0) -> LinearWeights:
     return OPS.make_linear(torch.randn(SIZE, SIZE, generator=generator), None)
 
 
-def record(run: Callable[[], torch.Tensor], buffers: Buffers | None = None) -> Program:
+def record(run: Callable[[], torch.Tensor], buffers: RunBuffers | None = None) -> KernelProgram:
     with torch.inference_mode():
-        return OPS.record(run, ROWS, buffers or Buffers(2 * ROWS))
+        return OPS.record(run, ROWS, buffers or RunBuffers(2 * ROWS))
 
 
-def replay(program: Program) -> torch.Tensor:
+def replay(program: KernelProgram) -> torch.Tensor:
     with torch.inference_mode():
         program.replay()
         return program.output.clone()
@@ -43,7 +44,7 @@ def run_some(x: torch.Tensor, layers: list[LinearWeights], norm: torch.Tensor, e
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_program_gives_the_bits_of_the_run(threads: int, restored_threads: None) -> None:  # noqa: ARG001
+def test_a_program_gives_the_bits_of_the_run(threads: int, restored_threads: None) -> None:
     torch.set_num_threads(threads)
     x, norm, eps = torch.randn(ROWS, SIZE), torch.randn(SIZE), torch.tensor(1e-5)
     layers = [make_weights(seed) for seed in range(4)]
@@ -55,7 +56,7 @@ def test_a_program_gives_the_bits_of_the_run(threads: int, restored_threads: Non
 
 def test_nothing_runs_while_it_is_recorded() -> None:
     x, weights = torch.randn(ROWS, SIZE), make_weights()
-    buffers = Buffers(ROWS)
+    buffers = RunBuffers(ROWS)
     program = record(lambda: OPS.linear(x, weights, None, ()), buffers)
     with torch.inference_mode():
         program.output.fill_(7)
@@ -64,7 +65,7 @@ def test_nothing_runs_while_it_is_recorded() -> None:
     assert torch.equal(replay(program), OPS.linear(x, weights, None, ()))
 
 
-def test_wide_matrices_are_shared_by_threads(restored_threads: None) -> None:  # noqa: ARG001
+def test_wide_matrices_are_shared_by_threads(restored_threads: None) -> None:
     torch.set_num_threads(4)
     weights = OPS.make_linear(torch.randn(1000, 300), None)
     x = torch.randn(ROWS, 300)
@@ -104,19 +105,19 @@ def test_buffers_serve_again_as_soon_as_they_are_free() -> None:
             result = OPS.linear(result, weights, None, ())
         return result
 
-    buffers = Buffers(2 * ROWS)
-    programs = [record(lambda depth=depth: run(depth), buffers) for depth in (2, 9)]
+    buffers = RunBuffers(2 * ROWS)
+    programs = [record(partial(run, depth), buffers) for depth in (2, 9)]
     assert buffers.num_bytes == 2 * 2 * ROWS * SIZE * 4
     for program, depth in zip(programs, (2, 9), strict=True):
         assert torch.equal(replay(program), run(depth))
 
 
 def test_buffers_of_fewer_rows_are_those_of_more() -> None:
-    buffers, weights = Buffers(8), make_weights()
+    buffers, weights = RunBuffers(8), make_weights()
     with torch.inference_mode():
         for rows in (8, 1, 5):
             x = torch.randn(rows, SIZE)
-            program = OPS.record(lambda x=x: OPS.linear(x, weights, None, ()), rows, buffers)
+            program = OPS.record(partial(OPS.linear, x, weights, None, ()), rows, buffers)
             program.replay()
             assert torch.equal(program.output, OPS.linear(x, weights, None, ()))
     assert buffers.num_bytes == 8 * SIZE * 4
