@@ -313,6 +313,10 @@ class Ops(Protocol):
         """Multiply each token's output by its adapter's factor and add its adapter's shift, where it has them."""
         ...
 
+    def look_up(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these ids, `[*ids, size]`. An id that is no row's is refused, on a CPU at once."""
+        ...
+
     def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
         """Change, in place, the rows of the base model that were looked up for `ids`, each by its token's adapter.
 

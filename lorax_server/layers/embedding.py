@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
@@ -51,7 +50,7 @@ class TensorParallelEmbedding(nn.Module):
         is_adapted = adapter_data is not None and self._is_adapted(adapter_data)
         is_alone = self.process_group.size() == 1
         if is_alone and not is_adapted:
-            return self._look_up(input_ids)
+            return self.ops.look_up(self.weight, input_ids)
         rows = self._held_rows(input_ids)
         if adapter_data is not None and is_adapted:
             self.ops.adapt_embedding(rows, input_ids, adapter_data.lora, self._place(adapter_data))
@@ -62,13 +61,8 @@ class TensorParallelEmbedding(nn.Module):
             shape = (*input_ids.shape, self.weight.shape[1])
             return torch.zeros(shape, dtype=self.weight.dtype, device=self.weight.device)
         is_held = (input_ids >= self.start) & (input_ids < self.stop)
-        rows = self._look_up((input_ids - self.start).where(is_held, 0))
+        rows = self.ops.look_up(self.weight, (input_ids - self.start).where(is_held, 0))
         return rows.masked_fill_(~is_held[..., None], 0)
-
-    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, PanelMatrix):
-            return self.weight.look_up(ids)
-        return F.embedding(ids, self.weight)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
         targets = adapter_data.find(self.targets)

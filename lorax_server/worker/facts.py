@@ -1,5 +1,7 @@
 """Facts about a model that the engine has to know, and that no setting changes."""
 
+import sys
+
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
@@ -32,10 +34,15 @@ def find_max_length(model: PagedCausalLM) -> int:
 
 
 def fix_rotary(model: PagedCausalLM, max_length: int) -> None:
-    """Let the tables of angles keep their places on a GPU, which graphs know."""
+    """Let the tables of angles keep their places, which graphs know, for sequences of up to so many tokens."""
     for module in model.modules():
-        if isinstance(module, RotaryEmbedding) and model.device.type == "cuda":
+        if isinstance(module, RotaryEmbedding):
             module.make_room(max_length)
+
+
+def find_rotary_room(model: PagedCausalLM) -> int:
+    """Return the tokens of the longest sequence that all tables of angles have room for."""
+    return min((len(m.cos) for m in model.modules() if isinstance(m, RotaryEmbedding)), default=sys.maxsize)
 
 
 def _rope_rule(model: PagedCausalLM) -> RopeRule:

@@ -1,8 +1,11 @@
-"""Steps as CUDA graphs: the layers are launched by one call, whatever their number.
+"""Steps as graphs: the layers are launched by one call, whatever their number.
 
 A graph is captured for some numbers of tokens, and a step is padded to the next of them. There are two kinds: of decode
 steps, in which each sequence has one token, and of mixed steps, in which sequences have any number. Embedding and head
 stay outside: there the host decides what is computed.
+
+On a GPU they are CUDA graphs, captured before the first step. On a CPU they are programs of its kernels, of decode
+steps only: one for every number of rows, so that nothing is padded. Each is captured when it is first needed.
 """
 
 import itertools
@@ -10,16 +13,20 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.kernels import Ops, reference
+from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.kernels.cpu.program import KernelProgram, RunBuffers, UnrecordableError
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import StepPlan
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.facts import find_rotary_room, fix_rotary
 from lorax_server.worker.inputs import FixedInputs, RowTables, StepTokens
 
 logger = logging.getLogger(__name__)
@@ -37,6 +44,7 @@ MIXED_LADDER: tuple[int, ...] = (
     *range(1024, 2305, 256),
 )
 MIXED_SEQUENCES = 256  # the most of a mixed step with a graph
+CPU_ROWS = 64  # the most of a step with a program: more keep a CPU busy for much longer than Python takes
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -58,6 +66,10 @@ class GraphSizes(NamedTuple):
     @classmethod
     def choose(cls, max_rows: int, step_tokens: int) -> "GraphSizes":
         return cls(graph_sizes(max_rows), _cut_ladder(MIXED_LADDER, step_tokens))
+
+    @classmethod
+    def choose_for_cpu(cls, max_rows: int) -> "GraphSizes":
+        return cls(range(1, min(max_rows, CPU_ROWS) + 1))
 
     def of(self, tokens: StepTokens) -> Sequence[int]:
         """Return those of steps of one kind."""
@@ -90,7 +102,7 @@ class StepKind(NamedTuple):
 class _Graph(NamedTuple):
     """A captured kind of step."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | KernelProgram
     hidden: torch.Tensor  # its output
     context: PagedContext  # holds the tensors that it reads
 
@@ -118,13 +130,17 @@ class StepGraphs:
         self._sizes = sizes
         most = max(*sizes.decode, *sizes.mixed, 1)
         self._inputs = FixedInputs(tables, most, min(most, MIXED_SEQUENCES))
-        self._x = self._embed(torch.zeros_like(self._inputs.places), None, 1).clone()
+        self._embedding: PagedContext | None = None  # the context of the last step's embedding
+        self._longest = tables.token_ids.shape[1] - 1
+        self._x = self._embed(torch.zeros_like(self._inputs.places), None).clone()
         self._graphs: dict[StepKind, _Graph] = {}
         self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
+        self._buffers = RunBuffers(most)  # of programs
         # Bytes that the graphs of each size take, those of the largest first, then likewise those of mixed steps.
         self.num_bytes: list[int] = []
-        if capture:
+        self._room = find_rotary_room(model)
+        if capture and model.device.type == "cuda":
             self._capture_all()
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
@@ -135,16 +151,18 @@ class StepGraphs:
         kind = StepKind(sizes[bisect_left(sizes, count)], is_mixed, adapter_data is not None)
         if kind.is_large:
             return kind if adapter_data is None or adapter_data.lora.fits_graph else None
-        return kind._replace(has_adapters=self._memory is not None) if is_mixed else kind
+        if is_mixed:
+            return kind._replace(has_adapters=self._memory is not None)
+        self._make_room(max(tokens.lengths.tolist()))
+        return kind if not self._capture or kind in self._graphs or self._record(kind) else None
 
-    @torch.inference_mode()
     def run(
         self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
     ) -> torch.Tensor:
         """Return the hidden states after each token of a step of this kind."""
         count = len(tokens.rows)
         input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
-        self._x[:count] = self._embed(input_ids, adapter_data, int(tokens.lengths.max()))
+        self._x[:count] = self._embed(input_ids, adapter_data)
         if not self._capture:
             return self._run_one_by_one(kind, adapter_data)[:count]
         graph = self._graphs[kind]
@@ -202,9 +220,38 @@ class StepGraphs:
         padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
 
-    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None, max_position: int) -> torch.Tensor:
-        context = self._context(StepKind(len(input_ids)), adapter_data, max_position)
-        return self._model.model.embed(input_ids, context)
+    def _embed(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None) -> torch.Tensor:
+        known = self._embedding
+        if known is None or len(known.position_ids) != len(input_ids) or known.adapter_data is not adapter_data:
+            self._embedding = known = self._context(StepKind(len(input_ids)), adapter_data, self._longest)
+        return self._model.model.embed(input_ids, known)
+
+    # --- Programs of a CPU --------------------------------------------------------------------------------------------
+
+    def _record(self, kind: StepKind) -> bool:
+        """Record a kind of step. If that is impossible for one, no step has a graph from now on."""
+        assert isinstance(self._model.ops, CpuOps), "only a CPU captures when a step needs it"
+        adapter_data = self._describe(kind.size) if kind.has_adapters else None
+        if adapter_data is not None:
+            self._model.ops.plan_lora(adapter_data.lora, adapter_data.lora)  # describes them: not part of the program
+        context = self._context(kind, adapter_data)
+        run = partial(self._model.model.run_layers, self._x[: kind.size], context)
+        try:
+            program = self._model.ops.record(run, kind.size, self._buffers)
+        except UnrecordableError as what:
+            logger.info("steps run without programs: %s cannot be recorded", what)
+            self._sizes = GraphSizes()
+            return False
+        self._graphs[kind] = _Graph(program, program.output, context)
+        return True
+
+    def _make_room(self, length: int) -> None:
+        """Make the tables of angles long enough for a sequence. Programs know where they were."""
+        if length > self._room:
+            self._room = max(length, 2 * self._room)
+            fix_rotary(self._model, self._room)
+            self._graphs.clear()
+            self._planned.clear()
 
     # --- Capture ------------------------------------------------------------------------------------------------------
 

@@ -40,10 +40,12 @@ class RowTables:
         self._row_sampling = [RowSampling(SamplingParams())] * num_rows
         self._selected: SelectedRows | None = None  # those of the last step
         self._block_tables: tuple[bytes, int, torch.Tensor] | None = None  # likewise, with their width
+        self.version = 0  # of rows and blocks
 
     def write_new(self, plan: StepPlan) -> None:
         """Write the rows and blocks that are new in a step."""
         device = self.blocks.device
+        self.version += bool(plan.new_rows) or len(plan.new_blocks) > 0
         for new in plan.new_rows:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
             self.token_ids[new.row, : len(tokens)] = tokens
@@ -176,11 +178,28 @@ class _Places(NamedTuple):
         return cls(*(slice(end - size, end) for size, end in zip(sizes, ends, strict=True)))
 
 
+class _Columns(NamedTuple):
+    """The inputs of a step on the host."""
+
+    numbers: Ints  # all of them
+    by_seq: Ints  # [3, sequences]
+    bounds: npt.NDArray[np.int32]
+    by_token: Ints  # [3, tokens]
+    small: npt.NDArray[np.int32]  # [2, tokens]
+
+    @classmethod
+    def divide(cls, numbers: Ints, at: _Places) -> "_Columns":
+        by_seq, by_token = numbers[at.sequences].reshape(3, -1), numbers[at.tokens].reshape(3, -1)
+        small = numbers[at.small].view(np.int32).reshape(2, -1)
+        return cls(numbers, by_seq, numbers[at.bounds].view(np.int32), by_token, small)
+
+
 class FixedInputs:
     """The inputs of a step at fixed places on the device, for a graph that reads them there.
 
-    One copy brings all that the host knows. Only the tokens and the blocks are gathered on the device. A step may be
-    padded: a sequence of padding has no length, and the key and value of a token of padding go nowhere.
+    One copy brings all that the host knows; on a CPU it is written where it is read. Only the tokens and the blocks are
+    gathered on the device. A step may be padded: a sequence of padding has no length, and the key and value of a token
+    of padding go nowhere.
     """
 
     def __init__(self, tables: RowTables, num_tokens: int, num_seqs: int) -> None:
@@ -189,6 +208,8 @@ class FixedInputs:
         self._tables = tables
         self._at = at = _Places.lay_out(num_tokens, num_seqs)
         self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
+        self._in_place = _Columns.divide(self._numbers.numpy(), at) if device.type == "cpu" else None
+        self._written: tuple[object, ...] = ()  # what was written that the next step may repeat
         self.rows, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
         self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
         self.slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
@@ -198,22 +219,41 @@ class FixedInputs:
 
     def write(self, plan: StepPlan, tokens: StepTokens, padded_seqs: int) -> torch.Tensor:
         """Write a step. Return its tokens."""
-        num_seqs, count, tables, at = len(plan.rows), len(tokens.rows), self._tables, self._at
-        numbers = np.zeros(at.small.stop, np.int64)
-        by_seq, bounds = numbers[at.sequences].reshape(3, -1), numbers[at.bounds].view(np.int32)
-        by_seq[0, :num_seqs] = plan.rows
-        by_seq[1, :num_seqs] = plan.starts
-        by_seq[2, :num_seqs] = plan.counts
-        bounds[: num_seqs + 1] = tokens.layout.bounds
-        bounds[num_seqs + 1 :] = count
-        by_token, small = numbers[at.tokens].reshape(3, -1), numbers[at.small].view(np.int32).reshape(2, -1)
-        by_token[0, :count] = tables.find_slots(tokens.rows, tokens.positions)
-        by_token[0, count:] = -1
-        by_token[1, :count] = tables.host_prompt_lengths[tokens.rows]
-        by_token[2, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
-        small[0, :count] = tokens.positions
-        small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
-        host = torch.from_numpy(numbers)
-        self._numbers.copy_(host.pin_memory() if self._numbers.is_cuda else host, non_blocking=True)
-        torch.index_select(tables.blocks, 0, self.rows[:padded_seqs], out=self.block_tables[:padded_seqs])
+        count, tables, columns = len(tokens.rows), self._tables, self._in_place
+        if columns is not None:
+            key = plan.rows.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
+            if key != self._written:
+                columns.numbers.fill(0)
+                self._write_all(columns, plan, tokens)
+                self._take_blocks(padded_seqs)
+                self._written = key
+            self._write_places(columns, plan, tokens)
+            return tables.read_tokens(columns.by_token[2, :count])
+        columns = _Columns.divide(np.zeros(self._at.small.stop, np.int64), self._at)
+        self._write_all(columns, plan, tokens)
+        self._write_places(columns, plan, tokens)
+        self._numbers.copy_(torch.from_numpy(columns.numbers).pin_memory(), non_blocking=True)
+        self._take_blocks(padded_seqs)
         return tables.token_ids.view(-1).index_select(0, self.places[:count])
+
+    def _write_all(self, columns: _Columns, plan: StepPlan, tokens: StepTokens) -> None:
+        """Write what stays the same while the same sequences decode."""
+        num_seqs, count = len(plan.rows), len(tokens.rows)
+        columns.by_seq[0, :num_seqs] = plan.rows
+        columns.by_seq[2, :num_seqs] = plan.counts
+        columns.bounds[: num_seqs + 1] = tokens.layout.bounds
+        columns.bounds[num_seqs + 1 :] = count
+        columns.by_token[0, count:] = -1
+        columns.by_token[1, :count] = self._tables.host_prompt_lengths[tokens.rows]
+        columns.small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
+
+    def _write_places(self, columns: _Columns, plan: StepPlan, tokens: StepTokens) -> None:
+        """Write what each step changes."""
+        num_seqs, count, tables = len(plan.rows), len(tokens.rows), self._tables
+        columns.by_seq[1, :num_seqs] = plan.starts
+        columns.by_token[0, :count] = tables.find_slots(tokens.rows, tokens.positions)
+        columns.by_token[2, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
+        columns.small[0, :count] = tokens.positions
+
+    def _take_blocks(self, padded_seqs: int) -> None:
+        torch.index_select(self._tables.blocks, 0, self.rows[:padded_seqs], out=self.block_tables[:padded_seqs])

@@ -16,6 +16,7 @@ from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupportedError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import find_max_rank, select_ops
+from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MODELS, get_model, load_config
@@ -235,9 +236,12 @@ def _build_paged(
     device, max_rows = model.device, _fewest(find_max_rows(config, model.device), group, model.device)
     step_tokens = _step_tokens(config, device, max_rows)
     sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
+    if uses_programs(model, group):
+        sizes = GraphSizes.choose_for_cpu(max_rows)
     num_units = 0 if memory is None else memory.num_units
     shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
-    fix_rotary(model, shape.max_length)
+    if device.type == "cuda":
+        fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
         warm_up(model, memory, {max_rows} if sizes.decode else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
     with phases.measure("memory"):
@@ -307,6 +311,15 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
         raise ConfigError(f"cuda_graphs: they {problem}; leave the setting out, or make it false")
     logger.info("steps run without CUDA graphs: they %s", problem)
     return False
+
+
+def uses_programs(model: PagedCausalLM, group: ProcessGroup) -> bool:
+    """Tell whether decode steps run as programs of a CPU's kernels.
+
+    Ranks wait for each other between kernels, and a float8 cache is read by plain torch.
+    """
+    has_kernels = isinstance(model.ops, CpuOps) and model.kv_dtype == model.lm_head.linear.weight.dtype
+    return has_kernels and group.size() == 1
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:

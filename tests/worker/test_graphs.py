@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.target import Kind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
@@ -54,9 +55,10 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
         names = list(factors)[::3] if seed == len(RANKS) else list(factors)
         modules = {name: ModuleWeights(*factors[name], 0.5 / rank) for name in names}
         adapters.append(GivenAdapter(modules, vocab_size))
-    norm = next(name for name in targets if "norm" in name or "ln" in name)
-    size = targets[norm].outputs.full
-    adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
+    norms = [name for name, target in targets.items() if target.kind is Kind.NORM and target.weight is not None]
+    for norm in norms[:1]:
+        size = targets[norm].outputs.full
+        adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
     return [prepare(adapter, targets, dtype, FakeGroup()) for adapter in adapters]
 
 

@@ -22,6 +22,7 @@ P = N = ctypes.c_void_p
 R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, N),
+    "look_up": (P, N, N, N, P, N, N, P),
     "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
@@ -32,7 +33,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "write_kv": (P, P, N, N, P, N, N, P, P),
     "decode_attention": (P, P, N, N, P, P, P, N, R, N),
     "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
+    "run_program": (P, N, N),
 }
+# Those of a decode step's layers, which a program can hold: `native/program.h` lists them, too.
+RECORDED = ("linear", "rms_norm", "layer_norm", "gate", "rotary", "write_kv", "decode_attention")
 
 
 class NoLibraryError(Exception):
@@ -46,6 +50,7 @@ class Library:
     """
 
     linear: Callable[..., None]
+    look_up: Callable[..., None]
     rms_norm: Callable[..., None]
     layer_norm: Callable[..., None]
     gate: Callable[..., None]
@@ -56,6 +61,7 @@ class Library:
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
     prefill_attention: Callable[..., None]
+    run_program: Callable[..., None]
 
     def __init__(self) -> None:
         name, path = _find_library()
@@ -66,6 +72,8 @@ class Library:
             _check_digest(native, name)
             for op, types in SIGNATURES.items():
                 setattr(self, op, _declare(native, f"{op}_{name}", types))
+            # By op: the address of the function by which a program calls it.
+            self.entries = {op: _find_address(native, f"call_{op}_{name}") for op in RECORDED}
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
 
@@ -100,6 +108,10 @@ def _declare(native: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable
     function = getattr(native, name)
     function.argtypes, function.restype = types, None
     return function  # type: ignore[no-any-return]
+
+
+def _find_address(native: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(native, name), ctypes.c_void_p).value or 0
 
 
 def _share_openmp() -> ctypes.CDLL:

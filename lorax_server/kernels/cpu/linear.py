@@ -21,6 +21,22 @@ def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | Non
     return LinearWeights(cut_panels(weight, library.panel), None if bias is None else bias.contiguous())
 
 
+def look_up(library: Library, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    """Return rows of a matrix, which lies in panels if a head has the same one."""
+    if not isinstance(weight, PanelMatrix) or not ids.numel():
+        return reference.look_up(weight, ids)
+    rows = ids.to(torch.int64).contiguous().view(-1)
+    numbers, (count, inputs) = rows.tolist(), weight.shape
+    if not 0 <= min(numbers) <= max(numbers) < count:
+        raise IndexError(f"a matrix of {count} rows has no row {min(numbers)} or {max(numbers)}")
+    panels, out = weight.panels, torch.empty(*ids.shape, inputs, dtype=weight.dtype)
+    library.look_up(
+        *(panels.data_ptr(), DTYPES[panels.dtype], inputs, weight.start),
+        *(rows.data_ptr(), len(numbers), DTYPES[out.dtype], out.data_ptr()),
+    )
+    return out
+
+
 def linear(
     library: Library,
     x: torch.Tensor,
@@ -40,10 +56,13 @@ def linear(
     rows, (outputs, inputs) = x.shape[0], weights.weight.shape
     if x.shape[1] != inputs or x.dtype != weights.weight.dtype:
         raise ValueError(f"{tuple(x.shape)} of {x.dtype} cannot be multiplied by {inputs} of {weights.weight.dtype}")
-    if lora is not None and (lora.bounds[-1] != rows or lora.buffer.dtype != x.dtype):
-        raise ValueError(f"adapters of {lora.bounds[-1]} tokens, {lora.buffer.dtype}, are not those of {rows} rows")
+    batch, first = None, 0
+    if lora is not None:
+        adapters = describe_lora(lora)
+        if adapters.tokens != rows or lora.buffer.dtype != x.dtype:
+            raise ValueError(f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, are not those of {rows} rows")
+        batch, first = adapters.address, targets[0].index
     out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
-    batch, first = (None, 0) if lora is None else (describe_lora(lora).address, targets[0].index)
     library.linear(address, x.data_ptr(), stride, rows, out.data_ptr(), batch, first, len(targets), gate)
     return out
 

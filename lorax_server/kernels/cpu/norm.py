@@ -108,6 +108,7 @@ def _find_target(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]
     """Return the address of the adapters and the number of a norm's one target."""
     (target,) = targets
     tokens, size = x.shape
-    if target.columns != slice(0, size) or tokens != lora.bounds[-1]:
-        raise ValueError(f"adapters of {lora.bounds[-1]} tokens cannot change {target.columns} of {tuple(x.shape)}")
-    return describe_lora(lora).address, target.index
+    adapters = describe_lora(lora)
+    if target.columns != slice(0, size) or tokens != adapters.tokens:
+        raise ValueError(f"adapters of {adapters.tokens} tokens cannot change {target.columns} of {tuple(x.shape)}")
+    return adapters.address, target.index

@@ -1,12 +1,14 @@
 """The op table in C++ for CPUs. What is rare is left to the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu import attention, linear, norm, sampling
 from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.program import KernelProgram, Recorder, RunBuffers
+from lorax_server.kernels.cpu.structs import plan_lora
 from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -17,6 +19,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.kernels.steps import attend_in_steps
 
 
@@ -31,9 +34,8 @@ class CpuOps:
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
     scale_and_shift = staticmethod(reference.scale_and_shift)
-    # There is nothing to compile, and no graph.
-    plan_lora = staticmethod(reference.plan_lora)
-    prepare = staticmethod(reference.prepare)
+    plan_lora = staticmethod(plan_lora)
+    prepare = staticmethod(reference.prepare)  # there is nothing to compile
 
     def attend(
         self,
@@ -93,7 +95,21 @@ class CpuOps:
     ) -> torch.Tensor:
         return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
 
-    # --- beside the table: what sampling asks of a CPU ---
+    # --- beside the table: programs, and what sampling asks of a CPU ---
+
+    def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: RunBuffers) -> KernelProgram:
+        """Record what a run over so many rows calls, without calling it. Raise `UnrecordableError` if that cannot be.
+
+        It is called again with whatever is then in the places that it reads. Only one thread may use these ops now.
+        """
+        library, recorder = self._library, Recorder(self._library, buffers, rows)
+        self._library = recorder.notes
+        try:
+            with recorder:
+                output = run()
+        finally:
+            self._library = library
+        return recorder.finish(output)
 
     def choose_greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.choose_greedy(self._library, logits)
@@ -110,6 +126,9 @@ class CpuOps:
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
         return linear.make_linear(self._library, weight, bias)
+
+    def look_up(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+        return linear.look_up(self._library, weight, ids)
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]

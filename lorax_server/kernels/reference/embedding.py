@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import EmbeddingTarget, Field, LoraBatch, LoraTarget
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.kernels.reference.lora import scale_and_shift
+
+
+def look_up(weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    return weight.look_up(ids) if isinstance(weight, PanelMatrix) else F.embedding(ids, weight)
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:

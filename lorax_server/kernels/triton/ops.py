@@ -20,7 +20,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
-from lorax_server.kernels.reference import make_linear
+from lorax_server.kernels.reference import look_up, make_linear
 from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.cache import rotate_and_write
@@ -119,6 +119,8 @@ class TritonOps:
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if len(out) <= DECODE_ROWS or lora.has_vectors(targets):
             vectors.scale_and_shift(out, lora, targets)
+
+    look_up = staticmethod(look_up)
 
     def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
         embedding.adapt_embedding(out, ids, lora, target)

@@ -104,9 +104,7 @@ struct Attention {
         else
           attend_piece(pieces[i - blocks.size()], parts);
       if (ends == 0) return;
-      if (threads > 1) {
-#pragma omp barrier
-      }
+      meet(threads);
       for (int64_t i; (i = next(end)) < ends;) join(joins[i], parts);
     });
   }

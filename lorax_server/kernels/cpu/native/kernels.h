@@ -9,7 +9,9 @@ extern "C" __attribute__((visibility("default"))) const char* digest() { return 
 
 namespace ISA {
 #include "simd.h"
+#include "threads.h"
 #include "linear.h"
+#include "rows.h"
 #include "norm.h"
 #include "activation.h"
 #include "sampling.h"
@@ -17,4 +19,5 @@ namespace ISA {
 #include "scores.h"
 #include "attention.h"
 #include "best.h"
+#include "program.h"
 }  // namespace ISA

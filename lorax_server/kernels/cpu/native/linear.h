@@ -2,7 +2,7 @@
 //
 // The matrix lies in panels of `PANEL` outputs, `[panels, inputs, PANEL]`, filled up with zeros: a product reads it from
 // front to back. Each output is one sum over the inputs in order, in a register, whatever the number of rows: so a row
-// has the same bits alone and in any batch. What adapters add is added while a tile of outputs is still in registers.
+// has the same bits alone and in any batch. What adapters add is added while a tile of outputs is still at hand.
 
 constexpr int PANEL = 2 * VL;
 
@@ -55,6 +55,7 @@ constexpr int MOST_ROWS = 12;
 
 // A product of one row reads as fast as memory gives; memory is asked for what comes next.
 constexpr int64_t AHEAD = 1024;  // bytes
+constexpr int64_t LINE = 64;     // bytes that memory gives at once
 
 template <int PANELS, class S>
 static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
@@ -139,15 +140,25 @@ struct Product {
   const int32_t* segment; // of each row; null without adapters
   const int64_t* bounds;
   const float* low;
+  bool has_vectors;  // whether any part has a factor or a shift
   Gate gate;
 
-  // Add what comes after the product to one row of a panel.
-  void finish(float* tile, int64_t row, int64_t column) const {
+  // What adapters add to a tile's rows, in the columns of a group of panels and in those that their gate opens.
+  struct Added {
+    float columns[MOST_ROWS][2][GROUP * PANEL];
+  };
+
+  // Add what comes after the product to one row of a panel; `added` is what the adapter's factors add.
+  void finish(float* tile, int64_t row, int64_t column, const float* added) const {
     F value[2] = {load(tile), load(tile + VL)};
     const int64_t width = std::min<int64_t>(PANEL, matrix.outputs - column);
     const T* bias = (const T*)matrix.bias;
     if (bias != nullptr) add(value, bias + column, width);
-    if (segment != nullptr) adapt(value, row, column);
+    if (segment != nullptr) {
+      value[0] += load(added);
+      value[1] += load(added + VL);
+      if (has_vectors) adapt(value, row, column);
+    }
     store(tile, value[0]);
     store(tile + VL, value[1]);
   }
@@ -177,9 +188,9 @@ struct Product {
       const int64_t from = std::max(part->start, column), to = std::min(part->stop, column + PANEL);
       if (from >= to) continue;
       if (from == column && to == column + PANEL)
-        adapt_panel(value, *part, row, column - part->start);
+        adapt_panel(value, *part, column - part->start);
       else
-        adapt_some(value, *part, row, from, to, column);
+        adapt_some(value, *part, from, to, column);
     }
   }
 
@@ -187,14 +198,7 @@ struct Product {
     return low + part.low + (row - bounds[segment[row]]) * part.rank;
   }
 
-  void adapt_panel(F* value, const Part<T>& part, int64_t row, int64_t at) const {
-    const float* weights = low_of(part, row);
-    const int64_t width = part.stop - part.start;
-    for (int64_t r = 0; r < part.rank; r++) {
-      const T* b = part.b + r * width + at;
-      value[0] += load(b) * weights[r];
-      value[1] += load(b + VL) * weights[r];
-    }
+  static void adapt_panel(F* value, const Part<T>& part, int64_t at) {
     if (part.factor != nullptr) {
       value[0] *= load(part.factor + at);
       value[1] *= load(part.factor + at + VL);
@@ -205,23 +209,57 @@ struct Product {
     }
   }
 
-  // The same where a target ends within a panel: number by number, each in the same order.
-  void adapt_some(F* value, const Part<T>& part, int64_t row, int64_t from, int64_t to, int64_t column) const {
-    const float* weights = low_of(part, row);
-    const int64_t width = part.stop - part.start;
+  // The same where a target ends within a panel: number by number.
+  static void adapt_some(F* value, const Part<T>& part, int64_t from, int64_t to, int64_t column) {
     float copy[PANEL];
     store(copy, value[0]);
     store(copy + VL, value[1]);
     for (int64_t c = from; c < to; c++) {
       const int64_t at = c - part.start;
       float v = copy[c - column];
-      for (int64_t r = 0; r < part.rank; r++) v = __builtin_fmaf(read(part.b + r * width + at), weights[r], v);
       if (part.factor != nullptr) v *= read(part.factor + at);
       if (part.shift != nullptr) v += read(part.shift + at);
       copy[c - column] = v;
     }
     value[0] = load(copy);
     value[1] = load(copy + VL);
+  }
+
+  // What the factors of a row's adapter add to the columns of a group of panels, of which `first` is the first: B is
+  // read by whole lines of memory, and several sums keep a core busy.
+  void expand(float* added, int64_t row, int64_t first) const {
+    std::fill(added, added + GROUP * PANEL, 0.0f);
+    const Part<T>* part = parts + segment[row] * parts_each;
+    for (int64_t i = 0; i < parts_each; i++, part++) {
+      const int64_t from = std::max(part->start, first), to = std::min(part->stop, first + GROUP * PANEL);
+      if (from < to && part->rank > 0) expand_part(added + from - first, *part, row, from - part->start, to - from);
+    }
+  }
+
+  void expand_part(float* added, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
+    const float* weights = low_of(part, row);
+    const T* b = part.b + at;
+    const int64_t width = part.stop - part.start;
+    int64_t c = 0;
+    for (; c + 8 * VL <= count; c += 8 * VL) expand_vectors<8>(added + c, b + c, width, weights, part.rank);
+    for (; c + VL <= count; c += VL) expand_vectors<1>(added + c, b + c, width, weights, part.rank);
+    if (c == count) return;
+    F total = {};
+    for (int64_t r = 0; r < part.rank; r++) total += load_some(b + r * width + c, count - c) * weights[r];
+    store_some(added + c, total, count - c);
+  }
+
+  template <int VECTORS>
+  static void expand_vectors(float* added, const T* b, int64_t width, const float* weights, int64_t rank) {
+    F total[VECTORS] = {};
+    for (int64_t r = 0; r < rank; r++, b += width) {
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; j++) total[j] += load(b + j * VL) * weights[r];
+      for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += LINE / sizeof(T))
+        __builtin_prefetch(b + VECTORS * VL + ahead);  // for the next group: it comes while this one is multiplied
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; j++) store(added + j * VL, total[j]);
   }
 
   void put(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
@@ -238,7 +276,8 @@ struct Product {
   static int panels_at_once(int64_t height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
 
   template <class Source>
-  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels, const Source& source) const {
+  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels, const Source& source,
+                const Added& added, int64_t first) const {
     using P = typename Source::Number;
     float values[MOST_ROWS * 4 * PANEL];
     const P* from[4];
@@ -249,7 +288,11 @@ struct Product {
       multiply(x + row * ldx, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
     for (int64_t i = 0; i < height; i++) {
       float* tile = values + i * panels * PANEL;
-      for (int j = 0; j < panels; j++) finish(tile + j * PANEL, row + i, columns[j]);
+      for (int j = 0; j < panels; j++) {
+        const bool is_opened = gate != NONE && j >= panels / 2;
+        const int64_t at = columns[j] - first - (is_opened ? matrix.outputs / 2 : 0);
+        finish(tile + j * PANEL, row + i, columns[j], added.columns[i][is_opened] + at);
+      }
       if (gate == NONE)
         for (int j = 0; j < panels; j++) put(tile + j * PANEL, row + i, columns[j], matrix.outputs);
       else
@@ -271,6 +314,12 @@ struct Product {
   template <class Source>
   void run_rows(int64_t row, int64_t height, Range panels, const Source& source) const {
     const int most = panels_at_once(height), both = gate == NONE ? 1 : 2;
+    const int64_t first = panels.begin * PANEL;
+    Added added;
+    if (segment != nullptr)
+      for (int64_t i = 0; i < height; i++)
+        for (int side = 0; side < both; side++)
+          expand(added.columns[i][side], row + i, first + side * (matrix.outputs / 2));
     for (int64_t panel = panels.begin; panel < panels.end;) {
       int count = std::max(1, most / both);
       while (count > panels.end - panel) count /= 2;
@@ -279,7 +328,7 @@ struct Product {
         columns[j] = (panel + j) * PANEL;
         if (gate != NONE) columns[count + j] = matrix.outputs / 2 + columns[j];
       }
-      run_tile(row, height, columns, count * both, source);
+      run_tile(row, height, columns, count * both, source, added, first);
       panel += count;
     }
   }
@@ -374,6 +423,7 @@ struct Plan {
   std::vector<int32_t> segment;
   std::vector<Task> tasks;
   int64_t low = 0;
+  bool has_vectors = false;
 
   Plan() = default;
   Plan(const Lora& lora, int64_t first, int64_t count, int64_t rows) : segment(rows) {
@@ -384,7 +434,8 @@ struct Plan {
       for (int64_t t = first; t < first + count; t++) {
         const int64_t width = lora.widths[2 * t + 1];
         parts.push_back(make(lora, s, t, column, column + width));
-        changes |= parts.back().rank || parts.back().factor || parts.back().shift;
+        has_vectors |= parts.back().factor || parts.back().shift;
+        changes |= has_vectors || parts.back().rank;
         cut(lora, s, parts.size() - 1);
         column += width;
       }
@@ -438,18 +489,18 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
   const Product<T, S> product{matrix, IS_WIDE ? (const float*)x : wide, IS_WIDE ? ldx : inputs, rows, out, width, count,
                               plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
-                              lora == nullptr ? nullptr : lora->bounds, low, gate};
+                              lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
   in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
     if (!IS_WIDE) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++) widen(x + row * ldx, wide + row * inputs, inputs);
-#pragma omp barrier
+      meet(threads);
     }
     if (!plan.tasks.empty()) {
       const Range mine = part_of(plan.tasks.size(), thread, threads);
       for (int64_t i = mine.begin; i < mine.end; i++)
         plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
-#pragma omp barrier
+      meet(threads);
     }
     product.run(part_of((width + PANEL - 1) / PANEL, thread, threads));
   });

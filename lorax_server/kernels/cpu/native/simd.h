@@ -193,11 +193,3 @@ struct Range {
 static inline Range part_of(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
 }
-
-// Call `work(thread, threads)` in several threads, or in this one alone: OpenMP takes microseconds even for one thread.
-template <class Work>
-static inline void in_threads(bool several, Work work) {
-  if (!several || omp_get_max_threads() == 1) return work((int64_t)0, (int64_t)1);
-#pragma omp parallel
-  work((int64_t)omp_get_thread_num(), (int64_t)omp_get_num_threads());
-}

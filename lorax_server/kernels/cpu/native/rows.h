@@ -1,0 +1,30 @@
+// Rows of a matrix that lies in panels: the tokens of an embedding that is one with the head.
+
+template <class T, class S>
+static void copy_rows(const S* panels, int64_t inputs, int64_t first, const int64_t* rows, int64_t count, T* out) {
+  for (int64_t i = 0; i < count; i++, out += inputs) {
+    const S* from = panels + (first + rows[i]) / PANEL * inputs * PANEL + (first + rows[i]) % PANEL;
+    for (int64_t k = 0; k < inputs; k++) write(out + k, read(from + k * PANEL));
+  }
+}
+
+template <class T>
+static void choose_rows(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows,
+                        int64_t count, T* out) {
+  switch (stored) {
+    case FLOAT32: return copy_rows<T>((const float*)panels, inputs, first, rows, count, out);
+    case BFLOAT16: return copy_rows<T>((const Bf16*)panels, inputs, first, rows, count, out);
+    default: return copy_rows<T>((const Half*)panels, inputs, first, rows, count, out);
+  }
+}
+
+// Copy some rows of panels of one dtype, which is `stored`, to `[count, inputs]` of another. They are counted from the
+// row `first` on.
+EXPORT(look_up)(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
+                int64_t dtype, void* out) {
+  switch (dtype) {
+    case FLOAT32: return choose_rows(panels, stored, inputs, first, rows, count, (float*)out);
+    case BFLOAT16: return choose_rows(panels, stored, inputs, first, rows, count, (Bf16*)out);
+    default: return choose_rows(panels, stored, inputs, first, rows, count, (Half*)out);
+  }
+}

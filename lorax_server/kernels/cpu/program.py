@@ -1,0 +1,173 @@
+"""Programs: what a run of a model's layers calls, recorded once, then called again without Python between.
+
+While a run is recorded, no kernel is called. Each call is noted with its arguments, and what torch allocates lies in
+buffers that stay. Torch's own operations on them are noted, too, and made again between the kernels; views are not, as
+they only name a place. A run that does anything else, above all one that reads a number on the host, has no program.
+
+All programs share the buffers: one that is given up within a run serves again in it, and in every other program.
+"""
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lorax_server.kernels.cpu.library import RECORDED, SIGNATURES, Library, R
+
+WORDS = 1 + max(len(SIGNATURES[op]) for op in RECORDED)  # of a call: its function, then its arguments
+aten = torch.ops.aten
+ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default)
+# Beside those on each number alone, those that move numbers.
+MOVES = (
+    aten.index_select.default,
+    aten.index.Tensor,
+    aten.cat.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.flatten.using_ints,
+    aten.reshape.default,
+)
+# Which `tolist` and `numpy` begin with: their results are numbers of this run, not of the next.
+READS = (aten.resolve_conj.default, aten.resolve_neg.default, aten.to.dtype_layout)
+
+_Step = Callable[[], Any]
+_Bytes = npt.NDArray[np.uint8]
+
+
+class RunBuffers:
+    """Memory for what runs of up to `max_rows` rows compute on the way. A tensor's is free again when it is gone."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._free: dict[int, list[_Bytes]] = {}  # by bytes of a row
+        self._made: dict[int, _Bytes] = {}  # by address
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(made) for made in self._made.values())
+
+    def take(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return a tensor of the shape, strides and dtype of another one, of a run of so many rows."""
+        num_bytes = like.untyped_storage().nbytes()
+        row_bytes = -(-num_bytes // rows)
+        free = self._free.setdefault(row_bytes, [])
+        whole = free.pop() if free else self._make(row_bytes)
+        mine = whole[:num_bytes]  # lives as long as any view of the tensor
+        weakref.finalize(mine, free.append, whole).atexit = False
+        return torch.from_numpy(mine).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same tensor; one in a buffer without keeping the buffer from serving again."""
+        whole = self._made.get(tensor.untyped_storage().data_ptr())
+        if whole is None:
+            return tensor
+        same = torch.from_numpy(whole)[: tensor.untyped_storage().nbytes()].view(tensor.dtype)
+        return same.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _make(self, row_bytes: int) -> _Bytes:
+        whole: _Bytes = torch.empty(max(row_bytes * self._max_rows, 1), dtype=torch.uint8).numpy()
+        self._made[whole.ctypes.data] = whole
+        return whole
+
+
+class UnrecordableError(Exception):
+    """A run did something that no program can hold, which the message names."""
+
+
+class KernelProgram:
+    """A recorded run. What its kernels read besides the buffers must live as long as it does."""
+
+    def __init__(self, steps: Sequence[_Step], output: torch.Tensor) -> None:
+        self._steps = steps
+        self.output = output  # of the last replay, of this program or of another
+
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class _Notes(Library):
+    """A library whose functions only note their calls."""
+
+    def __init__(self, library: Library, note: Callable[..., None]) -> None:
+        self.panel = library.panel
+        for op in SIGNATURES:
+            setattr(self, op, partial(note, op))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a run of so many rows does."""
+
+    def __init__(self, library: Library, buffers: RunBuffers, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._library, self._buffers, self._rows = library, buffers, rows
+        self._steps: list[_Step] = []
+        self._calls: list[bytes] = []  # of kernels, since the last operation of torch
+        self.notes = _Notes(library, self._note)
+
+    def finish(self, output: torch.Tensor) -> KernelProgram:
+        self._end_calls()
+        return KernelProgram(self._steps, self._buffers.hold(output))
+
+    def _note(self, op: str, *arguments: Any) -> None:
+        if op not in RECORDED:
+            raise UnrecordableError(op)
+        words = [_to_word(*pair) for pair in zip(arguments, SIGNATURES[op], strict=True)]
+        words = [struct.pack("q", self._library.entries[op]), *words]
+        self._calls.append(b"".join(words).ljust(8 * WORDS, b"\0"))
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            calls = ctypes.create_string_buffer(b"".join(self._calls), 8 * WORDS * len(self._calls))
+            self._steps.append(partial(self._library.run_program, calls, len(self._calls), WORDS))
+            self._calls = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in READS or func._schema.is_mutable or not _is_of_tensors(result):
+            raise UnrecordableError(func)
+        if func in ALLOCATIONS:
+            return self._buffers.take(result, self._rows)
+        if func.is_view and _shares(result, (args, kwargs)):
+            return result
+        if not isinstance(result, torch.Tensor) or not (torch.Tag.pointwise in func.tags or func in MOVES):
+            raise UnrecordableError(func)
+        return self._note_torch(func, args, kwargs, result)
+
+    def _note_torch(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
+        self._end_calls()
+        kept = self._buffers.take(result, self._rows).copy_(result)  # others may be looked up by these numbers
+        args, kwargs = tree_map_only(torch.Tensor, self._buffers.hold, (args, kwargs))
+        self._steps.append(partial(_compute, self._buffers.hold(kept), partial(func, *args, **kwargs)))
+        return kept
+
+
+def _compute(out: torch.Tensor, function: Callable[[], torch.Tensor]) -> None:
+    out.copy_(function())
+
+
+def _to_word(argument: Any, kind: Any) -> bytes:
+    if kind is R:
+        return struct.pack("fxxxx", argument)
+    return struct.pack("q", argument or 0)
+
+
+def _is_of_tensors(result: Any) -> bool:
+    return all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+
+
+def _shares(result: Any, arguments: Any) -> bool:
+    """Tell whether tensors are views of arguments."""
+    places = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+    return all(x.untyped_storage().data_ptr() in places for x in tree_leaves(result))

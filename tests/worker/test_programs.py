@@ -1,0 +1,258 @@
+"""Programs of a CPU's kernels give the bits of steps that call the kernels one by one."""
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.target import Kind
+from lorax_server.adapters.weights import ModuleWeights
+from lorax_server.distributed import FakeGroup
+from lorax_server.kernels import reference, select_ops
+from lorax_server.layers import rotary
+from lorax_server.layers.targets import adapter_targets
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.plan import Load, Move, NewRow, StepPlan
+from lorax_server.types import SamplingParams, StopParams
+from lorax_server.weights import Weights
+from lorax_server.worker.graphs import CPU_ROWS, GraphSizes, StepGraphs, StepKind
+from lorax_server.worker.worker import uses_programs
+from tests.lora import GivenAdapter, random_factors
+from tests.parity.adapters.served import make_model
+from tests.parity.variants import VARIANTS
+from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, NUM_ROWS, Crowd, Rig, make_hosts
+
+SIZES = GraphSizes.choose_for_cpu(NUM_ROWS)
+UNRECORDED = "llama-fp8-kv"  # its attention is the reference's
+
+
+class Watched(Rig):
+    """A rig that keeps the hidden states of its last step."""
+
+    def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter], **options: Any) -> None:
+        super().__init__(model, list(hosts), **options)
+        self.hidden = torch.empty(0)
+        forward: Any = self.runner._forward
+
+        def keep(*arguments: Any) -> torch.Tensor:
+            self.hidden = forward(*arguments).clone()
+            return self.hidden
+
+        self.runner._forward = keep  # type: ignore[assignment]
+
+    @property
+    def graphs(self) -> StepGraphs:
+        assert self.runner._graphs is not None
+        return self.runner._graphs
+
+    @property
+    def kinds(self) -> set[StepKind]:
+        return set(self.graphs._graphs)
+
+
+def make_pair(
+    model: PagedCausalLM, hosts: Sequence[HostAdapter], sizes: GraphSizes = SIZES, **shape: int
+) -> tuple[Watched, Watched]:
+    return Watched(model, hosts, **shape), Watched(model, hosts, graph_sizes=sizes, **shape)
+
+
+def check_step(eager: Watched, recorded: Watched, plan: StepPlan) -> None:
+    """Run a step on both, and compare the bits of its hidden states and what is chosen by them."""
+    assert eager.collect(plan) == recorded.collect(plan)
+    assert torch.equal(eager.hidden.view(torch.uint8), recorded.hidden.view(torch.uint8))
+
+
+def run_crowd(model: PagedCausalLM, hosts: Sequence[HostAdapter], seed: int = 28, steps: int = 40) -> Watched:
+    eager, recorded = make_pair(model, hosts)
+    for plan in Crowd(len(hosts), seed).plans(steps):
+        check_step(eager, recorded, plan)
+    return recorded
+
+
+def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
+    """Prepare adapters with magnitudes and biases, and with an embedding, rows and tokens of their own."""
+    targets, vocab_size = adapter_targets(model), model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator) + 0.5
+
+    linears = {name: factors for name, factors in random_factors(targets, 4, 1).items() if "head" not in name}
+    dora = {name: ModuleWeights(a, b, 0.3, magnitude=draw(len(b))) for name, (a, b) in linears.items()}
+    biased = {name: ModuleWeights(a, b, 0.3, lora_bias=draw(len(b))) for name, (a, b) in linears.items()}
+    rows: dict[str, ModuleWeights] = {}
+    for name, target in targets.items():
+        if target.kind is Kind.EMBEDDING:
+            a, b = draw(2, target.inputs.full), draw(target.outputs.full, 2)
+            rows[name] = ModuleWeights(a, b, 0.1, token_ids=(5, 9), token_rows=draw(2, target.outputs.full))
+        elif target.kind is Kind.HEAD:
+            rows[name] = ModuleWeights(token_ids=(5, 9), token_rows=draw(2, target.inputs.full))
+    given = [GivenAdapter(modules, vocab_size) for modules in (dora, biased, rows)]
+    return [prepare(adapter, targets, torch.float32, FakeGroup()) for adapter in given]
+
+
+@pytest.mark.parametrize("name", sorted({*VARIANTS} - {UNRECORDED}))
+def test_programs_give_the_same_bits(name: str) -> None:
+    """Rows join and leave, adapters come and go, sequences reach the greatest length."""
+    model = make_model(name, CPU)
+    recorded = run_crowd(model, make_hosts(model))
+    assert len(recorded.kinds) > 3
+    assert {kind.has_adapters for kind in recorded.kinds} == {False, True}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt-projection", "neox-parallel", "qwen3-window"])
+def test_adapters_of_all_kinds(name: str) -> None:
+    model = make_model(name, CPU)
+    assert run_crowd(model, [*make_strange_hosts(model), *make_hosts(model)[:2]], steps=60).kinds
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_a_model_without_memory_for_adapters(name: str) -> None:
+    assert len(run_crowd(make_model(name, CPU), [], seed=14).kinds) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    weights = Weights(tensors, device=CPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(CPU))
+    model = FlashLlamaForCausalLM("", config, weights)
+    assert len(run_crowd(model, make_hosts(model)).kinds) > 3
+
+
+# --- Between two steps ------------------------------------------------------------------------------------------------
+
+
+class Duet:
+    """Plans of two sequences whose blocks come one at a time, as an engine hands them out."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._lengths = np.zeros(2, np.int64)
+        self._next_block = 0
+
+    def plan(self, adapters: Sequence[int], ops: Sequence[Any] = ()) -> StepPlan:
+        self._step += 1
+        new: tuple[NewRow, ...] = ()
+        blocks = []
+        counts = np.ones(2, np.int64)
+        if self._step == 1:
+            new = tuple(NewRow(row, [7, 8, 9], 3, SamplingParams(), StopParams()) for row in (0, 1))
+            counts = np.full(2, 3)
+        starts = self._lengths.copy()
+        self._lengths += counts
+        for row in (0, 1):
+            for column in range(-(-int(starts[row]) // BLOCK_SIZE), -(-int(self._lengths[row]) // BLOCK_SIZE)):
+                blocks.append([row, column, self._next_block])
+                self._next_block += 1
+        return StepPlan(
+            self._step,
+            np.array([0, 1]),
+            starts,
+            counts,
+            np.ones(2, bool),
+            np.zeros(2, bool),
+            np.array(adapters),
+            new,
+            np.array(blocks, np.int64).reshape(-1, 3),
+            tuple(ops),
+        )
+
+
+def test_blocks_that_come_one_by_one_up_to_the_greatest_length() -> None:
+    model = make_model("llama-gqa", CPU)
+    eager, recorded = make_pair(model, [])
+    duet = Duet()
+    for _ in range(MAX_LENGTH - 2):
+        check_step(eager, recorded, duet.plan([0, 0]))
+    assert recorded.kinds == {StepKind(2)}
+
+
+def test_adapters_that_move_and_are_replaced_between_steps() -> None:
+    model = make_model("llama-gqa", CPU)
+    hosts = make_hosts(model)
+    eager, recorded = make_pair(model, hosts)
+    duet, places = Duet(), {}
+    check_step(eager, recorded, duet.plan([1, 2], [Load("0", 1, 0), Load("1", 2, 0)]))
+    for adapters in ([1, 2], [1, 2], [0, 2], [2, 2], [0, 0], [1, 2]):
+        check_step(eager, recorded, duet.plan(adapters))
+    for rig in (eager, recorded):
+        assert rig._memory is not None
+        source = 2 * rig._units
+        rig._memory.move(2, source, source - 3)
+        places[rig] = source
+    check_step(eager, recorded, duet.plan([1, 2], [Move(2, source, source - 3)]))
+    for rig in (eager, recorded):
+        assert rig._memory is not None
+        rig._memory.unload(1)
+    check_step(eager, recorded, duet.plan([1, 2], [Load("3", 1, 0)]))
+    check_step(eager, recorded, duet.plan([1, 2]))
+    assert recorded.kinds == {StepKind(2), StepKind(2, has_adapters=True)}
+
+
+def test_tables_of_angles_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "FIRST_ROWS", 8)
+    eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
+    rows = recorded.graphs._room
+    recorded.graphs._model = make_model("llama-gqa", CPU)  # with tables of its own
+    duet = Duet()
+    for _ in range(MAX_LENGTH - 2):
+        check_step(eager, recorded, duet.plan([0, 0]))
+    assert rows == 8
+    assert recorded.graphs._room == 32
+
+
+# --- What has programs, and what they take ----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(UNRECORDED, CPU)
+    with caplog.at_level(logging.INFO):
+        assert not run_crowd(model, make_hosts(model)).kinds
+    assert [record.message for record in caplog.records if "without programs" in record.message]
+
+
+def test_who_has_programs() -> None:
+    model = make_model("llama-gqa", CPU)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    assert uses_programs(model, FakeGroup())
+    assert not uses_programs(model, two)
+    assert not uses_programs(make_model(UNRECORDED, CPU), FakeGroup())
+    model.ops = reference
+    assert not uses_programs(model, FakeGroup())
+
+
+def test_sizes_of_a_cpu() -> None:
+    assert list(GraphSizes.choose_for_cpu(3).decode) == [1, 2, 3]
+    assert GraphSizes.choose_for_cpu(1000).decode[-1] == CPU_ROWS
+    assert not GraphSizes.choose_for_cpu(3).mixed
+
+
+@torch.inference_mode()
+def test_all_programs_take_the_memory_of_the_largest() -> None:
+    model = make_model("llama-gqa", CPU)
+    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(64), num_rows=64)
+    graphs, taken = rig.graphs, set()
+    for size in (1, 64, 17, 2):
+        for has_adapters in (False, True):
+            assert graphs._record(StepKind(size, has_adapters=has_adapters))
+            taken.add(graphs._buffers.num_bytes)
+    widest = 4 * max(model.config.intermediate_size, 4 * model.config.hidden_size)
+    assert len(taken) == 1
+    assert max(taken) < 64 * 5 * widest
