@@ -153,8 +153,10 @@ class StepGraphs:
             return kind if adapter_data is None or adapter_data.lora.fits_graph else None
         if is_mixed:
             return kind._replace(has_adapters=self._memory is not None)
+        if self._x.is_cuda or not self._capture:
+            return kind
         self._make_room(max(tokens.lengths.tolist()))
-        return kind if not self._capture or kind in self._graphs or self._record(kind) else None
+        return kind if kind in self._graphs or self._record(kind) else None
 
     def run(
         self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
