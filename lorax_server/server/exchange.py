@@ -143,10 +143,10 @@ class Exchange:
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
         record.is_known = is_single and (is_listed or bool(service.seen.latest(choice.names[0])))
 
-    def admit(self, count: int, is_streamed: bool) -> None:
+    async def admit(self, count: int, is_streamed: bool) -> None:
         """Let `count` answers in, or refuse them all."""
         self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = self.service.rate_limits.enter(self.key, count)
+        self._permit = await self.service.enter(self.key, count)
 
     @cached_property
     def lookup(self) -> AdapterLookup:

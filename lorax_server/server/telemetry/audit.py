@@ -13,7 +13,7 @@ from typing import Any
 
 from lorax_server.server.http.problems import Problem
 from lorax_server.server.telemetry.logs import FIELDS, log_request, shorten
-from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.metrics import RequestMetrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class LineBudget:
 class AuditLog:
     """Writes the lines of one event loop."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._requests = LineBudget(LINES_PER_MINUTE, clock)
         self._connections = LineBudget(LINES_PER_MINUTE, clock)

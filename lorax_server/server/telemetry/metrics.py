@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -62,6 +62,16 @@ class Registry(CollectorRegistry):
             yield family
 
 
+class RequestMetrics(Protocol):
+    """The part of `Metrics` that requests and connections are counted by, here or in another process."""
+
+    def begin(self) -> None: ...
+    def end(self, record: RequestRecord) -> None: ...
+    def refuse(self, record: RequestRecord) -> None: ...
+    def set_connections(self, count: int) -> None: ...
+    def refuse_connection(self, reason: str) -> None: ...
+
+
 class Metrics:
     """All that `/metrics` shows. It belongs to one event loop.
 
@@ -90,8 +100,8 @@ class Metrics:
         self._input_length = tokens("lorax_request_input_length", "Tokens of a prompt", buckets=inputs)
         self._generated = tokens("lorax_request_generated_tokens", "Tokens of an answer", buckets=outputs)
         self._max_new = tokens("lorax_request_max_new_tokens", "Tokens it might have had", buckets=outputs)
-        self.connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
-        self.refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
+        self._connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
+        self._refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
 
@@ -109,6 +119,13 @@ class Metrics:
         """Count a request that was refused before its adapter was known."""
         self.begin()
         self._end(record, failure_kind(record))
+
+    def set_connections(self, count: int) -> None:
+        self._connections.set(count)
+
+    def refuse_connection(self, reason: str) -> None:
+        """Count a connection that was not kept."""
+        self._refused.labels(reason).inc()
 
     def prometheus(self) -> bytes:
         return HEADER.sub(r"\1 ", generate_latest(self._registry).decode()).encode()
