@@ -186,15 +186,24 @@ class EngineRequests:
 
     def _lose(self, problem: str, retry_after_s: float | None) -> None:
         """End all requests and queries with an error: the engine will not answer."""
-        self.is_healthy = False
-        self._problem = problem if retry_after_s is None else f"{problem}; it is being started again"
-        self._retry_after_s = None if retry_after_s is None else float(math.ceil(max(1.0, retry_after_s)))
+        if retry_after_s is None:
+            self._end_all(problem, None)
+        else:
+            self._end_all(f"{problem}; it is being started again", float(math.ceil(max(1.0, retry_after_s))))
+
+    def _end_all(self, problem: str, retry_after_s: float | None) -> None:
+        self.is_healthy, self._problem, self._retry_after_s = False, problem, retry_after_s
         streams, self._streams = self._streams, {}
         for mailbox in streams.values():
             mailbox.end(self._loss())
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(self._loss())
+
+    @property
+    def loss(self) -> EngineError:
+        """The reason why no request is taken."""
+        return self._loss()
 
     def _loss(self) -> EngineError:
         return EngineError(self._problem, self._retry_after_s)

@@ -40,7 +40,10 @@ class JoinedEngine(EngineRequests):
         self._found.set()
 
     def lose(self, problem: str, retry_after_s: float | None) -> None:
-        """Deliver what the engine has sent before it ended, then end all requests and queries with an error."""
+        """Deliver what the engine has sent before it ended, then end all requests and queries with an error.
+
+        The problem is in the words of the process that starts engines.
+        """
         channel, self._channel = self._channel, None
         if channel is not None and self._listening is not None:
             self._listening.cancel()  # it holds nothing while it waits
@@ -48,7 +51,7 @@ class JoinedEngine(EngineRequests):
                 if isinstance(message, messages.Outputs):
                     self._deliver_steps([message.outputs])
             channel.close()
-        self._lose(problem, retry_after_s)
+        self._end_all(problem, retry_after_s)
 
     async def _listen(self, channel: ClientSockets) -> None:
         problem = await self._deliver_all(channel)

@@ -56,13 +56,19 @@ class LineBudget:
 
 
 class AuditLog:
-    """Writes the lines of one event loop."""
+    """Writes the lines of one event loop; of several processes each writes its share."""
 
-    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        num_processes: int = 1,
+    ) -> None:
+        most = max(1, LINES_PER_MINUTE // num_processes)
         self._metrics = metrics
-        self._requests = LineBudget(LINES_PER_MINUTE, clock)
-        self._connections = LineBudget(LINES_PER_MINUTE, clock)
-        self._keys = LineBudget(LINES_PER_MINUTE, clock)
+        self._requests = LineBudget(most, clock)
+        self._connections = LineBudget(most, clock)
+        self._keys = LineBudget(most, clock)
 
     def refuse(self, record: RequestRecord, problem: Problem) -> None:
         """Count and log a request that is refused outside of `Exchange.answer`."""

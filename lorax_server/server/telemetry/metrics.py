@@ -81,7 +81,7 @@ class Metrics:
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, *, max_input_length: int, max_total_tokens: int, max_labels: int = 500) -> None:
-        self._registry = registry = Registry()
+        self.registry = registry = Registry()
         counter = partial(Counter, registry=registry)
         self._count = counter("lorax_request_count", "Requests that came")
         self._success = counter("lorax_request_success", "Requests that were answered")
@@ -128,12 +128,12 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def prometheus(self) -> bytes:
-        return HEADER.sub(r"\1 ", generate_latest(self._registry).decode()).encode()
+        return HEADER.sub(r"\1 ", generate_latest(self.registry).decode()).encode()
 
     def json(self) -> dict[str, Any]:
         """Return the same by family, as LoRAX writes it."""
         families: dict[str, Any] = {}
-        for family in self._registry.collect():
+        for family in self.registry.collect():
             is_suffixed = family.type == "counter" and family.name not in UPSTREAM_COUNTERS
             data = [{"key": _json_key(sample), "value": float(sample.value)} for sample in family.samples]
             families[f"{family.name}_total" if is_suffixed else family.name] = {"type": family.type, "data": data}
