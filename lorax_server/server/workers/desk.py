@@ -123,7 +123,7 @@ class Desk:
                 self._begin(self._open(seat))
             case messages.CannotStart(reason):
                 seat.reason = reason
-            case messages.Leaving():
+            case messages.Departing():
                 seat.is_open = False
                 seat.send(messages.Drain(at_once=False))
             case messages.ChangeAsked(question, change):

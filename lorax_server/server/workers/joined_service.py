@@ -46,7 +46,7 @@ class JoinedService(Service):
         return ToldMetrics(self.link)
 
     async def enter(self, key: Key, count: int = 1) -> Leavable:
-        ticket = Ticket(self.link)
+        ticket = AskedPermit(self.link)
         try:
             await self.link.ask(messages.EnterAsked(ticket.number, key.name, count))
         except asyncio.CancelledError:  # the parent may have said yes
@@ -65,7 +65,7 @@ class JoinedService(Service):
         return await self.link.ask(messages.ScrapeAsked(self.link.new_ticket(), as_json)) or b""
 
 
-class Ticket:
+class AskedPermit:
     """A `Permit` that the parent holds."""
 
     def __init__(self, link: ParentLink) -> None:

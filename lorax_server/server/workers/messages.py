@@ -81,7 +81,7 @@ class CannotStart(WireMessage, frozen=True):
     reason: str
 
 
-class Leaving(WireMessage, frozen=True):
+class Departing(WireMessage, frozen=True):
     """The worker was told to end, and wants no more connections."""
 
 
@@ -158,7 +158,7 @@ class ConnectionRefused(WireMessage, frozen=True):
 ToParent = (
     Serving
     | CannotStart
-    | Leaving
+    | Departing
     | Synced
     | EnterAsked
     | TicketLeft

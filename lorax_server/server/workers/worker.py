@@ -22,7 +22,7 @@ from lorax_server.server.telemetry.logs import configure
 from lorax_server.server.workers.door import take_connections
 from lorax_server.server.workers.joined_service import JoinedService
 from lorax_server.server.workers.link import ParentLink
-from lorax_server.server.workers.messages import CannotStart, Leaving, Serving
+from lorax_server.server.workers.messages import CannotStart, Departing, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class WorkerServer(UvicornServer):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Ask the parent for no more connections, and end when it has answered."""
         if sig == signal.SIGTERM:
-            self._loop.call_soon_threadsafe(self._link.tell, Leaving())
+            self._loop.call_soon_threadsafe(self._link.tell, Departing())
 
     def _drain(self, at_once: bool) -> None:
         self._take()  # the parent has handed over the last ones before it said so
