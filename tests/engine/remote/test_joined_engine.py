@@ -136,7 +136,7 @@ def test_what_the_engine_has_sent_before_it_was_lost_is_delivered(folder: Path) 
             one._channel._inbox.put_nowait(messages.encode(sent))
         one.lose("it is gone", None)
         assert [(await anext(stream)).tokens[0].token_id for _ in range(2)] == [1, 2]
-        with pytest.raises(EngineError, match="^it is gone$"):
+        with pytest.raises(EngineError, match=r"^it is gone$"):
             await anext(stream)
 
     run_joined(folder, test)
