@@ -102,7 +102,7 @@ def test_answers_and_descriptions_are_the_same_whoever_gives_them(each: Each) ->
     for body in (native(8), native(8, adapter_id="first", do_sample=True, seed=3)):
         first, second = (each.send(worker, "POST", "/generate", body) for worker in range(WORKERS))
         assert (first, first[0]) == (second, 200)
-    for body in (openai(8, stream=False), openai(8, stream=False, model="second")):
+    for body in (openai(8, stream=False, temperature=0), openai(8, stream=False, temperature=0, model="second")):
         answers = [each.send(worker, "POST", COMPLETIONS, body) for worker in range(WORKERS)]
         assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
         assert len({answer["id"] for _, answer in answers}) == WORKERS
@@ -132,7 +132,7 @@ def test_a_refused_name_is_refused_by_the_parent_with_the_same_words(each: Each)
         given = {"lora_name": name, "lora_path": "first"}
         answers = [each.send(worker, "POST", "/v1/load_lora_adapter", given, "the-admins") for worker in range(WORKERS)]
         assert answers[0] == answers[1]
-        assert answers[0][0] == 422
+        assert answers[0][0] == 400
         assert "printable characters" in str(answers[0][1])
 
 
@@ -270,11 +270,12 @@ def test_a_worker_that_is_killed_is_replaced_and_others_notice_nothing(folder: P
 
 
 def count_tokens(events: Iterator[Any]) -> int:
-    """Count the tokens that are left of a stream; 0 if it was cut off."""
+    """Count the tokens that are left of a stream; 0 if it was cut off, or ended with an error."""
     try:
-        return len(tokens_of(events))
+        left = list(events)
     except (http.client.IncompleteRead, ConnectionError):
         return 0
+    return 0 if "error" in left[-1] else len(tokens_of(iter(left)))
 
 
 def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_path: Path) -> None:
@@ -292,6 +293,7 @@ def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_p
         idle.close()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_all_workers_at_once(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path / "gate") as server, streams(server, 4, 30):
         server.process.terminate()
@@ -300,12 +302,14 @@ def test_a_second_signal_ends_all_workers_at_once(folder: Path, tmp_path: Path) 
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_parent_that_is_killed(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path / "gate") as server, streams(server, 4, 30) as events:
         server.process.kill()
         assert [count_tokens(each) for each in events] == [0] * 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_ends_its_streams_first(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate, drain_s=60) as server, streams(server, 4, 30) as events:
@@ -334,6 +338,7 @@ def test_a_worker_that_cannot_start_is_a_clear_error_and_the_end(folder: Path, t
     assert "Traceback" not in "".join(log)
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_taken_again_stays_empty_and_others_go_on(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
