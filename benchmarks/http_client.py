@@ -35,6 +35,7 @@ LAST = 1024  # bytes at the end of a stream, which hold its usage
 HEAD_END = b"\r\n\r\n"
 GENERATED = re.compile(rb"x-generated-tokens: (\d+)")
 COMPLETION = re.compile(rb'"completion_tokens":(\d+)')
+TOKEN_ID = re.compile(rb'"token":\{"id":(\d+)')
 LENGTH = re.compile(rb"content-length: (\d+)")
 
 
@@ -48,13 +49,15 @@ class Sample:
     tokens: int = 0
     error: str = ""
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # of data, and the events with a token in it
+    token_ids: list[int] = field(default_factory=list)  # in their order, if they are to be kept
 
 
 class Connection(asyncio.Protocol):
     """A connection for one stream after the other."""
 
-    def __init__(self, event: bytes) -> None:
+    def __init__(self, event: bytes, keep: bool = False) -> None:
         self.is_open = False
+        self.kept: list[bytes] | None = [] if keep else None
         self.tokens = 0
         self.arrivals: list[tuple[float, int]] = []
         self._event = event
@@ -79,6 +82,8 @@ class Connection(asyncio.Protocol):
         if not self._tail and not data.startswith(OK):
             self._end(data.decode(errors="replace"))
             return
+        if self.kept is not None:
+            self.kept.append(data)
         data = self._tail + data
         count = data.count(self._event)
         if count:
@@ -125,8 +130,10 @@ class WholeConnection(Connection):
 class Load:
     """All requests and their results."""
 
-    def __init__(self, url: str, path: str, bodies: Sequence[Any]) -> None:
+    def __init__(self, url: str, path: str, bodies: Sequence[Any], keep: bool = False) -> None:
         parsed = urlsplit(url)
+        self._keep = keep
+        self._connections: dict[int, Connection] = {}  # by the number of the request
         self._kind = WholeConnection if path == WHOLE else Connection
         self._event = EVENTS.get(path, b"")
         self.samples = [Sample() for _ in bodies]
@@ -154,6 +161,7 @@ class Load:
             try:
                 if connection is None or not connection.is_open:
                     connection = await self._connect()
+                self._connections[number] = connection
                 sample.error = await connection.ask(self._requests[number])
                 sample.tokens = connection.tokens
                 sample.arrivals = [(at - self.start, count) for at, count in connection.arrivals]
@@ -167,8 +175,16 @@ class Load:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: self._kind(self._event), self._host, self._port)
+        _, connection = await loop.create_connection(
+            lambda: self._kind(self._event, self._keep), self._host, self._port
+        )
         return connection
+
+    def read_ids(self) -> None:
+        """Read the ids of tokens out of streams that were kept, one on each connection."""
+        for number, connection in self._connections.items():
+            body = b"".join(connection.kept or [])
+            self.samples[number].token_ids = [int(each) for each in TOKEN_ID.findall(body)]
 
     def _now(self) -> float:
         return time.perf_counter() - self.start
@@ -178,10 +194,12 @@ def main() -> None:
     args = parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    load = Load(args.url, args.path, json.loads(args.bodies.read_text()))
+    load = Load(args.url, args.path, json.loads(args.bodies.read_text()), args.token_ids)
     cpu_s = time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         seconds = runner.run(load.run(args.at_once))
+    if args.token_ids:
+        load.read_ids()
     result = {
         "start": load.start,  # on the clock that all processes of a machine share
         "seconds": seconds,
@@ -201,6 +219,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("bodies", type=Path, help="a file with a JSON list of what to send")
     parser.add_argument("--path", choices=PATHS, default=PATHS[0], help="where to send it (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=64, metavar="N", help="requests that are under way at once")
+    parser.add_argument("--token-ids", action="store_true", help="keep the ids of /generate_stream, to check them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of each request to this file")
     return parser.parse_args()
 

@@ -1,10 +1,11 @@
 """A server whose engine computes nothing: every request gets a token in each step, one step after the other at a
-settable pace. The API process, the channel and the sockets are the real ones.
+settable pace. The API processes, the channel and the sockets are the real ones.
 
-    python benchmarks/stand_in_server.py FOLDER STEP_MS REPORT
+    python benchmarks/stand_in_server.py FOLDER STEP_MS REPORT [WORKERS [TOKENS_PER_S]]
 
 `FOLDER` has a tokenizer. When the server ends, `REPORT` has the seconds that the engine's thread took to send each
-step's outputs, and where the API process was whenever a thousandth of a second of its CPU time had passed.
+step's outputs, and where the API process was whenever a thousandth of a second of its CPU time had passed (with several
+API processes: where their parent was). With `TOKENS_PER_S` a step takes as long as its tokens need at that rate.
 """
 
 import json
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -27,8 +28,8 @@ from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.messages import EngineMessage, Outputs
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
+from lorax_server.launch import serve_engine
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.run import run
 from lorax_server.types import (
     AdapterRef,
     EngineInfo,
@@ -45,6 +46,7 @@ from lorax_server.types import (
 VOCAB = 700  # bytes and words of the tokenizer, without its special tokens
 INFO = EngineInfo(max_length=10_000, vocab_size=VOCAB, num_blocks=1, block_size=16, dtype="bfloat16", device="cpu")
 TICK_S = 0.001
+MANY = 10_000  # streams at once
 PARTS = {  # by the file of the innermost frame that one of these names
     "engine/remote/messages": "decoding",
     "engine/remote": "routing",
@@ -65,6 +67,13 @@ class Pace(NamedTuple):
 
     step_s: float
     report: str
+    tokens_per_s: float = 0.0  # of all streams together, in place of `step_s`
+
+
+def make_tokens() -> list[SampledToken]:
+    """Make the tokens of all streams: one that has so many left gets the token of that place."""
+    choice = random.Random(0)
+    return [SampledToken(choice.randrange(256, VOCAB), -8 * choice.random()) for _ in range(4096)]
 
 
 class StandIn:
@@ -76,9 +85,7 @@ class StandIn:
         self._left: dict[int, int] = {}
         self._new: set[int] = set()
         self._next_at = 0.0
-        choice = random.Random(0)
-        self._tokens = [SampledToken(choice.randrange(256, VOCAB), -8 * choice.random()) for _ in range(4096)]
-        self._steps = 0
+        self._tokens = make_tokens()
 
     @property
     def is_busy(self) -> bool:
@@ -105,13 +112,14 @@ class StandIn:
         if not self._left:
             return []
         time.sleep(max(0.0, self._next_at - time.perf_counter()))
-        self._next_at = max(self._next_at, time.perf_counter() - self._pace.step_s) + self._pace.step_s
-        self._steps += 1
+        pace = self._pace
+        step_s = len(self._left) / pace.tokens_per_s if pace.tokens_per_s else pace.step_s
+        self._next_at = max(self._next_at, time.perf_counter() - step_s) + step_s
         return [self._next(request_id) for request_id in list(self._left)]
 
     def _next(self, request_id: int) -> Output:
-        token = self._tokens[(self._steps + 61 * request_id) % len(self._tokens)]
         left = self._left[request_id] - 1
+        token = self._tokens[left % len(self._tokens)]
         self._left[request_id] = left
         if not left:
             del self._left[request_id]
@@ -192,12 +200,13 @@ class SampledEngine(RemoteEngine):
         return super().new_id()
 
 
-def main(folder: str, step_ms: str, report: str) -> int:
+def main(folder: str, step_ms: str, report: str, workers: str = "1", tokens_per_s: str = "0") -> int:
     config = ServerConfig(EngineConfig(ModelConfig(Path(folder))), "stand-in", port=0, default_source="local")
+    config = replace(config, api_workers=int(workers), max_concurrent_requests=MANY)
     sampler = Sampler()
-    client = SampledEngine(Pace(float(step_ms) / 1e3, report), sampler)
+    client = SampledEngine(Pace(float(step_ms) / 1e3, report, float(tokens_per_s)), sampler)
     try:
-        return run(config, client, KeyRing((), None, None))
+        return serve_engine(config, client, KeyRing((), None, None))
     finally:
         sampler.stop()
         Path(report).write_text(json.dumps({"parts": sampler.parts, "lines": sampler.lines.most_common(60)}))

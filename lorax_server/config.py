@@ -236,6 +236,11 @@ class LimitsConfig(Settings):
     )
     body_timeout_s: float = setting(30.0, "seconds for headers, and for a body, to arrive", above=0)
     keep_alive_s: float = setting(15.0, "seconds of silence until a stream sends a comment", above=0)
+    api_workers: int | None = setting(
+        None,
+        "API processes in front of the engine",
+        none="one for every four cores, at most 8; 1 where the model runs on a CPU",
+    )
     drain_s: float = setting(90.0, "seconds that requests have to end when the server stops", at_least=0)
 
 

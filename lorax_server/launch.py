@@ -5,12 +5,18 @@ only the server needs.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.machine import return_large_blocks, share_arenas, shorten_turns, spare_steps
+from lorax_server.machine import count_cores, return_large_blocks, share_arenas, shorten_turns, spare_steps
 from lorax_server.types import EngineInfo
+
+if TYPE_CHECKING:
+    from lorax_server.server.access.keys import KeyRing
+
+CORES_PER_WORKER, MAX_WORKERS = 4, 8
 
 
 def check_files(config: ServerConfig) -> None:
@@ -25,12 +31,31 @@ def check_files(config: ServerConfig) -> None:
 def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal comes, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
-    from lorax_server.server.run import run  # noqa: PLC0415
 
     return_large_blocks()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
-    return run(config, make_client(engine), keys)
+    return serve_engine(config, make_client(engine), keys)
+
+
+def serve_engine(config: ServerConfig, engine: RemoteEngine, keys: "KeyRing") -> int:
+    """Serve an engine by one API process, which is this one, or by several, of which this one is the parent."""
+    count = config.api_workers or default_workers(config.engine.model.device)
+    if count > 1:
+        from lorax_server.server.workers.parent import run_parent  # noqa: PLC0415
+
+        return run_parent(config, engine, keys, count)
+    from lorax_server.server.run import run  # noqa: PLC0415
+
+    return run(config, engine, keys)
+
+
+def default_workers(device: str) -> int:
+    """Return the number of API processes for this machine: one for every four cores, and no more than eight.
+
+    On a CPU the engine needs all cores, and one API process carries more tokens than it can make.
+    """
+    return 1 if device == "cpu" else max(1, min(MAX_WORKERS, count_cores() // CORES_PER_WORKER))
 
 
 def make_client(config: EngineConfig, *, restart: bool = True) -> RemoteEngine:

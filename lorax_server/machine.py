@@ -17,6 +17,11 @@ TIMER_SLACK, SLACK_NS = 29, 1000  # the name of a setting of Linux, and its valu
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
 
 
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine_bytes() -> int:
     """Return all of the memory, used or not."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,6 +18,7 @@ from lorax_server.server.access.nearest import with_nearest
 from lorax_server.server.http.problems import OPENAI_PREFIX
 from lorax_server.server.seen_adapters import MERGES
 from lorax_server.server.service import Service
+from lorax_server.server.workers.changes import AdapterFound, NameFailed
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Resolved
 
@@ -62,7 +63,7 @@ class AdapterLookup:
         if choice.merge is None:
             return adapters[0]
         merged = await self._service.engine.resolve(refs, choice.merge)
-        self._service.seen.note(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
+        await self._service.change(AdapterFound(merged.identity, Named(MERGES, choice.label[:MAX_LABEL])))
         is_fetched = any(adapter.tier == FETCHED for adapter in adapters)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
 
@@ -80,9 +81,9 @@ class AdapterLookup:
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """Resolve one name. A new name counts against the caller's quota, unless the failure is transient."""
         service, name = self._service, Named(ref.source, ref.name)
-        with service.rate_limits.fare(self._key, name) as fare:
+        with service.fare(self._key, name) as fare:
             if ref.source != LOCAL and not service.seen.latest(name):
-                fare.take()
+                await fare.ask()
             try:
                 ref, adapter = await self._ask_source(ref)
             except TRANSIENT:
@@ -92,13 +93,13 @@ class AdapterLookup:
                 await service.forget_unloaded(name)
                 raise
             except AdapterError as error:
-                service.seen.note_failure(ref, error)
+                await service.note_failure(ref, error)
                 raise
             if adapter.tier == FETCHED:
                 fare.owe()
-        service.seen.note(adapter.identity, name)
+        await service.change(AdapterFound(adapter.identity, name))
         if adapter.stale is not None:
-            service.seen.set_error(name, adapter.stale.message)
+            await service.change(NameFailed(name, adapter.stale.message))
         return ref, adapter
 
     async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from lorax_server.engine.adapters.entry import State
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import ModelNames, Named
-from lorax_server.server.seen_adapters import IN_MEMORY, MERGES, SeenAdapters
+from lorax_server.server.seen_adapters import IN_MEMORY, MERGES
 from lorax_server.server.service import Service
+from lorax_server.server.workers.changes import AdapterForgotten
 from lorax_server.types import AdapterState
 
 MAX_LIMIT = 1000  # adapters of a page
@@ -50,7 +51,7 @@ async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) 
     if query.after == BY_NAME and query.also:
         page += _list_also(service, key, query.also, page)
     states = await service.engine.list_adapters([row.identity for row in page if row.identity])
-    data = _describe_all(service.seen, page, {state.identity: state for state in states})
+    data = await _describe_all(service, page, {state.identity: state for state in states})
     return {"object": "list", "data": data, "has_more": following is not None, "next": following}
 
 
@@ -128,14 +129,15 @@ def _find_rows(service: Service, key: Key, adapter_ids: Iterable[str]) -> Iterat
             yield _Row(choice.label, name, service.seen.latest(name), choice.label in names.adapters)
 
 
-def _describe_all(seen: SeenAdapters, rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:
+async def _describe_all(service: Service, rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:
     data = []
     for row in rows:
         state, is_merged = states.get(row.identity), row.name is not None and row.name.source == MERGES
         if is_merged and (state is None or state.state not in IN_MEMORY):
-            seen.forget(row.identity)  # the next request for it merges anew, so that there is nothing to tell of it
+            # The next request for it merges anew, so that there is nothing to tell of it.
+            await service.change(AdapterForgotten(row.identity))
         elif row.is_listed or state is not None:
-            data.append(describe(row.alias, row.name, state, seen.error(row.name)))
+            data.append(describe(row.alias, row.name, state, service.seen.error(row.name)))
     return data
 
 

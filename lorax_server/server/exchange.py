@@ -20,7 +20,6 @@ from starlette.responses import Response
 from lorax_server.errors import DeadlineError, LoraxError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
-from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.generations import RemoteGeneration, count_cached
@@ -28,7 +27,7 @@ from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
-from lorax_server.server.service import Service
+from lorax_server.server.service import Leavable, Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.text.prompt import Prompt
@@ -56,7 +55,7 @@ class Exchange:
         self._http = http
         self._began = time.monotonic()
         self._bearer: str | None = None
-        self._permit: Permit | None = None
+        self._permit: Leavable | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
@@ -143,10 +142,10 @@ class Exchange:
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
         record.is_known = is_single and (is_listed or bool(service.seen.latest(choice.names[0])))
 
-    def admit(self, count: int, is_streamed: bool) -> None:
+    async def admit(self, count: int, is_streamed: bool) -> None:
         """Let `count` answers in, or refuse them all."""
         self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = self.service.rate_limits.enter(self.key, count)
+        self._permit = await self.service.enter(self.key, count)
 
     @cached_property
     def lookup(self) -> AdapterLookup:

@@ -1,12 +1,19 @@
 """The greeting of a server with examples, such as the demo: the address of the page, and three commands to paste."""
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
+
+from lorax_server.config import ServerConfig
+from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.access.model_names import ModelNames
+
+logger = logging.getLogger(__name__)
 
 GREETING = """
   {model} is ready, with {count} adapters: {names}.
@@ -22,6 +29,14 @@ GREETING = """
 """
 COMMANDS = 3  # the last one by curl
 DEFAULT_URL = "http://127.0.0.1:3000"  # where our commands look for a server
+
+
+def say_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:
+    """Log that the server is ready, and greet a user who has examples to try."""
+    logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
+    if config.examples is not None and not config.json_logs:
+        listed = sorted(names.adapters)
+        print(write_greeting(url, config.model_id, listed, config.examples, needs_key=not keys.is_open), flush=True)
 
 
 def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:

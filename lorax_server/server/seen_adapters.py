@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
 from itertools import islice
+from typing import NamedTuple
 
 from cachetools import FIFOCache
 
@@ -18,6 +19,24 @@ MAX_NAMES = 16  # of one adapter: copies of a folder have the same content
 MAX_FAILED = 1000
 MERGES = ""  # stands for the source of merged adapters
 IN_MEMORY = frozenset({State.PREPARING.value, State.HOST.value, State.LOADING.value, State.DEVICE.value})
+
+
+class SeenSnapshot(NamedTuple):
+    """All that was seen, in an order that `SeenAdapters.restore` understands."""
+
+    names: list[tuple[str, list[Named]]]  # by identity
+    identities: list[tuple[Named, list[str]]]
+    merges: list[str]
+    pins: list[tuple[str, list[Named]]]
+    errors: list[tuple[Named, str]]
+
+
+def blames_adapter(ref: AdapterRef, error: AdapterError) -> bool:
+    """Tell whether an error says that an adapter cannot be served, for lists to tell.
+
+    Errors that a caller's token has caused are not for others. A source that is down says nothing about an adapter.
+    """
+    return ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError)
 
 
 class SeenAdapters:
@@ -58,6 +77,10 @@ class SeenAdapters:
         if len(self._names) > MAX_SEEN:
             self._forget_oldest()
 
+    def knows(self, identity: str, name: Named) -> bool:
+        """Tell whether to note this again would tell nothing new."""
+        return self.latest(name) == identity and name in self.names(identity) and name not in self._errors
+
     def first_name(self, identity: str) -> Named | None:
         return next(iter(self._names.get(identity, ())), None)
 
@@ -79,8 +102,8 @@ class SeenAdapters:
         return next(reversed(self._identities.get(name, {})), "")
 
     def forget(self, identity: str) -> None:
-        """Forget an adapter and all of its names."""
-        for name in list(self._names[identity]):
+        """Forget an adapter and all of its names, if it is known."""
+        for name in list(self._names.get(identity, ())):
             self._forget_name(identity, name)
 
     def forget_name(self, identity: str, name: Named) -> None:
@@ -101,14 +124,6 @@ class SeenAdapters:
     def pinned_by(self, identity: str) -> Set[Named]:
         return self._pins.get(identity, frozenset())
 
-    def note_failure(self, ref: AdapterRef, error: AdapterError) -> None:
-        """Note that an adapter cannot be served, for lists to tell.
-
-        Errors that a caller's token has caused are not for others. A source that is down says nothing about an adapter.
-        """
-        if ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError):
-            self.set_error(Named(ref.source, ref.name), str(error))
-
     def set_error(self, name: Named, error: str) -> None:
         """Note why a name cannot be served, until it can."""
         self._errors[name] = error
@@ -116,6 +131,27 @@ class SeenAdapters:
     def error(self, name: Named | None) -> str | None:
         """Return the reason why a name could not be served the last time."""
         return None if name is None else self._errors.get(name)
+
+    # --- Copies in other processes ------------------------------------------------------------------------------------
+
+    def snapshot(self) -> SeenSnapshot:
+        return SeenSnapshot(
+            [(identity, list(names)) for identity, names in self._names.items()],
+            [(name, list(identities)) for name, identities in self._identities.items()],
+            list(self._merges),
+            [(identity, list(names)) for identity, names in self._pins.items()],
+            list(self._errors.items()),
+        )
+
+    def restore(self, snapshot: SeenSnapshot) -> None:
+        """Become a copy of the adapters that another process has seen."""
+        self._names = OrderedDict((identity, dict.fromkeys(names)) for identity, names in snapshot.names)
+        self._identities = {name: dict.fromkeys(identities) for name, identities in snapshot.identities}
+        self._sorted = sorted(self._names)
+        self._merges = OrderedDict.fromkeys(snapshot.merges)
+        self._pins = {identity: set(names) for identity, names in snapshot.pins}
+        self._errors = FIFOCache(MAX_FAILED)
+        self._errors.update(snapshot.errors)
 
     # --- Forgetting ---------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,33 @@
 """The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
-test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
+test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain> [<API processes>]`.
 
-Every request gets its first token at once, and the others once there is a file `gate`.
+Every request gets its first token at once, and the others once there is a file `gate`. Its status tells how many run.
 """
 
 import itertools
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
+from lorax_server.launch import serve_engine
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.run import run
-from lorax_server.types import AdapterRef, EngineInfo, FinishReason, Merge, Output, Request, Resolved, SampledToken
+from lorax_server.types import (
+    AdapterRef,
+    EngineInfo,
+    EngineStatus,
+    FinishReason,
+    Merge,
+    Output,
+    Request,
+    Resolved,
+    SampledToken,
+)
 from tests.engine.fake_engine import FakeEngine
 
 INFO = EngineInfo(max_length=10_000, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
@@ -45,6 +56,9 @@ class GatedEngine(FakeEngine):
     def abort(self, request_id: int) -> None:
         self._begun.pop(request_id, None)
 
+    def status(self) -> EngineStatus:
+        return replace(super().status(), running=len(self._begun), waiting=0)
+
     def step(self) -> list[Output]:
         is_open = self._gate.exists()
         return [self._next(each) for each, (_, count) in list(self._begun.items()) if is_open or not count]
@@ -64,10 +78,11 @@ def run_engine(gate: str, address: str) -> None:
         serve(GatedEngine(channel, Path(gate)), channel, INFO)
 
 
-def main(folder: str, gate: str, drain_s: str) -> int:
+def main(folder: str, gate: str, drain_s: str, api_workers: str = "1") -> int:
     model = ModelConfig(Path(folder))
     config = ServerConfig(EngineConfig(model), "light", port=0, default_source="local", drain_s=float(drain_s))
-    return run(config, RemoteEngine(run_engine, gate), KeyRing((), None, None))
+    config = replace(config, api_workers=int(api_workers))
+    return serve_engine(config, RemoteEngine(run_engine, gate), KeyRing((), None, None))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.service import Service
+from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults
@@ -159,6 +160,11 @@ class Bench:
         self.service.rate_limits = self.rate_limits = RateLimits(PLACES)
         self.peer = Peer()
 
+    @property
+    def metrics(self) -> Metrics:
+        assert isinstance(self.service.metrics, Metrics)
+        return self.service.metrics
+
     def ask(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope: dict[str, Any] = {
@@ -195,14 +201,14 @@ async def prepare(call: Exchange) -> list[RemoteGeneration]:
 
 
 async def whole(call: Exchange) -> Response:
-    call.admit(1, False)
+    await call.admit(1, False)
     generations = await prepare(call)
     await finish_all(generations)
     return json_response({"text": generations[0].text}, 200, call.headers(1))
 
 
 async def streamed(call: Exchange) -> Response:
-    call.admit(1, True)
+    await call.admit(1, True)
     (generation,) = await prepare(call)
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -214,7 +220,7 @@ async def streamed(call: Exchange) -> Response:
 
 
 async def for_adapter(call: Exchange) -> Response:
-    call.admit(1, False)
+    await call.admit(1, False)
     await call.resolve(call.service.model_names.find("owner/it", None))
     return json_response(call.record.identity)
 

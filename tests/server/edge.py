@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from lorax_server.server.run import _uvicorn_config
+from lorax_server.server.run import uvicorn_config
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
@@ -126,7 +126,7 @@ class Shared:
 
     def __init__(self, **config: Any) -> None:
         self.bench = Bench(**{"default_source": "local", "body_timeout_s": 0.2} | config)
-        self._settings = _uvicorn_config(self.bench.service)
+        self._settings = uvicorn_config(self.bench.service)
         self._runner = asyncio.Runner()
 
     @property
@@ -135,12 +135,12 @@ class Shared:
 
     def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         """Run a test on a server without records of earlier tests."""
-        self.bench.service.audit_log = AuditLog(self.bench.service.metrics)
+        self.bench.service.audit_log = AuditLog(self.bench.metrics)
         self.bench.engine.sent.clear()
         self._runner.run(self._run(check))
 
     async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        async with listening(self._settings, self.bench.service.metrics) as edge:
+        async with listening(self._settings, self.bench.metrics) as edge:
             await check(edge)
         assert self.bench.service.exchanges == set()
 

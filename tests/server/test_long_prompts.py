@@ -235,9 +235,9 @@ def test_collections_do_not_look_through_what_a_server_is_made_of(monkeypatch: p
         events.append("started")
 
     monkeypatch.setattr(uvicorn.Server, "startup", startup)
-    monkeypatch.setattr(run, "_uvicorn_config", lambda *_: uvicorn.Config(startup))
+    monkeypatch.setattr(run, "uvicorn_config", lambda *_: uvicorn.Config(startup))
     monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
-    asyncio.run(run._UvicornServer(Bench().service, "").startup())
+    asyncio.run(run.UvicornServer(Bench().service, "").startup())
     assert events == ["started", "frozen"]
 
 
@@ -310,6 +310,6 @@ def test_a_chat_that_cannot_be_rendered_now_may_come_back(busy: Routes) -> None:
     refused = busy.post(CHAT, chat())
     assert (refused.status, refused.headers["retry-after"]) == (503, "5")
     assert refused.json["error"] == {"message": "2 s went by", "type": "server_error", "param": None, "code": None}
-    counted = json.dumps(busy.service.metrics.json())
+    counted = json.dumps(busy.metrics.json())
     assert "overloaded" in counted
     assert "template" not in counted

@@ -132,7 +132,7 @@ def test_a_mistake_of_ours_is_written_down_and_not_told(records: Records, caplog
         bench = Bench()
 
         async def mistaken(call: Exchange) -> Response:
-            call.admit(1, False)
+            await call.admit(1, False)
             raise KeyError("a secret")
 
         for path, error in (("/generate", "Internal server error"), ("/v1/completions", None)):
@@ -265,7 +265,7 @@ def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: p
         bench = Bench()
 
         async def mistaken(call: Exchange) -> Response:
-            call.admit(1, True)
+            await call.admit(1, True)
 
             async def events() -> AsyncGenerator[bytes, None]:
                 yield event("quick")

@@ -6,6 +6,10 @@
 
 Each process listens before the other one sends, so no message waits for a second try to connect. The sockets have no
 limit: the scheduler decides how much may wait, and tells refused callers when to come back.
+
+Further API processes (`JoinedEngine`) send to the same socket, and each listens at one of its own. The ids of requests
+and queries tell them apart, and say whom an output or a reply is for. One socket that addresses them all (ROUTER) would
+drop what the engine sends before such a process has connected, and could not be used by two threads.
 """
 
 import asyncio
@@ -27,16 +31,15 @@ from pathlib import Path
 import zmq
 
 from lorax_server.engine.remote.messages import (
-    ChannelError,
     EngineMessage,
     Failed,
     FromEngine,
     Ready,
     Stop,
-    ToEngine,
-    decode_from_engine,
     encode,
+    split,
 )
+from lorax_server.engine.remote.sockets import FROM_ENGINE, TO_ENGINE, ClientSockets, bind, connect, name_of
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.types import EngineInfo
 
@@ -48,20 +51,15 @@ ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until its reason has arri
 ORPHAN_S = 10.0  # how long an engine may take to end once the API process is gone
 
 
-class ClientChannel:
-    """The end in the API process, for one engine process, from its start to its end, and one event loop.
+class ClientChannel(ClientSockets):
+    """The end in the process that starts the engine, from the engine's start to its end.
 
-    The event loop watches the socket. `zmq.asyncio` would take a fifth of a millisecond for each message, and there is
-    one for each step. The process's sentinel shows its end: the system makes it readable the moment it is gone.
+    The process's sentinel shows its end: the system makes it readable the moment it is gone.
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
+        super().__init__()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._from_engine = self._context.socket(zmq.PULL)
-        self._to_engine: zmq.Socket[bytes] | None = None
-        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._has_heard = False
         self._process: multiprocessing.process.BaseProcess | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -87,33 +85,18 @@ class ClientChannel:
     def open(self) -> str:
         """Listen, and return the address for the engine."""
         self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # with mode 0700
-        _bind(self._from_engine, self._folder.name, "from_engine")
-        self._loop.add_reader(self._from_engine.fileno(), self._take)
+        self.listen(self._folder.name, 0)
         return self._folder.name
 
     async def receive(self) -> FromEngine | None:
-        """Return the next message; None if there are no more, since the process has ended."""
-        data = await self._inbox.get()
-        if data is None:
-            self._inbox.put_nowait(None)  # for the next call
-            return None
-        message = decode_from_engine(data)
-        self._has_heard = True
+        message = await super().receive()
+        self._has_heard |= message is not None
         return message
 
     @property
-    def has_more(self) -> bool:
-        """The next message is here already."""
-        return not self._inbox.empty()
-
-    def send(self, message: ToEngine) -> None:
-        """Send without waiting. The engine listens from its first message on."""
-        data = encode(message)
-        if self._to_engine is None:
-            assert self._folder is not None, "the channel is not open"
-            self._to_engine = self._context.socket(zmq.PUSH)
-            _connect(self._to_engine, self._folder.name, "to_engine")
-        self._to_engine.send(data, zmq.NOBLOCK)
+    def address(self) -> str:
+        """The folder, at which further API processes find the engine."""
+        return self._address
 
     async def end(self) -> int | None:
         """End the process, leave nothing of it behind, and return its exit code. May be called again if cancelled."""
@@ -124,19 +107,9 @@ class ClientChannel:
 
     def close(self) -> None:
         """Close the sockets and remove the folder. Unread messages are lost."""
-        if not self._from_engine.closed:
-            self._loop.remove_reader(self._from_engine.fileno())
-        if self._to_engine is not None:
-            self._to_engine.close(linger=0)
-        self._context.destroy(linger=0)
+        super().close()
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _take(self) -> None:
-        """Read all messages: the socket does not become readable again for those that are left."""
-        with suppress(zmq.Again):
-            while True:
-                self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
 
     def _launch(self, target: Callable[[str], None], address: str) -> None:
         # Not a daemon: those may have no processes of their own, and an engine starts ranks.
@@ -150,10 +123,8 @@ class ClientChannel:
         self._loop.add_reader(process.sentinel, self._note_end, process.sentinel)
 
     def _note_end(self, sentinel: int) -> None:
-        """Note that the engine is gone: there are no more messages than it has sent."""
         self._loop.remove_reader(sentinel)
-        self._take()
-        self._inbox.put_nowait(None)
+        self.finish()
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -184,6 +155,7 @@ class EngineChannel:
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
+        self._workers: dict[int, zmq.Socket[bytes]] = {}  # to further API processes, by their numbers
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.has_failed = False
         self._was_heard = False
@@ -191,8 +163,8 @@ class EngineChannel:
 
     def open(self) -> None:
         to_engine = self._context.socket(zmq.PULL)
-        _bind(to_engine, self._address, "to_engine")
-        _connect(self._from_engine, self._address, "from_engine")
+        bind(to_engine, self._address, TO_ENGINE)
+        connect(self._from_engine, self._address, FROM_ENGINE)
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
     def take(self) -> list[bytes]:
@@ -200,10 +172,30 @@ class EngineChannel:
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def send(self, message: EngineMessage) -> None:
-        data = encode(message)
+        """Send to each API process what is meant for it. Nothing is sent if a part of it cannot be."""
+        parts = split(message) if self._workers else {0: message}
+        encoded = [(worker, encode(part)) for worker, part in parts.items()]
         with self._sending:
-            if not self._from_engine.closed:  # else the API process has stopped listening
-                self._from_engine.send(data, zmq.NOBLOCK)
+            for worker, data in encoded:
+                socket = self._workers.get(worker, self._from_engine)
+                if not socket.closed:  # else the API process has stopped listening
+                    socket.send(data, zmq.NOBLOCK)
+
+    def join(self, worker: int) -> None:
+        """Send to a further API process from now on what is meant for it. It listens already."""
+        socket = self._context.socket(zmq.PUSH)
+        connect(socket, self._address, name_of(worker))
+        with self._sending:
+            self._workers[worker] = socket
+
+    def part(self, worker: int) -> None:
+        """Drop what a further API process has not read: it is gone."""
+        with self._sending:
+            socket = self._workers.pop(worker, None)
+            if socket is not None:
+                socket.close(linger=0)
+        with suppress(OSError):
+            Path(self._address, name_of(worker)).unlink(missing_ok=True)
 
     def report(self, error: Exception) -> None:
         """Report why the engine ends, from any thread, even if the step hangs. Only the first reason counts."""
@@ -224,7 +216,8 @@ class EngineChannel:
 
     def close(self) -> None:
         with self._sending:
-            self._from_engine.close(linger=LINGER_MS)
+            for socket in (self._from_engine, *self._workers.values()):
+                socket.close(linger=LINGER_MS)
         self._context.term()  # also ends the thread
 
     def _listen(self, to_engine: zmq.Socket[bytes]) -> None:
@@ -263,24 +256,6 @@ class EngineChannel:
         if not self.answer_at_once(data):
             self._inbox.put(data)
             self.wake.set()
-
-
-def _bind(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
-    socket.set_hwm(0)
-    address = _address_of(folder, name)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
-
-
-def _connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
-    socket.set_hwm(0)
-    socket.connect(_address_of(folder, name))
-
-
-def _address_of(folder: str, name: str) -> str:
-    return f"ipc://{Path(folder) / name}"
 
 
 def describe(exit_code: int | None) -> str:

@@ -126,6 +126,11 @@ class ModelNames:
     def adapters(self) -> Mapping[str, Named]:
         return self.listing.adapters
 
+    @property
+    def aliases(self) -> Mapping[str, Named]:
+        """The names that the operator gave, without those of the folder."""
+        return self._aliases
+
     def add(self, alias: str, source: str, name: str) -> None:
         if not (0 < len(alias) <= MAX_NAME_LENGTH and alias.isprintable()):
             raise InputError(f"an adapter's name is 1 to {MAX_NAME_LENGTH} printable characters, not {alias[:64]!r}")
@@ -136,6 +141,12 @@ class ModelNames:
                 raise InputError(f"{MAX_ALIASES} adapters have names already; unload some")
             self._aliases[alias] = self.tidy(source, name)
             self._listing = None
+
+    def restore(self, aliases: Mapping[str, Named], folder: Iterable[str]) -> None:
+        """Take over the names of another process, in place of all that the operator gave here."""
+        with self._lock:
+            self._aliases = dict(aliases)
+        self.set_folder(folder)
 
     def remove(self, alias: str) -> bool:
         """Remove a name. Return whether it was there."""

@@ -166,6 +166,10 @@ class Fare:
         self._num_waiting = 0
         self._is_paid = False
 
+    async def ask(self) -> None:
+        """Take the fare here and now. Where the limits are another process's, it has to be asked."""
+        self.take()
+
     def take(self) -> None:
         """Pay for an adapter that is new here, or refuse the request."""
         if not self._is_paid:

@@ -9,7 +9,7 @@ from ipaddress import IPv6Address
 from typing import Protocol
 
 from lorax_server.server.http.hosts import parse_address
-from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.metrics import RequestMetrics
 
 FULL, FULL_ADDRESS, GAVE_WAY = "full", "address", "gave_way"
 NETWORK_BITS = 64  # of IPv6: a provider's customer has a whole network, and can be at any address of it
@@ -31,7 +31,7 @@ class _Address:
 class Connections:
     """The open connections of one event loop. A limit of 0 for an address is none."""
 
-    def __init__(self, most: int, most_per_address: int, metrics: Metrics) -> None:
+    def __init__(self, most: int, most_per_address: int, metrics: RequestMetrics) -> None:
         self._most = most
         self._most_per_address = most_per_address
         self._metrics = metrics
@@ -50,13 +50,13 @@ class Connections:
         elif len(self._open) >= self._most and not self._make_room(self._idle):
             reason = FULL
         if reason is not None:
-            self._metrics.refused.labels(reason).inc()
+            self._metrics.refuse_connection(reason)
             return reason
         self._addresses[name] = address
         address.count += 1
         self._open[connection] = name
         self.mark_idle(connection)
-        self._metrics.connections.set(len(self._open))
+        self._metrics.set_connections(len(self._open))
         return None
 
     def leave(self, connection: Connection) -> None:
@@ -67,7 +67,7 @@ class Connections:
         self._addresses[name].count -= 1
         if self._addresses[name].count == 0:
             del self._addresses[name]
-        self._metrics.connections.set(len(self._open))
+        self._metrics.set_connections(len(self._open))
 
     def mark_idle(self, connection: Connection) -> None:
         name = self._open.get(connection)
@@ -85,7 +85,7 @@ class Connections:
         if connection is None:
             return False
         self.leave(connection)
-        self._metrics.refused.labels(GAVE_WAY).inc()
+        self._metrics.refuse_connection(GAVE_WAY)
         connection.give_way()
         return True
 

@@ -31,6 +31,13 @@ from lorax_server.server.routes.openai_schemas import (
     VllmUnloadRequest,
 )
 from lorax_server.server.service import Service
+from lorax_server.server.workers.changes import (
+    AdapterFound,
+    AdapterPinned,
+    AdapterUnpinned,
+    NameAdded,
+    NameRemoved,
+)
 
 TAG = "Adapters"
 MAX_HOLDERS = 5  # names in a message
@@ -76,7 +83,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await _load(service, key, choice, body.pin)
         if body.name:
-            names.add(body.name, choice.refs[0].source, choice.refs[0].name)
+            await service.change(NameAdded(body.name, choice.refs[0].source, choice.refs[0].name))
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
     @router.post("/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=HELD)
@@ -101,7 +108,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.find(body.lora_path, source)
         await _load(service, key, choice, None)
-        service.model_names.add(body.lora_name, source, body.lora_path)
+        await service.change(NameAdded(body.lora_name, source, body.lora_path))
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @router.post(
@@ -119,20 +126,20 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
 
 async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
     """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
-    engine, seen, (ref,), (name,) = service.engine, service.seen, choice.refs, choice.names
-    earlier = seen.identities(name)
+    engine, (ref,), (name,) = service.engine, choice.refs, choice.names
+    earlier = service.seen.identities(name)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
         raise await with_nearest(error, choice.label, choice.asked_source, service.model_names, key) from None
     except AdapterError as error:
-        seen.note_failure(ref, error)
+        await service.note_failure(ref, error)
         raise
-    seen.note(identity, name)
+    await service.change(AdapterFound(identity, name))
     await engine.load(identity, pin)
     if pin is not None:
-        seen.pin(identity, name) if pin else seen.unpin(identity)
+        await service.change(AdapterPinned(identity, name) if pin else AdapterUnpinned(identity))
     for old in earlier:
         if old != identity and not await _find_holders(service, old, name):
             await _unload_identity(service, old)
@@ -154,7 +161,7 @@ async def _unload(service: Service, key: Key, adapter_id: str, source: str | Non
             await _unload_identity(service, identity)
     await service.forget_unloaded(name)
     if source is None:
-        names.remove(choice.label)
+        await service.change(NameRemoved(choice.label))
 
 
 async def _find_holders(service: Service, identity: str, name: Named) -> list[str]:
@@ -168,7 +175,7 @@ async def _find_holders(service: Service, identity: str, name: Named) -> list[st
 
 async def _unload_identity(service: Service, identity: str) -> None:
     await service.engine.unload(identity)
-    service.seen.unpin(identity)
+    await service.change(AdapterUnpinned(identity))
 
 
 def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:

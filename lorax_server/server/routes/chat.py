@@ -42,7 +42,7 @@ def make_router(service: Service) -> APIRouter:
 async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
     openai.note_adapter(exchange, body)
     options = _to_options(exchange.service, body)
-    exchange.admit(len(options.seeds), bool(body.stream))
+    await exchange.admit(len(options.seeds), bool(body.stream))
     model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     prompt = await _render(exchange.service, model.tokenizer, body)
     generations = await exchange.prepare(model, prompt, options)

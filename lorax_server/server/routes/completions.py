@@ -64,7 +64,7 @@ async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
     check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     options = _to_options(exchange.service, body, len(prompts), num_choices, num_drawn)
-    exchange.admit(num_drawn * len(prompts), bool(body.stream))
+    await exchange.admit(num_drawn * len(prompts), bool(body.stream))
     model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     answers = []
     for prompt in prompts:

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -13,7 +12,7 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import InputError, LoraxError, NotSupportedError
+from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
@@ -31,11 +30,11 @@ from lorax_server.server.routes.lorax_schemas import (
 from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
 from lorax_server.server.routes.openai_schemas import Model, ModelList
 from lorax_server.server.service import Service
+from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.text.tokenizer import Piece
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
-STATUS_TIMEOUT_S = 2.0  # metrics are useful also without the status of a slow engine
 JSON = "application/json"
 MAX_CHARACTERS = 2**18  # each becomes up to fifty characters of the answer
 WRITTEN = 4  # listing tokens takes so many times as long as making them
@@ -53,7 +52,6 @@ NOT_YET = {
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter()
-    created = int(time.time())
     openai: dict[str, Any] = {"responses": OPENAI_ERRORS, "tags": ["OpenAI Compatible"]}
     _add_health(router, service)
     _add_metrics(router, service)
@@ -73,7 +71,7 @@ def make_router(service: Service) -> APIRouter:
         allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
-            return json_response({"object": "list", "data": _models(service, key, created, allowed)})
+            return json_response({"object": "list", "data": _models(service, key, allowed)})
 
         return await off_loop(len(allowed) > FEW, write)
 
@@ -83,7 +81,7 @@ def make_router(service: Service) -> APIRouter:
         key, names = service.identify(http.headers), service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
-        for described in _models(service, key, created, allowed):
+        for described in _models(service, key, allowed):
             if described["id"] == model:
                 return json_response(described)
         raise await with_nearest(unknown_model(model), model, None, names, key)
@@ -157,14 +155,9 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
         """Metrics for Prometheus; as JSON for clients that accept that."""
-        engine, written, status = service.engine, service.metrics, None
-        with suppress(LoraxError, TimeoutError):
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                status = await engine.status()
-        written.engine.update(status, engine.is_healthy, engine.num_restarts)
         if JSON in http.headers.get("accept", ""):
-            return json_response(written.json())
-        return Response(written.prometheus(), headers={"content-type": written.content_type})
+            return Response(await service.scrape(as_json=True), media_type=JSON)
+        return Response(await service.scrape(), headers={"content-type": Metrics.content_type})
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -182,7 +175,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         def write() -> Response:
             return list_pieces(tokenizer.pieces(body.inputs, with_special))
 
-        with service.rate_limits.enter(key):
+        with await service.enter(key):
             return await service.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
@@ -190,7 +183,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         """Return the text that tokens stand for."""
         key = service.identify(http.headers)
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
-        with service.rate_limits.enter(key):
+        with await service.enter(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 
@@ -226,10 +219,15 @@ def _info(service: Service) -> dict[str, Any]:
     }
 
 
-def _models(service: Service, key: Key, created: int, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
+def _models(service: Service, key: Key, allowed: list[tuple[str, Named]]) -> list[dict[str, Any]]:
     """Describe the models that the caller may use: the base model, and these adapters."""
     names, config = service.model_names, service.config
-    common = {"object": "model", "created": created, "owned_by": "lorax", "max_model_len": service.max_total_tokens}
+    common = {
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lorax",
+        "max_model_len": service.max_total_tokens,
+    }
     bases = dict.fromkeys((names.primary, *config.served_names)) if key.base_model else ()
     models = [{"id": name, **common, "root": config.model_id, "parent": None} for name in bases]
     adapters = ({"id": alias, **common, "root": name.name, "parent": names.primary} for alias, name in allowed)

@@ -62,7 +62,7 @@ async def _prepare(exchange: Exchange, body: GenerateRequest, is_streamed: bool)
     exchange.note_choice(choice)
     refuse_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_streamed)
-    exchange.admit(len(options.seeds), is_streamed)
+    await exchange.admit(len(options.seeds), is_streamed)
     return await exchange.prepare(await exchange.resolve(choice), body.inputs, options)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -62,6 +62,16 @@ class Registry(CollectorRegistry):
             yield family
 
 
+class RequestMetrics(Protocol):
+    """The part of `Metrics` that requests and connections are counted by, here or in another process."""
+
+    def begin(self) -> None: ...
+    def end(self, record: RequestRecord) -> None: ...
+    def refuse(self, record: RequestRecord) -> None: ...
+    def set_connections(self, count: int) -> None: ...
+    def refuse_connection(self, reason: str) -> None: ...
+
+
 class Metrics:
     """All that `/metrics` shows. It belongs to one event loop.
 
@@ -71,7 +81,7 @@ class Metrics:
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, *, max_input_length: int, max_total_tokens: int, max_labels: int = 500) -> None:
-        self._registry = registry = Registry()
+        self.registry = registry = Registry()
         counter = partial(Counter, registry=registry)
         self._count = counter("lorax_request_count", "Requests that came")
         self._success = counter("lorax_request_success", "Requests that were answered")
@@ -90,8 +100,8 @@ class Metrics:
         self._input_length = tokens("lorax_request_input_length", "Tokens of a prompt", buckets=inputs)
         self._generated = tokens("lorax_request_generated_tokens", "Tokens of an answer", buckets=outputs)
         self._max_new = tokens("lorax_request_max_new_tokens", "Tokens it might have had", buckets=outputs)
-        self.connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
-        self.refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
+        self._connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
+        self._refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
 
@@ -110,13 +120,20 @@ class Metrics:
         self.begin()
         self._end(record, failure_kind(record))
 
+    def set_connections(self, count: int) -> None:
+        self._connections.set(count)
+
+    def refuse_connection(self, reason: str) -> None:
+        """Count a connection that was not kept."""
+        self._refused.labels(reason).inc()
+
     def prometheus(self) -> bytes:
-        return HEADER.sub(r"\1 ", generate_latest(self._registry).decode()).encode()
+        return HEADER.sub(r"\1 ", generate_latest(self.registry).decode()).encode()
 
     def json(self) -> dict[str, Any]:
         """Return the same by family, as LoRAX writes it."""
         families: dict[str, Any] = {}
-        for family in self._registry.collect():
+        for family in self.registry.collect():
             is_suffixed = family.type == "counter" and family.name not in UPSTREAM_COUNTERS
             data = [{"key": _json_key(sample), "value": float(sample.value)} for sample in family.samples]
             families[f"{family.name}_total" if is_suffixed else family.name] = {"type": family.type, "data": data}

@@ -188,7 +188,7 @@ def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
 
 def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot read messages ends: no client could stop it or get an answer."""
-    monkeypatch.setattr(messages, "decode_name_query", lambda _: 1 / 0)
+    monkeypatch.setattr(messages, "decode_urgent", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
     assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
     ended_with = peer.ended_with.get(timeout=60)

@@ -24,7 +24,7 @@ REFUSED = {
 
 def booked(routes: Routes, name: str) -> dict[str, float]:
     """Return a metric's counts by adapter."""
-    text = routes.service.metrics.prometheus().decode()
+    text = routes.metrics.prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
     routes = Routes(["poet"])
     reply = routes.post(COMPLETIONS, complete("poet", echo=True, max_tokens=0))
     assert reply.json["usage"]["completion_tokens"] == 0
-    text = routes.service.metrics.prometheus().decode()
+    text = routes.metrics.prometheus().decode()
     assert 'lorax_adapter_tokens_total{adapter="poet",kind="generated"} 0.0' in text
     assert 'lorax_key_tokens_total{adapter="poet",key="anonymous",kind="generated"} 0.0' in text
     assert "lorax_request_generated_tokens_sum 0.0" in text

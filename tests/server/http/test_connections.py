@@ -13,8 +13,8 @@ import uvloop
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server.http import protocol
 from lorax_server.server.http.connections import Connections, network
+from lorax_server.server.http.listener import fit_connections
 from lorax_server.server.http.protocol import make_protocol
-from lorax_server.server.run import _fit_connections
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.server.edge import HEALTH, Edge, Wire, head, listening
@@ -101,7 +101,7 @@ def test_what_counts_as_one_address(one: str, other: str, is_same: bool) -> None
 @pytest.mark.parametrize(("max_files", "expected"), [(10_000, 8192), (4096, 3584), (100, 1)])
 def test_there_are_files_for_all_connections(max_files: int, expected: int, caplog: pytest.LogCaptureFixture) -> None:
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
-    assert _fit_connections(config, max_files).max_connections == expected
+    assert fit_connections(config, max_files).max_connections == expected
     assert ("LimitNOFILE" in caplog.text) is (expected < config.max_connections)
 
 

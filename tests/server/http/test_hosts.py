@@ -4,7 +4,7 @@ import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server.http.hosts import Hosts
-from lorax_server.server.run import _bind
+from lorax_server.server.http.listener import bind_port
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_a_mapped_address_of_all_is_meant_for_others() -> None:
 @pytest.mark.parametrize("name", ["localhost", "127.1"])
 def test_the_socket_says_what_a_name_means(name: str) -> None:
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
-    with _bind(config) as listener:
+    with bind_port(config) as listener:
         assert not Hosts(name, (), listener.getsockname()[0]).allow("evil.example")

@@ -76,7 +76,7 @@ def test_what_was_named_by_two_spellings_is_unloaded_by_either(routes: Loads, se
 def test_spellings_are_one_label_in_metrics(routes: Loads) -> None:
     for name in SPELLINGS:
         routes.use(name)
-    text = routes.service.metrics.prometheus().decode()
+    text = routes.metrics.prometheus().decode()
     assert 'lorax_adapter_requests_total{adapter="json"} 5.0' in text
     assert "./json" not in text
 
@@ -260,7 +260,7 @@ def test_a_merge_has_one_name_everywhere(routes: Loads) -> None:
     reply, _ = merge(routes)
     assert reply.headers["x-adapter-id"] == "sql,json"
     assert routes.listed()["sql,json"]["hash"] == "merged"
-    assert 'lorax_adapter_requests_total{adapter="sql,json"} 1.0' in routes.service.metrics.prometheus().decode()
+    assert 'lorax_adapter_requests_total{adapter="sql,json"} 1.0' in routes.metrics.prometheus().decode()
 
 
 def test_a_merge_that_has_left_memory_is_listed_no_longer(routes: Loads) -> None:
