@@ -129,7 +129,8 @@ class _EngineLoop:
             case messages.Add(request):
                 self._add(request)
             case messages.Join(worker):
-                self._channel.join(worker)
+                if worker not in self._gone:
+                    self._channel.join(worker)
             case messages.Leave(worker):
                 self._drop(worker)
             case _:

@@ -45,8 +45,8 @@ def run_joined(folder: Path, test: Test) -> None:
             client.on_change = lambda: None
             for each in joined:
                 await each.close()
-                assert not each._streams
-                assert not each._queries
+                assert each._streams == {}
+                assert each._queries == {}
 
     run_with(FakeConfig(str(folder)), run)
 
