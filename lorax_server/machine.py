@@ -1,4 +1,5 @@
-"""The memory that this process may use: the machine's, or its container's share; and how Python and malloc keep it."""
+"""The memory that this process may use: the machine's, or its container's share; how Python and malloc keep it; and
+what an engine takes of it where no setting says so."""
 
 import ctypes
 import gc
@@ -14,6 +15,12 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE_BLOCK = -1, -3, 2**20  # likewise
 FULL_COLLECTIONS = 1000  # of the youngest but one between two of all objects, instead of 10
 TURN_S = 1e-5  # how long a thread runs Python while another one waits for its turn, instead of 5 ms
 TIMER_SLACK, SLACK_NS = 29, 1000  # the name of a setting of Linux, and its value, instead of 50 us
+ROWS, LARGE_GPU_ROWS = 64, 256  # sequences at once, and on a GPU of so many bytes and more:
+LARGE_GPU_BYTES = 40 * 10**9
+GPU_ADAPTER_SHARE = 4  # adapters get one part in so many of what the weights leave of a GPU,
+LEAST_GPU_ADAPTER_BYTES = 2**28  # but not less than this,
+HOST_ADAPTER_SHARE = 4  # and one part in so many of the host's memory
+ADAPTER_TABLE_SHARE = 64  # tables beside the adapters get one part in so many of these
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
 
 

@@ -11,13 +11,12 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
 from tqdm import tqdm
 
-from lorax_server.cli.flags import Parser
+from lorax_server.cli.flags import Parser, write_json
 from lorax_server.cli.http import EventReader, client_settings, count_of, explaining, last_details, read_event, refusal
 from lorax_server.errors import ConfigError, LoraxError
 
@@ -57,7 +56,7 @@ def add_bench(parser: Parser) -> None:
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--adapter", action="append", metavar="NAME", help="in turn; repeatable (default: base model)")
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to a file; - prints only them")
+    parser.add_json()
 
 
 def bench(args: Namespace) -> int:
@@ -70,7 +69,7 @@ def bench(args: Namespace) -> int:
     if args.json != "-":
         print(format_figures(figures))
     if args.json:
-        _write(json.dumps(figures, indent=2), args.json)
+        write_json(figures, args.json)
     return 1 if figures["errors"] else 0
 
 
@@ -166,13 +165,3 @@ def format_figures(figures: Mapping[str, Any]) -> str:
         lines.append(f"{name:20}{'   '.join(shown)}")
     lines += [f"failed {count} times: {reason}" for reason, count in figures["reasons"].items()]
     return "\n".join(lines)
-
-
-def _write(text: str, path: str) -> None:
-    if path == "-":
-        print(text)
-        return
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path!r} cannot be written: {error.strerror}") from error

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk to a model, or to an adapter",
     "adapters": "list, load, unload and pin adapters",
     "bench": "measure a server under load",
+    "plan": "how many GPUs some traffic needs",
     "download-weights": "fetch a model, and an adapter, ahead of time",
 }
 HELP = """\
@@ -77,6 +78,10 @@ def _dispatch(argv: list[str]) -> int:
         return _serve(argv[1:], "serve")
     if command == "download-weights":
         return _download_weights(argv[1:])
+    if command == "plan":
+        from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - only it needs it
+
+        return plan(argv[1:])
     from lorax_server.cli.client import run  # noqa: PLC0415 - slow
 
     return run(command, argv[1:], os.environ)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import math
 import re
 import textwrap
@@ -225,6 +226,9 @@ class Parser(argparse.ArgumentParser):
     def add_version(self) -> None:
         self.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
 
+    def add_json(self) -> None:
+        self.add_argument("--json", metavar="FILE", help="also write the figures to a file; - prints only them")
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -235,6 +239,18 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
             self.error(f"{unknown[0]!r} is not known; " + (f"is it {close[0]}?" if close else "see --help"))
         return arguments
+
+
+def write_json(figures: Mapping[str, Any], path: str) -> None:
+    """Write figures to the file of `--json`; - is standard output."""
+    text = json.dumps(figures, indent=2)
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path!r} cannot be written: {error.strerror}") from error
 
 
 def build_parser(command: str) -> Parser:

@@ -10,7 +10,17 @@ from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Field, LinearWeights
 from lorax_server.kernels.panels import PanelMatrix
-from lorax_server.machine import free_bytes, machine_bytes
+from lorax_server.machine import (
+    ADAPTER_TABLE_SHARE,
+    GPU_ADAPTER_SHARE,
+    HOST_ADAPTER_SHARE,
+    LARGE_GPU_BYTES,
+    LARGE_GPU_ROWS,
+    LEAST_GPU_ADAPTER_BYTES,
+    ROWS,
+    free_bytes,
+    machine_bytes,
+)
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, measure_graphs
@@ -19,14 +29,8 @@ from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, make_be
 
 logger = logging.getLogger(__name__)
 
-ROWS, LARGE_GPU_ROWS = 64, 256
-LARGE_GPU_BYTES = 40 * 10**9
 CPU_ADAPTER_BYTES = 2**30
 CPU_CACHE_SHARE = 4  # one part in so many of the free memory
-GPU_ADAPTER_SHARE = 4  # one part in so many of what the weights leave
-LEAST_GPU_ADAPTER_BYTES = 2**28
-HOST_ADAPTER_SHARE = 4
-ADAPTER_TABLE_SHARE = 64  # of the bytes for adapters, beside them
 LEAST_ADAPTER_ROWS = 64
 
 

@@ -1,0 +1,145 @@
+"""The plan's times against those that were measured, read from the documents."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lorax_server.cli.planning.capacity import Machinery, Planner
+from lorax_server.cli.planning.demand import AdapterMix, Popularity, Traffic
+from lorax_server.cli.planning.gpus import GPUS, Gpu
+from lorax_server.cli.planning.measured import (
+    ADAPTED_STEPS,
+    ADAPTER_BYTES,
+    API_TOKENS_PER_S,
+    CONTEXT,
+    LAYERS,
+    PLAIN_STEPS,
+    TOKEN_BYTES,
+    WEIGHT_BYTES,
+    StepBytes,
+    find_floor_ms,
+    find_prompt_rate,
+    find_step_time,
+)
+from lorax_server.cli.planning.model_sizes import ModelSizes, sizes_of
+
+DOCS = Path(__file__).parents[3] / "docs"
+H200 = GPUS["H200"]
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TOLERANCE = 0.15
+
+
+def sizes() -> ModelSizes:
+    return sizes_of(LLAMA_8B)
+
+
+def read_table(page: str, after: str) -> list[list[str]]:
+    """Return the cells of the first table after a text."""
+    text = (DOCS / page).read_text().split(after)[1]
+    lines = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert lines is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()[2:]]
+
+
+STEPS = read_table("kernels.md", "## Whole steps")
+
+
+def adapters_of(case: str) -> float:
+    """Return the bytes of the adapters of a row of the table, by its first cell."""
+    model = sizes()
+    if "ranks 8 to 64" in case:  # benchmarks/gpu_decode.py, MIXED
+        ranks = {8: 30, 16: 16, 32: 10, 64: 6, 512: 1}
+        partial = model.adapter_bytes(16, ("q_proj", "v_proj"))
+        return partial + sum(count * model.adapter_bytes(rank, ALL) for rank, count in ranks.items())
+    number = re.search(r"/ (\d+)", case)
+    return int(number[1]) * model.adapter_bytes(16, ALL, "DoRA" in case) if number else 0
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: row[0])
+def test_a_step_takes_about_what_was_measured(row: list[str]) -> None:
+    case, ms, floor = row[0], float(row[1]), float(row[2])
+    rows = int(case.split()[0])
+    read = StepBytes(sizes().read_bytes, adapters_of(case), rows * CONTEXT * sizes().token_bytes())
+    assert find_floor_ms(H200, read) == pytest.approx(floor, rel=0.01)
+    assert find_step_time(H200, rows, read, LAYERS).total == pytest.approx(ms, rel=TOLERANCE)
+
+
+def test_the_figures_in_the_code_are_those_of_the_documents() -> None:
+    measured = {row[0]: float(row[1]) for row in STEPS}
+    assert len(measured) == 12
+    assert {step.rows: step.ms for step in PLAIN_STEPS} == {rows: measured[f"{rows} / none"] for rows in (1, 64, 256)}
+    own = {rows: measured[f"{rows} / {rows}"] for rows in (1, 16, 64, 256)}
+    assert {step.rows: step.ms for step in ADAPTED_STEPS} == own
+    model = sizes()
+    assert (model.read_bytes, model.token_bytes(), model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, LAYERS)
+    assert model.adapter_bytes(16, ALL) == ADAPTER_BYTES
+    assert (
+        f"{1e6 / API_TOKENS_PER_S:.0f} us of the API process's CPU for each token" in (DOCS / "engine.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("row", read_table("kernels.md", "## Prompts on a GPU"), ids=lambda row: row[0])
+def test_prompts_take_about_what_was_measured(row: list[str]) -> None:
+    rate = find_prompt_rate(H200, sizes().prompt_flop(1024), row[0] != "none")
+    assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
+
+
+def plan_tokens(mix: AdapterMix, traffic: Traffic, **settings: int) -> float:
+    planner = Planner(sizes(), mix, traffic, Machinery(H200, 128 * 2**30, **settings))
+    return planner.plan_replica().requests_per_s * traffic.answer_tokens
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(64, 7319), (256, 13651)])
+def test_a_replica_serves_about_what_was_measured(rows: int, measured: int) -> None:
+    """`benchmarks/gpu_serving.py`: streams over HTTP, 64 adapters in turn, prompts of 128 and answers of 128 to 256."""
+    assert f"{measured:,}" in (DOCS / "engine.md").read_text()
+    tokens = plan_tokens(AdapterMix(((16, 64),), ALL), Traffic(1, 128, 192, zipf=0), max_rows=rows)
+    assert tokens == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_a_thousand_adapters_are_served_about_as_fast_as_was_measured() -> None:
+    """`benchmarks/gpu_adapters.py`: no figure of the plan comes from it."""
+    assert "6,863 against 7,301 tokens/s" in (DOCS / "engine.md").read_text()
+    room = 200 * sizes().adapter_bytes(8, ALL)
+    mix, traffic = AdapterMix(((8, 1000),), ALL), Traffic(1, 128, 80)
+    assert plan_tokens(mix, traffic, max_rows=64, adapter_bytes=room) == pytest.approx(6863, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_a_step_grows_with_its_rows_on_every_gpu(gpu: Gpu) -> None:
+    model, times = sizes(), []
+    for rows in (1, 2, 16, 64, 200, 256, 512):
+        read = StepBytes(model.read_bytes, rows * ADAPTER_BYTES, rows * CONTEXT * TOKEN_BYTES)
+        times.append(find_step_time(gpu, rows, read, LAYERS).total)
+        assert times[-1] > find_floor_ms(gpu, read)
+    assert times == sorted(times)
+
+
+def test_a_small_model_does_not_take_the_engine_less_time() -> None:
+    read = StepBytes(1e6, 0, 1e5)
+    assert find_step_time(H200, 256, read, 2).total == pytest.approx(1.26, rel=0.1)
+    assert find_step_time(H200, 1, read, 2).total < 0.3
+
+
+def test_popularity_follows_zipf() -> None:
+    shares = [1 / k for k in range(1, 5001)]
+    popularity = Popularity(5000, 1.0)
+    for count in (0, 1, 10, 999, 1000, 3000, 5000, 9000):
+        assert popularity.share_of_first(count) == pytest.approx(sum(shares[:count]) / sum(shares), abs=1e-3)
+    exact = sum(1 - (1 - share / sum(shares)) ** 256 for share in shares)
+    assert popularity.expect_distinct(256) == pytest.approx(exact, rel=1e-3)
+    assert Popularity(64, 0).expect_distinct(1) == pytest.approx(1)
+    assert Popularity(1, 1).expect_distinct(7) == 1
+    assert Popularity(10**9, 0.5).expect_distinct(256) == pytest.approx(256, rel=0.01)
+    assert Popularity(0, 1).share_of_first(5) == 0

@@ -1,0 +1,282 @@
+"""`lorax plan` as it is called: its figures, and what it refuses. Sizes are those of real models and adapters."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lorax_server.cli import main
+from lorax_server.cli.planning.capacity import LIMITS
+from lorax_server.cli.planning.gpus import GPUS, find_gpu
+from lorax_server.cli.planning.model_sizes import FAMILIES, HALF_BYTES, sizes_of
+from lorax_server.errors import ConfigError
+from lorax_server.models.registry import MODELS
+from tests.cli.planning.test_measured import LLAMA_8B
+from tests.models.tiny import GPT2, LLAMA, NO_GQA
+
+DEMO = Path(__file__).parents[3] / "lorax_server/demo/model"
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama-biased": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=16, attention_bias=True),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2-inner": lambda: transformers.GPT2Config(**GPT2, n_inner=40),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**NO_GQA),
+    "gpt_neox-unbiased": lambda: transformers.GPTNeoXConfig(**NO_GQA, attention_bias=False),
+    "opt": lambda: transformers.OPTConfig(**NO_GQA, ffn_dim=48, word_embed_proj_dim=32),
+    "opt-projected": lambda: transformers.OPTConfig(
+        **NO_GQA, ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False
+    ),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA_8B))
+    return str(tmp_path / "model")
+
+
+def plan(*argv: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(["plan", *argv, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refuse(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["plan", *argv]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    return told.err
+
+
+# --- Sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_counted_as_transformers_makes_them(name: str) -> None:
+    config = CONFIGS[name]()
+    real = AutoModelForCausalLM.from_config(config)
+    counted = sizes_of(json.loads(config.to_json_string()))
+    assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in real.parameters())
+
+
+def test_all_models_with_adapters_can_be_planned() -> None:
+    assert set(FAMILIES) == set(MODELS) == {name.partition("-")[0] for name in CONFIGS}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_counted_as_peft_makes_them(name: str, use_dora: bool) -> None:
+    config = CONFIGS[name]()
+    counted = sizes_of(json.loads(config.to_json_string()))
+    modules = sorted({matrix.name for matrix in counted.matrices})
+    settings = LoraConfig(
+        r=8, target_modules=modules, task_type="CAUSAL_LM", use_dora=use_dora, fan_in_fan_out=name == "gpt2"
+    )
+    adapted = get_peft_model(AutoModelForCausalLM.from_config(config), settings)
+    tensors = [tensor for key, tensor in adapted.named_parameters() if "lora_" in key]
+    units = sum(-(-2 * tensor.numel() // 256) for tensor in tensors)
+    assert counted.adapter_bytes(8, modules, use_dora) == 256 * units
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_in_words(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    argv = ["--model", model, "--gpu", "H200", "--adapters", "1000", "--requests-per-s", "50", "--json", str(file)]
+    assert main(["plan", *argv]) == 0
+    told = capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    for words in ("weights 16.1 GB", "1,000 of 83.9 MB", "256 sequences at once", "times its floor", "replicas"):
+        assert words in told
+    assert figures["replicas"] == 2
+    assert figures["memory"]["adapters"] == pytest.approx(30e9, rel=0.01)  # docs/engine.md, "Start and memory"
+    parts = figures["memory"]
+    used = sum(parts[name] for name in ("weights", "adapters", "steps", "cache")) + parts["adapters"] // 64
+    assert used == pytest.approx(0.9 * parts["total"], rel=1e-6)
+    assert parts["cache_tokens"] * 131072 == pytest.approx(parts["cache"], rel=1e-3)
+
+
+def test_sizes_can_be_given_by_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--layers 32 --hidden-size 4096 --intermediate-size 14336 --heads 32 --kv-heads 8 --vocab-size 128256"
+    gpu = "--gpu-memory 143771M --gpu-bandwidth 4800 --gpu-tflops 989"
+    by_flags = plan(*sizes.split(), *gpu.split(), "--adapters", "9", capsys=capsys)
+    by_name = plan("--model", f"{model}/config.json", "--gpu", "h200", "--adapters", "9", capsys=capsys)
+    assert by_flags["gpu"].pop("name") != by_name["gpu"].pop("name")
+    assert by_flags == by_name
+
+
+def test_a_mix_of_ranks_weighs_each(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = plan("--model", model, "--gpu", "H100", "--ranks", "8:700,16:200,64:100", capsys=capsys)["adapters"]
+    one = plan("--model", model, "--gpu", "H100", "--adapters", "1", "--rank", "8", capsys=capsys)["adapters"]
+    assert mixed["count"] == 1000
+    assert mixed["bytes"] == one["bytes"] * (700 + 2 * 200 + 8 * 100)
+    few = plan("--model", model, "--gpu", "H100", "--adapters", "1", "--modules", "q_proj, v_proj", capsys=capsys)
+    assert few["adapters"]["bytes"] < one["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "flags"),
+    [
+        ("rows", "--gpu H200"),
+        ("latency", "--gpu H200 --token-ms 12 --prompt-tokens 64"),
+        ("cache", "--gpu L4"),
+        ("adapters", "--gpu H200 --adapters 500 --adapter-bytes 2G --zipf 0"),
+        ("copies", "--gpu H200 --adapters 9000 --rank 512 --zipf 0 --answer-tokens 1 --prompt-tokens 1 --max-rows 8"),
+        ("api", "--gpu B200 --answer-tokens 900 --prompt-tokens 1 --max-rows 1024"),
+    ],
+)
+def test_the_plan_says_what_limits_a_replica(
+    limit: str, flags: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replica = plan("--model", model, *flags.split(), capsys=capsys)["replica"]
+    assert replica["limit"] == limit
+    assert limit in LIMITS
+
+
+def test_prompts_can_take_most_of_the_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    replica = plan("--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--answer-tokens", "10", capsys=capsys)[
+        "replica"
+    ]
+    assert replica["is_busy_with_prompts"]
+    assert 0.5 < replica["prompt_share"] <= 1
+
+
+def test_more_traffic_needs_more_replicas(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def count(*more: str) -> int:
+        found = plan("--model", model, "--gpu", "H100", "--adapters", "100", *more, capsys=capsys)["replicas"]
+        assert isinstance(found, int)
+        return found
+
+    assert count("--requests-per-s", "1") == 1
+    assert count("--requests-per-s", "400") > count("--requests-per-s", "200") > 3
+    assert count("--requests-per-s", "400", "--load", "0.5") > count("--requests-per-s", "400")
+    assert count("--requests-per-s", "400", "--token-ms", "15") > count("--requests-per-s", "400")
+    assert count("--requests-per-s", "1000000000") > 10**6
+
+
+def test_a_float8_cache_holds_twice_the_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = plan("--model", model, "--gpu", "L4", capsys=capsys)
+    float8 = plan("--model", model, "--gpu", "L4", "--quantize", "fp8-kv", capsys=capsys)
+    assert float8["memory"]["cache_tokens"] == pytest.approx(2 * plain["memory"]["cache_tokens"], rel=0.01)
+    assert float8["replica"]["rows"] > plain["replica"]["rows"]
+
+
+def test_the_worked_example_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DEMO.parents[2] / "docs/capacity.md").read_text()
+    command, shown = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "text"))
+    assert command is not None
+    assert shown is not None
+    assert main(shlex.split(command[1].replace("\\\n", ""))[1:]) == 0
+    assert capsys.readouterr().out == shown[1]
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "--gpu"),
+        ("--gpu H220", "H200"),
+        ("--gpu toaster", "--gpu-memory, --gpu-bandwidth and --gpu-tflops"),
+        ("--gpu-memory 80G", "--gpu-bandwidth"),
+        ("--gpu H200 --adapters -1", "--adapters: '-1' is not a whole number"),
+        ("--gpu H200 --adapters 1e99", "--adapters"),
+        ("--gpu H200 --adapters " + "9" * 5000, "--adapters"),
+        ("--gpu H200 --requests-per-s -1", "--requests-per-s: '-1' is not a number above 0"),
+        ("--gpu H200 --requests-per-s nan", "--requests-per-s"),
+        ("--gpu H200 --zipf inf", "--zipf"),
+        ("--gpu H200 --base-share -0.5", "--base-share: '-0.5' is not a number from 0 to 1"),
+        ("--gpu H200 --prompt-tokens 0", "--prompt-tokens"),
+        ("--gpu H200 --prompt-tokens 200000", "longer than the model's 131072"),
+        ("--gpu H200 --rank 513", "from 1 to 512"),
+        ("--gpu H200 --ranks 8", "is not like 8:700,64:100"),
+        ("--gpu H200 --ranks 8:1,x:2", "is not like 8:700,64:100"),
+        ("--gpu H200 --ranks 8:1000000000,16:1", "more than 1000000000"),
+        ("--gpu H200 --ranks 8:1 --rank 8", "not both"),
+        ("--gpu H200 --modules q_proj,c_attn", "there is no 'c_attn' in this model; there are q_proj"),
+        ("--gpu H200 --token-ms 1", "a single sequence takes"),
+        ("--gpu H200 --gpu-memory 16G", "it does not fit"),
+        ("--gpu H200 --gpu-memory 99999999999T", "more than any machine has"),
+        ("--gpu L4 --adapter-bytes 30G", "lower --adapter-bytes"),
+        ("--gpu H200 --adapters 5 --adapter-bytes 1M", "raise --adapter-bytes"),
+        ("--gpu H200 --layers 3", "leave out --layers"),
+        ("--gpu H200 --adapter 3", "is it --adapter"),
+        ("--gpu H200 --json /nowhere/plan.json", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "--model", model, *flags.split()])
+    assert code == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert len(told) < 600
+
+
+def test_half_of_the_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--hidden-size" in refuse("--layers", "3", "--gpu", "H200", capsys=capsys)
+    assert "--model" in refuse("--gpu", "H200", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "not a JSON object"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 5000, "cannot be read"),
+        (b" " * 2**21, "it is no config.json"),
+        (b"{}", "model_type = 'None' is not supported"),
+        (b'{"model_type": ["llama"]}', "is not supported"),
+        (b'{"model_type": "mamba"}', "known are gpt2, gpt_neox, llama"),
+        (b'{"model_type": "llama"}', "hidden_size is missing"),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": -3}).encode(), "num_hidden_layers = -3"),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": 2.5}).encode(), "num_hidden_layers = 2.5"),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": True}).encode(), "num_hidden_layers = True"),
+        (json.dumps(LLAMA_8B | {"vocab_size": 10**40}).encode(), "vocab_size"),
+        (json.dumps(LLAMA_8B | {"num_attention_heads": 3}).encode(), "cannot be divided"),
+        (json.dumps(LLAMA_8B | {"quantization_config": {"bits": 4}}).encode(), "must not be quantized"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    told = refuse("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
+    assert words in told
+    assert len(told) < 600
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "download-weights" in refuse("--model", "owner/name", "--gpu", "H200", capsys=capsys)
+    assert "download-weights" in refuse("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
+
+
+@pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])
+def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
+    assert find_gpu(name) is GPUS["H200"]
+    with pytest.raises(ConfigError, match="A100-80GB"):
+        find_gpu("A100")
+
+
+def test_a_plan_needs_neither_torch_nor_a_web_stack() -> None:
+    code = "import sys\nfrom lorax_server.cli import main\n"
+    code += f"assert main(['plan', '--model', {str(DEMO)!r}, '--gpu', 'L4', '--prompt-tokens', '9']) == 0\n"
+    code += "print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "replicas" in done.stdout
+    assert not set(done.stderr.split()) & {"torch", "numpy", "transformers", "fastapi", "httpx2", "safetensors"}

@@ -1,0 +1,61 @@
+"""A Dockerfile taken apart, as far as ours needs it."""
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Stage:
+    """The instructions between two FROM, and the stage or image that they begin with."""
+
+    name: str
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_stages(path: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
+    """Return the stages by their names, in their order."""
+    stages: dict[str, Stage] = {}
+    stage: Stage | None = None
+    for word, rest in _read_instructions(path.read_text()):
+        if word == "FROM":
+            base, kind, name = rest.split()
+            assert kind == "AS"
+            stages[name] = stage = Stage(name, base)
+        elif stage is not None:
+            stage.instructions.append((word, rest))
+    return stages
+
+
+def whole(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
+    """Return the instructions of a stage after those of the stages that it begins with."""
+    stage = stages[name]
+    before = whole(stages, stage.base) if stage.base in stages else []
+    return [*before, *stage.instructions]
+
+
+def values(instructions: list[tuple[str, str]], word: str) -> list[str]:
+    return [rest for found, rest in instructions if found == word]
+
+
+def variables(instructions: list[tuple[str, str]]) -> dict[str, str]:
+    pairs = (pair.partition("=") for rest in values(instructions, "ENV") for pair in shlex.split(rest))
+    return {name: value for name, _, value in pairs}
+
+
+def words(text: str) -> list[str]:
+    """Return the words of an instruction in its JSON form."""
+    parsed = json.loads(text)
+    assert isinstance(parsed, list)
+    return parsed
+
+
+def _read_instructions(text: str) -> list[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    pairs = (line.split(maxsplit=1) for line in joined.splitlines())
+    return [(word, rest.strip()) for word, rest in pairs]

@@ -1,0 +1,183 @@
+"""The Dockerfile: checked as text, and its commands run in a clean environment. No image is built."""
+
+import ast
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from lorax_server.cli.flags import FLAGS
+from lorax_server.cli.settings import parse
+from lorax_server.config import ServerConfig
+from lorax_server.files.kept import VARIABLE
+from tests.deploy.dockerfile import ROOT, read_stages, values, variables, whole, words
+
+STAGES = read_stages()
+TARGETS = ("cpu", "cuda")
+KNOWN = {"FROM", "ARG", "RUN", "ENV", "WORKDIR", "COPY", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "USER"}
+PREFIX, SOURCES = "/opt/lorax", "/src"
+START_S = 60
+
+
+def test_there_are_two_images_and_the_last_needs_no_gpu() -> None:
+    assert set(TARGETS) <= set(STAGES)
+    assert list(STAGES)[-1] == "cpu"
+    for stage in STAGES.values():
+        assert stage.base in STAGES or stage.base == "python:${PYTHON}-slim-bookworm"
+        assert {word for word, _ in stage.instructions} <= KNOWN
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_without_root_and_without_sources(target: str) -> None:
+    instructions = whole(STAGES, target)
+    assert instructions[-1] == ("USER", "10001")
+    (user,) = (rest for rest in values(instructions, "RUN") if "useradd" in rest)
+    assert "--uid 10001" in user
+    assert values(instructions, "COPY") == [f"--from=build-{target} {PREFIX} {PREFIX}"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_fetched_and_compiled_goes_to_the_volume(target: str) -> None:
+    instructions = whole(STAGES, target)
+    (volume,) = values(instructions, "VOLUME")
+    environ = variables(instructions)
+    assert {"HOME", "HUGGINGFACE_HUB_CACHE", VARIABLE} <= set(environ)
+    for name in ("HOME", "HUGGINGFACE_HUB_CACHE", VARIABLE):
+        assert Path(environ[name]).is_relative_to(volume)
+    assert any(
+        f"install --directory --owner=lorax --group=lorax {volume}" in run for run in values(instructions, "RUN")
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_entry_point_is_understood(target: str) -> None:
+    instructions = whole(STAGES, target)
+    (entry,) = values(instructions, "ENTRYPOINT")
+    program, command, *flags = words(entry)
+    assert (program, command) == ("lorax", "serve")
+    parsed = parse(flags, variables(instructions), "serve")
+    config = parsed.make_config(None)
+    assert config.host == "0.0.0.0"
+    assert values(instructions, "EXPOSE") == [str(config.port)] == [str(ServerConfig.port)]
+    assert parsed.cache == Path(variables(instructions)["HUGGINGFACE_HUB_CACHE"])
+    assert not parsed.warnings
+    ours = {name for flag in FLAGS for name in flag.variables}
+    set_by_us = {name for name in variables(instructions) if name.startswith(("LORAX_", "HUGGING"))}
+    assert set_by_us <= ours | {VARIABLE}
+    assert parse([*flags, "--hostname", "127.0.0.1"], {}, "serve").make_config(None).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_health_is_asked_for(target: str) -> None:
+    (check,) = values(whole(STAGES, target), "HEALTHCHECK")
+    options, _, command = check.partition("CMD ")
+    assert {"--interval=15s", "--timeout=5s", "--start-period=20m", "--retries=4"} == set(options.split())
+    python, flag, code = words(command)
+    assert (python, flag) == ("python", "-c")
+    ast.parse(code)
+    assert "/health" in code
+
+
+def test_versions_are_those_of_the_tests() -> None:
+    pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    installs = [rest for stage in STAGES.values() for rest in values(stage.instructions, "RUN") if "torch==" in rest]
+    assert len(installs) == 2
+    assert all(install.split()[-1] == pinned[0] for install in installs)
+    assert f"torch=={pinned[0].removeprefix('torch==')}" in (ROOT / "Makefile").read_text()
+    python = re.search(r"^ARG PYTHON=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert python is not None
+    assert f"Python :: {python[1]}" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_what_is_copied_is_there_and_nothing_else_is_sent() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*"
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    copied = set()
+    for stage in STAGES.values():
+        for rest in values(stage.instructions, "COPY"):
+            if not rest.startswith("--from"):
+                copied |= set(rest.split()[:-1])
+    assert kept == copied
+    assert all((ROOT / name).exists() for name in kept)
+    left_out = [line for line in lines if line.startswith("**/")]
+    assert any(fnmatch("lorax_server/kernels/cpu/_neon.so", line) for line in left_out)
+
+
+def test_package_lists_do_not_stay() -> None:
+    for stage in STAGES.values():
+        for rest in values(stage.instructions, "RUN"):
+            assert ("apt-get install" in rest) == rest.endswith("rm -rf /var/lib/apt/lists/*")
+
+
+# --- Run --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_commands_install_a_server_that_is_healthy(tmp_path: Path) -> None:
+    """Run what the image of the CPU runs, elsewhere: all but apt and users, which need root."""
+    prefix, sources = tmp_path / "lorax", tmp_path / "src"
+    sources.mkdir()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python").symlink_to(sys.executable)
+    environ = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)
+    environ["PIP_NO_COMPILE"] = "1"  # it takes long, and most of what is installed is never imported
+    for word, rest in whole(STAGES, "build-cpu"):
+        if word == "COPY":
+            copy(rest.split()[:-1], sources)
+        elif word == "RUN" and "apt-get" not in rest:
+            command = rest.replace(PREFIX, str(prefix))
+            done = subprocess.run(
+                ["sh", "-ec", command], cwd=sources, env=environ, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    check_serving(prefix, tmp_path, find_port())
+
+
+def copy(names: list[str], target: Path) -> None:
+    """Copy what docker would: not what is built here."""
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(ROOT / name, target)
+
+
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_serving(prefix: Path, folder: Path, port: int) -> None:
+    instructions = whole(STAGES, "cpu")
+    (entry,), (check,) = values(instructions, "ENTRYPOINT"), values(instructions, "HEALTHCHECK")
+    data = folder / "data"
+    data.mkdir()
+    environ = {name: value.replace("/data", str(data)) for name, value in variables(instructions).items()}
+    environ |= {"PATH": f"{prefix}/bin{os.pathsep}{os.environ['PATH']}", "PORT": str(port), "OMP_NUM_THREADS": "1"}
+    program, *flags = words(entry)
+    log = (folder / "log").open("w")
+    server = subprocess.Popen([prefix / "bin" / program, *flags], env=environ, cwd=data, stderr=log, stdout=log)
+    try:
+        ask = [prefix / "bin/python", *words(check.partition("CMD ")[2])[1:]]
+        end = time.monotonic() + START_S
+        while subprocess.run(ask, env=environ, capture_output=True, check=False).returncode != 0:
+            assert server.poll() is None, (folder / "log").read_text()[-2000:]
+            assert time.monotonic() < end, (folder / "log").read_text()[-2000:]
+        assert any((data / "lorax").iterdir())
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+        log.close()
