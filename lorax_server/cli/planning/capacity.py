@@ -212,9 +212,16 @@ class Planner:
         tokens = min(max(cache, 0) // block, most) * EngineConfig.block_size
         self._check_room(adapters, steps, tokens)
         mean, host = self.mix.mean_bytes(sizes), machinery.host_memory // HOST_ADAPTER_SHARE
-        held = (min(int(room // mean), self.mix.count) if mean else 0 for room in (adapters, host))
+        on_device, on_host = (min(int(room // mean), self.mix.count) if mean else 0 for room in (adapters, host))
         return MemoryPlan(
-            int(machinery.gpu.memory), sizes.weight_bytes, adapters, steps, max(cache, 0), *held, cache_tokens=tokens
+            total=int(machinery.gpu.memory),
+            weights=sizes.weight_bytes,
+            adapters=adapters,
+            steps=steps,
+            cache=max(cache, 0),
+            device_adapters=on_device,
+            host_adapters=on_host,
+            cache_tokens=tokens,
         )
 
     def _count_step_bytes(self) -> int:

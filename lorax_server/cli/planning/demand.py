@@ -54,7 +54,7 @@ class AdapterMix:
 class Group(NamedTuple):
     """Adapters that are asked for about equally often: how many, and the share of requests that each gets."""
 
-    count: int
+    size: int
     share: float
 
 
@@ -68,20 +68,20 @@ class Popularity:
             middle = math.sqrt(first * (first + size - 1))
             groups.append(Group(size, middle**-exponent))
             first += size
-        total = sum(group.count * group.share for group in groups)
-        self._groups = [Group(group.count, group.share / total) for group in groups]
+        total = sum(group.size * group.share for group in groups)
+        self._groups = [Group(group.size, group.share / total) for group in groups]
 
     def share_of_first(self, count: int) -> float:
         """Return the share of requests that the most popular adapters get."""
         share, left = 0.0, count
         for group in self._groups:
-            share += min(group.count, max(left, 0)) * group.share
-            left -= group.count
+            share += min(group.size, max(left, 0)) * group.share
+            left -= group.size
         return min(share, 1.0)
 
     def expect_distinct(self, requests: float) -> float:
         """Return the number of adapters that so many requests name, on average."""
-        return sum(group.count * _chance(group.share, requests) for group in self._groups)
+        return sum(group.size * _chance(group.share, requests) for group in self._groups)
 
 
 def _chance(share: float, requests: float) -> float:

@@ -95,8 +95,9 @@ def test_prompts_take_about_what_was_measured(row: list[str]) -> None:
     assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
 
 
-def plan_tokens(mix: AdapterMix, traffic: Traffic, **settings: int) -> float:
-    planner = Planner(sizes(), mix, traffic, Machinery(H200, 128 * 2**30, **settings))
+def plan_tokens(mix: AdapterMix, traffic: Traffic, max_rows: int, adapter_bytes: int | None = None) -> float:
+    machinery = Machinery(H200, 128 * 2**30, adapter_bytes=adapter_bytes, max_rows=max_rows)
+    planner = Planner(sizes(), mix, traffic, machinery)
     return planner.plan_replica().requests_per_s * traffic.answer_tokens
 
 

@@ -5,13 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from lorax_server.cli import main
 from lorax_server.cli.planning.capacity import LIMITS
@@ -20,10 +20,10 @@ from lorax_server.cli.planning.model_sizes import FAMILIES, HALF_BYTES, sizes_of
 from lorax_server.errors import ConfigError
 from lorax_server.models.registry import MODELS
 from tests.cli.planning.test_measured import LLAMA_8B
-from tests.models.tiny import GPT2, LLAMA, NO_GQA
+from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
 
 DEMO = Path(__file__).parents[3] / "lorax_server/demo/model"
-CONFIGS = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "llama-biased": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
@@ -67,7 +67,7 @@ def refuse(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_counted_as_transformers_makes_them(name: str) -> None:
     config = CONFIGS[name]()
-    real = AutoModelForCausalLM.from_config(config)
+    real = make_model(config)
     counted = sizes_of(json.loads(config.to_json_string()))
     assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in real.parameters())
 
@@ -85,7 +85,7 @@ def test_adapters_are_counted_as_peft_makes_them(name: str, use_dora: bool) -> N
     settings = LoraConfig(
         r=8, target_modules=modules, task_type="CAUSAL_LM", use_dora=use_dora, fan_in_fan_out=name == "gpt2"
     )
-    adapted = get_peft_model(AutoModelForCausalLM.from_config(config), settings)
+    adapted = get_peft_model(make_model(config), settings)
     tensors = [tensor for key, tensor in adapted.named_parameters() if "lora_" in key]
     units = sum(-(-2 * tensor.numel() // 256) for tensor in tensors)
     assert counted.adapter_bytes(8, modules, use_dora) == 256 * units
