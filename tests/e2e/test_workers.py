@@ -275,7 +275,7 @@ def count_tokens(events: Iterator[Any]) -> int:
         left = list(events)
     except (http.client.IncompleteRead, ConnectionError):
         return 0
-    return 0 if "error" in left[-1] else len(tokens_of(iter(left)))
+    return 0 if not left or "error" in left[-1] else len(tokens_of(iter(left)))
 
 
 def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_path: Path) -> None:
