@@ -25,8 +25,9 @@ RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, or whose time its container may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *_cores_of_groups()]))
 
 
 def machine_bytes() -> int:
@@ -100,6 +101,18 @@ def _groups() -> Iterator[tuple[int, int]]:
                 yield int((folder / limit).read_text()), int((folder / used).read_text()) - _reclaimable(folder)
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue
+
+
+def _cores_of_groups() -> Iterator[int]:
+    """Yield the cores, rounded up, whose time the control groups of this process may use."""
+    for folder in {*_folders(), GROUPS / "cpu"}:
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = (int(word) for file in files for word in (folder / file).read_text().split())
+            except (OSError, ValueError):  # no such group, or its quota is "max"
+                continue
+            if quota > 0 and period > 0:
+                yield -(-quota // period)
 
 
 def _folders() -> set[Path]:

@@ -41,3 +41,25 @@ def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("LORAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tmp_path, "cache"))
     assert kept_folder("kernels") == tmp_path / "cache/lorax/kernels"
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("LORAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    path = kept_folder("configs") / "name"
+    keep(path, b"content")
+    assert "cannot be kept" in caplog.text
+    assert read_kept(path) is None
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    keep(tmp_path / "kept", b"content")
+    assert list(tmp_path.iterdir()) == []

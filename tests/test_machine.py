@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lorax_server import launch, machine
-from lorax_server.machine import free_bytes, give_back_memory, machine_bytes
+from lorax_server.machine import count_cores, free_bytes, give_back_memory, machine_bytes
 
 PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
 NEW = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
@@ -52,6 +52,27 @@ def test_a_container_has_less_than_its_host(
         write(tmp_path, {"own": own})
     assert machine_bytes() == LIMIT
     assert free_bytes() == LIMIT - USED + OF_FILES
+
+
+@pytest.mark.parametrize(
+    ("place", "files", "cores"),
+    [
+        ("", {"cpu.max": "150000 100000"}, 2),
+        ("some/job", {"cpu.max": "100000 100000"}, 1),
+        ("cpu", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000}, 3),
+        ("cpu", {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000}, 8),
+        ("", {"cpu.max": "max 100000"}, 8),
+        ("", {"cpu.max": "1000 100000"}, 1),
+        ("", {"cpu.max": "damaged"}, 8),
+    ],
+)
+def test_a_container_may_use_the_time_of_fewer_cores(
+    place: str, files: Mapping[str, object], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    write(tmp_path / place, files)
+    write(tmp_path, {"own": "0::/some/job"})
+    assert count_cores() == cores
 
 
 @pytest.mark.parametrize("limit", ["max", 2**62, ""])

@@ -15,7 +15,10 @@ DIGEST = hashlib.sha256().digest_size
 def kept_folder(name: str) -> Path:
     """Return the folder of one kind of such files: in `LORAX_CACHE`, or with other caches of the user."""
     given = os.environ.get(VARIABLE)
-    root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
+    try:
+        root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
+    except RuntimeError:  # a user without a home
+        root = Path(os.devnull)  # where nothing is, and nothing can be written
     return root / name
 
 
@@ -43,7 +46,12 @@ def keep(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(content).digest() + content)
+                file.close()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         logger.warning("%s cannot be kept for the next start: %s", path.parent, error)

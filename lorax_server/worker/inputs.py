@@ -223,6 +223,7 @@ class FixedInputs:
         if columns is not None:
             key = plan.rows.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
             if key != self._written:
+                self._written = ()
                 columns.numbers.fill(0)
                 self._write_all(columns, plan, tokens)
                 self._take_blocks(padded_seqs)

@@ -45,6 +45,7 @@ class Machinery:
     adapter_bytes: int | None = None
     max_rows: int | None = None
     is_float8: bool = False
+    api_workers: int = 1
 
     @property
     def rows(self) -> int:
@@ -91,7 +92,7 @@ LIMITS = {
     "latency": "bandwidth and the goal for the time between tokens (--token-ms)",
     "cache": "memory for keys and values",
     "adapters": "memory for the adapters that are needed at once (--adapter-bytes)",
-    "api": "the CPU time of the process that answers requests",
+    "api": "the CPU time of the processes that answer requests (--api-workers)",
     "copies": "copies of adapters from host memory, as too few of them stay on the device (--adapter-bytes)",
 }
 
@@ -174,8 +175,9 @@ class Planner:
         copied = (1 - traffic.base_share) * (1 - device_share) * self.mix.mean_bytes(self.sizes)
         if requests_per_s * copied > COPIED_BYTES_PER_S:
             requests_per_s, limit = COPIED_BYTES_PER_S / copied, "copies"
-        if requests_per_s * traffic.answer_tokens > API_TOKENS_PER_S:
-            requests_per_s, limit = API_TOKENS_PER_S / traffic.answer_tokens, "api"
+        written = self.machinery.api_workers * API_TOKENS_PER_S
+        if requests_per_s * traffic.answer_tokens > written:
+            requests_per_s, limit = written / traffic.answer_tokens, "api"
         return ReplicaPlan(
             rows=rows,
             limit=limit,

@@ -19,6 +19,7 @@ from lorax_server.errors import ConfigError
 MAX_RANK = 512  # that the kernels of a GPU serve
 MAX_ADAPTERS = 10**9
 MAX_ROWS = 2**16
+MAX_WORKERS = 64
 MAX_TOKENS = 2**31
 MAX_REQUESTS = 1e9
 EXAMPLES = """\
@@ -74,6 +75,7 @@ def make_planner(args: Namespace) -> Planner:
         args.adapter_bytes,
         args.max_rows,
         args.quantize is not None,
+        args.api_workers,
     )
     return Planner(sizes, _read_mix(args, sizes), traffic, machinery)
 
@@ -99,6 +101,8 @@ def _add_flags(parser: Parser) -> None:
         ("--adapter-bytes", _size, "SIZE", "memory for adapters on the GPU (default: the server's)"),
     ):
         gpu.add_argument(name, type=kind, metavar=metavar, help=text)
+    workers = "processes that answer requests (default: 1)"
+    gpu.add_argument("--api-workers", type=_whole(1, MAX_WORKERS), default=1, metavar="N", help=workers)
     fraction = EngineConfig.gpu_memory_fraction
     gpu.add_argument("--cuda-memory-fraction", type=_number(0, 1), default=fraction, metavar="X", help="(default: 0.9)")
     _add_demand(parser)

@@ -1,11 +1,14 @@
 """The engine as a further API process sees it: another process starts it, and tells where it is."""
 
 import asyncio
+import logging
 
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.engine_requests import EngineRequests
 from lorax_server.engine.remote.sockets import ClientSockets
 from lorax_server.types import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 
 class JoinedEngine(EngineRequests):
@@ -31,10 +34,15 @@ class JoinedEngine(EngineRequests):
         self.lose("the engine is stopped", None)
 
     def find(self, address: str, info: EngineInfo) -> None:
-        """Join the engine at an address."""
+        """Join the engine at an address. If its folder is gone already, so is the engine: that will be told next."""
         channel = ClientSockets()
-        channel.listen(address, self._worker)
-        channel.send(messages.Join(self._worker))
+        try:
+            channel.listen(address, self._worker)
+            channel.send(messages.Join(self._worker))
+        except messages.ChannelError as error:
+            logger.warning("the engine is gone before it could be joined: %s", error)
+            channel.close()
+            return
         self._channel, self.info, self.is_healthy = channel, info, True
         self._listening = asyncio.create_task(self._listen(channel))
         self._found.set()

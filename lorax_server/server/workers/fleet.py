@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -86,11 +87,10 @@ class Fleet:
         pause_s, num_failures = 0.0, 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            seat = await self._launch(first)
-            problem = await self._wait_for_end(seat)
+            problem, has_served = await self._run_one(first)
             if self._stopping.is_set():
                 break
-            num_failures = 0 if seat.has_served else num_failures + 1
+            num_failures = 0 if has_served else num_failures + 1
             if not first.done():
                 first.set_exception(WorkerError(f"API process {place} of {self._count} cannot start: {problem}"))
                 return
@@ -105,14 +105,25 @@ class Fleet:
         if all(task.done() for task in others) and not self.empty.done():
             self.empty.set_result(None)
 
-    async def _launch(self, first: "asyncio.Future[None]") -> Seat:
-        wire_end, door_end = socket.socketpair(), socket.socketpair()
+    async def _run_one(self, first: "asyncio.Future[None]") -> tuple[str, bool]:
+        """Run a worker. Return why it ended, and whether it had served."""
+        with contextlib.ExitStack() as undo:  # what was opened, if anything fails
+            try:
+                seat = await self._launch(first, undo)
+            except Exception as error:  # for lack of files, a process or memory: the next try may find them
+                return f"{type(error).__name__}: {error}", False
+            undo.pop_all()
+        return await self._wait_for_end(seat), seat.has_served
+
+    async def _launch(self, first: "asyncio.Future[None]", undo: contextlib.ExitStack) -> Seat:
+        wire_end, door_end = _make_pair(undo), _make_pair(undo)
         number = next(self._numbers)
         # Not a daemon: those may have no processes of their own, and templates are run by one.
         process = multiprocessing.get_context("spawn").Process(
             target=self._target, args=(number, wire_end[1], door_end[1]), name=f"lorax-api-{number}", daemon=False
         )
         process.start()
+        undo.callback(process.kill)
         atexit.register(process.kill)
         for end in (wire_end[1], door_end[1]):
             end.close()
@@ -137,6 +148,13 @@ class Fleet:
         atexit.unregister(process.kill)
         process.close()
         return problem
+
+
+def _make_pair(undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        undo.callback(end.close)
+    return pair
 
 
 def _kill_unless_ended(seat: Seat, _: object) -> None:

@@ -126,6 +126,20 @@ def test_an_engine_that_comes_back_is_found_again(folder: Path) -> None:
     run_joined(folder, test)
 
 
+def test_an_engine_that_is_gone_before_it_is_joined_is_not_there(folder: Path) -> None:
+    async def test(client: RemoteEngine, one: JoinedEngine, _: JoinedEngine) -> None:
+        late = JoinedEngine(3)
+        late.find(str(folder / "gone"), client.info)
+        assert not late.is_healthy
+        late.lose("it has ended", 1.0)
+        assert client.address is not None
+        late.find(client.address, client.info)
+        assert late.is_healthy
+        await late.close()
+
+    run_joined(folder, test)
+
+
 def test_what_the_engine_has_sent_before_it_was_lost_is_delivered(folder: Path) -> None:
     async def test(client: RemoteEngine, one: JoinedEngine, _: JoinedEngine) -> None:
         request = ask_for(one.new_id(), range(3), how="hang")

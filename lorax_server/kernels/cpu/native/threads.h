@@ -79,6 +79,8 @@ static inline void with_crew(Work work) {
   Crew shared(omp_get_max_threads());
 #pragma omp parallel num_threads(shared.threads)
   {
+#pragma omp single
+    shared.threads = omp_get_num_threads();  // OpenMP may have granted fewer
     crew = &shared;
     if (omp_get_thread_num() == 0) {
       work();
