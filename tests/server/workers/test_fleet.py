@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from lorax_server.server.workers import fleet as fleet_module
 from lorax_server.server.workers.desk import Desk
 from lorax_server.server.workers.fleet import Fleet, WorkerError
 
@@ -29,7 +28,7 @@ async def fail_to_start() -> None:
 
 def test_a_start_without_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        monkeypatch.setattr(fleet_module.socket, "socketpair", without_files)  # the loop has its own pair already
+        monkeypatch.setattr("socket.socketpair", without_files)  # the loop has its own pair already
         await fail_to_start()
 
     asyncio.run(run())
@@ -45,7 +44,7 @@ def test_sockets_are_closed_where_no_process_can_be_started(monkeypatch: pytest.
         return pair
 
     async def run() -> None:
-        monkeypatch.setattr(fleet_module.socket, "socketpair", noted)
+        monkeypatch.setattr("socket.socketpair", noted)
         monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", without_files)
         await fail_to_start()
 
