@@ -196,7 +196,7 @@ def serving(
     log: list[str] = []
     url: list[str] = []
     has_answer = threading.Event()
-    reader = threading.Thread(target=_read, args=(process, log, url, has_answer))
+    reader = threading.Thread(target=read_log, args=(process, log, url, has_answer))
     reader.start()
     try:
         has_answer.wait(START_S)
@@ -214,7 +214,7 @@ def serving(
             process.stderr.close()
 
 
-def _read(process: "subprocess.Popen[str]", log: list[str], url: list[str], has_answer: threading.Event) -> None:
+def read_log(process: "subprocess.Popen[str]", log: list[str], url: list[str], has_answer: threading.Event) -> None:
     assert process.stderr is not None
     for line in process.stderr:
         log.append(line)

@@ -4,10 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,8 +13,8 @@ import pytest
 
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
-from tests.e2e.http_server import Server, _read, import_path, serving, write_model
-from tests.e2e.test_engine_process import is_alive
+from tests.e2e.http_server import Server, serving, write_model
+from tests.e2e.started import starting
 from tests.e2e.wire import (
     CHAT,
     COMPLETIONS,
@@ -216,29 +212,10 @@ def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, fol
 
 @contextmanager
 def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
-    """Run `tests.e2e.light_server`, and fail if it leaves temporary files behind."""
-    with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
-        command = ["-m", "tests.e2e.light_server", str(folder / "model"), str(tmp_path / "gate"), str(drain_s)]
-        environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
-        process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environ)
-        log, url, has_answer = list[str](), list[str](), threading.Event()
-        reader = threading.Thread(target=_read, args=(process, log, url, has_answer))
-        reader.start()
-        try:
-            assert has_answer.wait(PATIENCE_S)
-            assert url, "".join(log)
-            left = children(process.pid)
-            yield Server(process, url[0], log)
-            process.wait(PATIENCE_S)
-            wait_for(lambda: not any(map(is_alive, left.values())), "no process stays")
-            assert left.keys() >= {"engine", "renderer"}
-            wait_for(lambda: not os.listdir(scratch), "no file stays")
-        finally:
-            process.kill()
-            process.wait()
-            reader.join()
-            assert process.stderr is not None
-            process.stderr.close()
+    with starting(folder / "model", tmp_path / "gate", drain_s) as (process, log, url):
+        assert url, "".join(log)
+        assert children(process.pid).keys() >= {"engine", "renderer"}
+        yield Server(process, url[0], log)
 
 
 @contextmanager

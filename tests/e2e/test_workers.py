@@ -6,10 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,7 +15,8 @@ import psutil
 import pytest
 
 from tests.e2e.command import FORKED
-from tests.e2e.http_server import Server, _read, import_path, serving, write_model
+from tests.e2e.http_server import Server, serving, write_model
+from tests.e2e.started import starting
 from tests.e2e.wire import (
     COMPLETIONS,
     NATIVE,
@@ -201,36 +198,8 @@ def count_connections(pid: int, port: int) -> int:
 
 
 @contextmanager
-def starting(
-    model: Path, gate: Path, drain_s: float = 600
-) -> Iterator[tuple["subprocess.Popen[str]", list[str], list[str]]]:
-    """Start a light server with two workers. Yield its process, log and address; fail if anything stays."""
-    with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
-        arguments = [str(model), str(gate), str(drain_s), str(WORKERS)]
-        environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
-        command = [sys.executable, "-m", "tests.e2e.light_server", *arguments]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-        log, url, has_answer = list[str](), list[str](), threading.Event()
-        reader = threading.Thread(target=_read, args=(process, log, url, has_answer))
-        reader.start()
-        try:
-            assert has_answer.wait(PATIENCE_S)
-            started = psutil.Process(process.pid).children(recursive=True) if url else []
-            yield process, log, url
-            process.wait(PATIENCE_S)
-            wait_for(lambda: not any(map(psutil.Process.is_running, started)), "no process stays")
-            wait_for(lambda: not os.listdir(scratch), "no file stays")
-        finally:
-            process.kill()
-            process.wait()
-            reader.join()
-            assert process.stderr is not None
-            process.stderr.close()
-
-
-@contextmanager
 def gated(folder: Path, gate: Path, drain_s: float = 600) -> Iterator[Server]:
-    with starting(folder / "model", gate, drain_s) as (process, log, url):
+    with starting(folder / "model", gate, drain_s, WORKERS) as (process, log, url):
         assert url, "".join(log)
         yield Server(process, url[0], log)
 
@@ -284,8 +253,8 @@ def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_p
         idle = Each(server)
         server.process.terminate()
         wait_for(lambda: sum("requests may take up to" in line for line in server.log) == WORKERS + 1, "all have heard")
-        with pytest.raises(ConnectionRefusedError), closing(Client(server, "/generate", native(1))):
-            pass  # nobody listens any more
+        with pytest.raises(ConnectionRefusedError):
+            Client(server, "/generate", native(1))
         assert server.process.poll() is None
         gate.touch()
         assert [count_tokens(each) for each in events] == [29] * 4
@@ -329,7 +298,7 @@ def test_a_worker_that_cannot_start_is_a_clear_error_and_the_end(folder: Path, t
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     (model / "generation_config.json").write_text('{"temperature": -1}')
-    with starting(model, tmp_path / "gate") as (process, log, url):
+    with starting(model, tmp_path / "gate", workers=WORKERS) as (process, log, url):
         assert url == []
         assert process.wait(PATIENCE_S) == 1
     (reason,) = [line for line in log if "ERROR" in line]
@@ -342,7 +311,7 @@ def test_a_worker_that_cannot_start_is_a_clear_error_and_the_end(folder: Path, t
 def test_a_place_that_cannot_be_taken_again_stays_empty_and_others_go_on(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
-    with starting(model, tmp_path / "gate", 5) as (process, log, url):
+    with starting(model, tmp_path / "gate", 5, WORKERS) as (process, log, url):
         server = Server(process, url[0], log)
         (model / "generation_config.json").write_text('{"temperature": -1}')
         with streams(server, 2, 30) as events:
