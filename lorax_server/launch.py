@@ -5,7 +5,8 @@ only the server needs.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from lorax_server.server.access.keys import KeyRing
 
 CORES_PER_WORKER, MAX_WORKERS = 4, 8
+
+
+class LogFormat(NamedTuple):
+    """The form of a process's log, and the least severe messages in it."""
+
+    level: str
+    is_json: bool
 
 
 def check_files(config: ServerConfig) -> None:
@@ -35,7 +43,7 @@ def serve_forever(config: ServerConfig) -> int:
     return_large_blocks()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
-    return serve_engine(config, make_client(engine), keys)
+    return serve_engine(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
 
 
 def serve_engine(config: ServerConfig, engine: RemoteEngine, keys: "KeyRing") -> int:
@@ -58,15 +66,18 @@ def default_workers(device: str) -> int:
     return 1 if device == "cpu" else max(1, min(MAX_WORKERS, count_cores() // CORES_PER_WORKER))
 
 
-def make_client(config: EngineConfig, *, restart: bool = True) -> RemoteEngine:
+def make_client(config: EngineConfig, *, restart: bool = True, logs: LogFormat | None = None) -> RemoteEngine:
     """Make a client that starts its engine in `start`, and again whenever it dies."""
-    return RemoteEngine(run_engine, config, restart=restart)
+    return RemoteEngine(partial(run_engine, logs), config, restart=restart)
 
 
-def run_engine(config: EngineConfig, address: str) -> None:
+def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> None:
     """Run the engine process: build and serve an engine, and report if that fails or a rank dies."""
     from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
+    from lorax_server.server.telemetry.logs import configure  # noqa: PLC0415
 
+    if logs is not None:
+        configure(logs.level, logs.is_json)
     share_arenas()
     shorten_turns()
     with connected(address) as channel:

@@ -69,6 +69,14 @@ def server(folder: Path, hub: HubServer) -> Iterator[Server]:
         yield server
 
 
+def test_the_log_has_the_engines_start_and_memory(server: Server) -> None:
+    lines = [line for line in server.log if "started in" in line or "memory: of" in line]
+    assert [line.split()[1:3] for line in lines] == [
+        ["INFO", "lorax_server.worker.memory"],
+        ["INFO", "lorax_server.build"],
+    ]
+
+
 def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: Server) -> None:
     first = {"adapter_id": "first", "adapter_source": "local"}
     with closing(Client(server, NATIVE, native(60, **first))) as client:

@@ -108,6 +108,11 @@ class _Notes(Library):
 class Recorder(TorchDispatchMode):
     """Notes what a run of so many rows does."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler, which is never used here: it takes seconds and 100 MB."""
+        return False
+
     def __init__(self, library: Library, buffers: RunBuffers, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._library, self._buffers, self._rows = library, buffers, rows
