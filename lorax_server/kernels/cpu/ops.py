@@ -32,7 +32,7 @@ class CpuOps:
 
     @property
     def has_fast_bfloat16(self) -> bool:
-        """Whether this CPU multiplies bfloat16 faster than float32."""
+        """Tell whether this CPU multiplies bfloat16 faster than float32."""
         return self._library.has_tiles
 
     # Adapters of embeddings, and those with token rows of their own at the head, which are rare.
