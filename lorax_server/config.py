@@ -52,12 +52,15 @@ class Settings:
                 raise ConfigError(f"{declared.name} = {value} must be above {bounds.above}")
 
 
+DTYPE_DEFAULT = "as stored on a GPU; on a CPU float32, but bfloat16 if so stored and the CPU has AMX"
+
+
 @dataclass(frozen=True)
 class ModelConfig(Settings):
     """The model to load, and the form of its weights."""
 
     path: Path  # the folder with config.json and the weights
-    dtype: str | None = setting(None, "float32, float16 or bfloat16", none="float32 on a CPU, as stored on a GPU")
+    dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
     quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
     pack_weights: bool | None = setting(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -12,11 +13,14 @@ from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, reference, select_ops
+from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.stored_config import read_config
 from lorax_server.weights import Weights, estimate_bytes, open_weights
+
+logger = logging.getLogger(__name__)
 
 MODELS = {
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
@@ -50,8 +54,8 @@ def get_model(
     """Load this rank's part of a model. Without a group, load all of it; without ops, use the device's best."""
     config = load_config(settings)
     device = torch.device(settings.device)
-    dtype = _choose_dtype(settings, config)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
+    dtype = _choose_dtype(settings, config, ops)
     needed = estimate_bytes(settings.path, dtype) // process_group.size()
     free = _find_free_bytes(device) if device.type == "cuda" else needed
     if needed > free:
@@ -129,13 +133,22 @@ def _check_config(config: Any) -> None:
         raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
 
-def _choose_dtype(settings: ModelConfig, config: Any) -> torch.dtype:
-    name = settings.dtype
-    if name is None:
-        stored = getattr(config, "dtype", None) or torch.float16
-        name = "float32" if settings.device == "cpu" else str(stored).removeprefix("torch.")
+def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
+    """Choose the dtype, and say why."""
+    stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
+    is_fast = isinstance(ops, CpuOps) and ops.has_fast_bfloat16
+    if settings.dtype is not None:
+        name, reason = settings.dtype, "as asked for"
+    elif settings.device != "cpu":
+        name, reason = stored, "as it is stored"
+    elif stored == "bfloat16" and is_fast:
+        name, reason = stored, "as it is stored: this CPU computes it at full speed (AMX); --dtype float32 is exact"
+    else:
+        name = "float32"
+        reason = f"it is stored in {stored}" + ("" if stored != "bfloat16" else ", which is no faster on this CPU")
     if name not in DTYPES:
         raise ConfigError(f"config field dtype = {name!r} is not supported; set one of {', '.join(DTYPES)}")
+    logger.info("the model runs in %s: %s", name, reason)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

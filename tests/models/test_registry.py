@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import LinearWeights, reference
+from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.models import get_model, registry
 from lorax_server.models.registry import MODELS, build_model, find_class
 from tests.builders import memory_weights, needs_onednn
@@ -126,19 +128,28 @@ def test_every_registered_class_is_there(model_type: str) -> None:
 # --- settings
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("asked", "dtype"),
-    [(None, torch.float32), ("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
-)
-def test_the_dtype_is_what_is_asked_for_and_float32_on_a_cpu_otherwise(
-    llama: Path, tmp_path: Path, stored: torch.dtype, asked: str | None, dtype: torch.dtype
+@pytest.mark.parametrize("asked", [None, "float32", "float16", "bfloat16"])
+def test_the_dtype_is_what_is_asked_for_and_bfloat16_on_a_cpu_only_where_it_is_fast(
+    llama: Path,
+    tmp_path: Path,
+    stored: torch.dtype,
+    asked: str | None,
+    is_fast: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(CpuOps, "has_fast_bfloat16", is_fast)
+    dtype = getattr(torch, asked or ("bfloat16" if is_fast and stored == torch.bfloat16 else "float32"))
     folder = tmp_path / "stored"
     theirs: Any = LlamaForCausalLM.from_pretrained(llama)
     theirs.to(stored).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
-    model: Any = get_model(ModelConfig(folder, dtype=asked))
+    with caplog.at_level(logging.INFO):
+        model: Any = get_model(ModelConfig(folder, dtype=asked))
+    assert f"the model runs in {dtype}: ".replace("torch.", "") in caplog.text
+    assert ("AMX" in caplog.text) == (asked is None and dtype == torch.bfloat16)
     assert model.model.embed_tokens.weight.dtype == dtype
     assert model.model.norm.weight.dtype == dtype
     assert model.allocate_kv_cache(1, 4)[0][0].dtype == dtype

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent
 CAPABILITIES = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
 VECTORS = {"neon": 4, "avx2": 8, "avx512": 16}  # floats in a vector
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PAIRS = 3  # in the place of a dtype: a bfloat16 matrix whose inputs lie in pairs
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
 # Addresses and numbers of 64 bits: ctypes passes a number as an address in a third of the time.
@@ -22,6 +23,7 @@ P = N = ctypes.c_void_p
 R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, N),
+    "use_tiles": (P,),
     "look_up": (P, N, N, N, P, N, N, P),
     "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
@@ -50,6 +52,7 @@ class Library:
     """
 
     linear: Callable[..., None]
+    use_tiles: Callable[..., None]
     look_up: Callable[..., None]
     rms_norm: Callable[..., None]
     layer_norm: Callable[..., None]
@@ -76,6 +79,12 @@ class Library:
             self.entries = {op: _find_address(native, f"call_{op}_{name}") for op in RECORDED}
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
+        self.has_tiles = self._ask_for_tiles()  # whether this CPU multiplies bfloat16 by tiles (AMX)
+
+    def _ask_for_tiles(self) -> bool:
+        may = ctypes.c_int64()
+        self.use_tiles(ctypes.addressof(may))
+        return bool(may)
 
 
 def _find_library() -> tuple[str, Path]:

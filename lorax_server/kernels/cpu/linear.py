@@ -7,10 +7,10 @@ import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.activation import Gate, open_gate
-from lorax_server.kernels.cpu.library import DTYPES, Library
+from lorax_server.kernels.cpu.library import DTYPES, PAIRS, Library
 from lorax_server.kernels.cpu.structs import Described, Matrix, describe_lora
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
-from lorax_server.kernels.panels import PanelMatrix, cut_panels
+from lorax_server.kernels.panels import PanelMatrix, cut_pairs, cut_panels
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
@@ -18,7 +18,8 @@ GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
     if weight.dtype not in DTYPES:
         return LinearWeights(weight, bias)
-    return LinearWeights(cut_panels(weight, library.panel), None if bias is None else bias.contiguous())
+    cut = cut_pairs if weight.dtype == torch.bfloat16 and library.has_tiles else cut_panels
+    return LinearWeights(cut(weight, library.panel), None if bias is None else bias.contiguous())
 
 
 def look_up(library: Library, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ def look_up(library: Library, weight: torch.Tensor | PanelMatrix, ids: torch.Ten
         raise IndexError(f"a matrix of {count} rows has no row {min(numbers)} or {max(numbers)}")
     panels, out = weight.panels, torch.empty(*ids.shape, inputs, dtype=weight.dtype)
     library.look_up(
-        *(panels.data_ptr(), DTYPES[panels.dtype], inputs, weight.start),
+        *(panels.data_ptr(), _find_storage(weight), inputs, weight.start),
         *(rows.data_ptr(), len(numbers), DTYPES[out.dtype], out.data_ptr()),
     )
     return out
@@ -91,5 +92,9 @@ def _describe(weights: LinearWeights) -> Described:
     if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
         raise ValueError(f"a bias of {len(bias)} numbers, {bias.dtype}, is not that of {len(matrix)}, {matrix.dtype}")
     address = None if bias is None else bias.data_ptr()
-    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, DTYPES[matrix.panels.dtype], DTYPES[matrix.dtype])
+    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, _find_storage(matrix), DTYPES[matrix.dtype])
     return Described(ctypes.addressof(struct), (struct, matrix, bias))
+
+
+def _find_storage(matrix: PanelMatrix) -> int:
+    return PAIRS if matrix.is_paired else DTYPES[matrix.panels.dtype]

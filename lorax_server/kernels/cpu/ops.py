@@ -26,9 +26,14 @@ from lorax_server.kernels.steps import attend_in_steps
 class CpuOps:
     """The ops, on all threads of torch."""
 
-    def __init__(self) -> None:
-        """Load the library; an error says why there is none."""
-        self._library = Library()
+    def __init__(self, library: Library | None = None) -> None:
+        """Load the library of this CPU, if none is given; an error says why there is none."""
+        self._library = library or Library()
+
+    @property
+    def has_fast_bfloat16(self) -> bool:
+        """Tell whether this CPU multiplies bfloat16 faster than float32."""
+        return self._library.has_tiles
 
     # Adapters of embeddings, and those with token rows of their own at the head, which are rare.
     add_lora = staticmethod(reference.add_lora)

@@ -100,7 +100,7 @@ class _Notes(Library):
     """A library whose functions only note their calls."""
 
     def __init__(self, library: Library, note: Callable[..., None]) -> None:
-        self.panel = library.panel
+        self.panel, self.has_tiles = library.panel, library.has_tiles
         for op in SIGNATURES:
             setattr(self, op, partial(note, op))
 

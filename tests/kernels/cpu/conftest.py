@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.ops import CpuOps
+from tests.kernels.cpu.emulated import build_emulated
 
 
 @pytest.fixture(scope="session")
 def library() -> Library:
     return Library()
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> CpuOps:
+    """Linears of bfloat16 as AMX computes them, on any CPU."""
+    return CpuOps(build_emulated(tmp_path_factory.mktemp("emulated")))
 
 
 @pytest.fixture

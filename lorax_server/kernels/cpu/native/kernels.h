@@ -10,6 +10,9 @@ extern "C" __attribute__((visibility("default"))) const char* digest() { return 
 namespace ISA {
 #include "simd.h"
 #include "threads.h"
+#include "product.h"
+#include "tiles.h"
+#include "pairs.h"
 #include "linear.h"
 #include "rows.h"
 #include "norm.h"

@@ -1,396 +1,9 @@
-// A matrix, and all that each token's adapter changes of its output, in one pass over the matrix.
-//
-// The matrix lies in panels of `PANEL` outputs, `[panels, inputs, PANEL]`, filled up with zeros: a product reads it from
-// front to back. Each output is one sum over the inputs in order, in a register, whatever the number of rows: so a row
-// has the same bits alone and in any batch. What adapters add is added while a tile of outputs is still at hand.
-
-constexpr int PANEL = 2 * VL;
-
-struct Matrix {
-  const void* panels;
-  const void* bias;  // or null
-  int64_t outputs, inputs;
-  int32_t stored, dtype;  // of the panels; of inputs, outputs, bias and adapters
-};
-
-// As `LoraBatch` has it: segment i is rows bounds[i] to bounds[i + 1], of one adapter.
-struct Lora {
-  const void* buffer;
-  const int64_t* table;  // [adapters, targets, FIELDS]
-  const float* scales;   // [adapters, targets]
-  const int64_t* widths; // [targets, 2]
-  int64_t targets;
-  const int64_t *bounds, *adapters;
-  int64_t segments;
-};
-
-enum Field { A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10 };
-enum Gate : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
-
-// One adapter's part in one target of a linear, for one segment of rows.
-template <class T>
-struct Part {
-  const T *a, *b, *factor, *shift;
-  int64_t rank, start, stop, low;  // `start` to `stop` are columns; `low` is the place of the segment's first product
-  float scale;
-};
+// A linear: what adapters need of the inputs first, then the product, in one of its storages, with all that is added.
 
 // Products of rows with the rows of A, to be multiplied with B: at most this many rows and ranks in one task.
 constexpr int64_t SHRINK_ROWS = 64, SHRINK_RANKS = 4;
 struct Task {
   int64_t segment, part, row, rows, rank;
-};
-
-constexpr int64_t CACHED = 512 * 1024;  // bytes of inputs that stay in a core's cache beside the matrix
-constexpr int64_t GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
-constexpr int64_t FEW = 64 * 1024;  // products that one thread does sooner than several
-
-#if VL == 4
-constexpr int MOST_ROWS = 8;
-#elif VL == 8
-constexpr int MOST_ROWS = 6;
-#else
-constexpr int MOST_ROWS = 12;
-#endif
-
-// A product of one row reads as fast as memory gives; memory is asked for what comes next.
-constexpr int64_t AHEAD = 1024;  // bytes
-constexpr int64_t LINE = 64;     // bytes that memory gives at once
-
-template <int PANELS, class S>
-static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
-#pragma GCC unroll 4
-  for (int j = 0; j < PANELS; j++) {
-    const Two two = load_two(panels[j] + k * PANEL);
-    weight[2 * j] = two.first;
-    weight[2 * j + 1] = two.second;
-  }
-}
-
-template <int ROWS, int PANELS, class S>
-static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, const S* const* from, int64_t inputs,
-                                               float* tile, int64_t ldt) {
-  F total[ROWS][PANELS * 2] = {}, weight[PANELS * 2];
-  const S* panels[PANELS];
-  for (int j = 0; j < PANELS; j++) panels[j] = from[j];
-  int64_t k = 0;
-#if VL == 4  // ARM multiplies by one float of a vector
-  for (; k + 4 <= inputs; k += 4) {
-    F in[ROWS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
-    if (ROWS <= 2)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; j++) __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD);
-#pragma GCC unroll 4
-    for (int l = 0; l < 4; l++) {
-      load_weights<PANELS>(panels, k + l, weight);
-#pragma GCC unroll 16
-      for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * 2; j++) total[i][j] += weight[j] * in[i][l];
-    }
-  }
-#endif
-  for (; k < inputs; k++) {
-    load_weights<PANELS>(panels, k, weight);
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++) {
-      const F in = spread(x[i * ldx + k]);
-#pragma GCC unroll 16
-      for (int j = 0; j < PANELS * 2; j++) total[i][j] += weight[j] * in;
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 16
-    for (int j = 0; j < PANELS * 2; j++) store(tile + i * ldt + j * VL, total[i][j]);
-}
-
-template <class S>
-using Multiply = void (*)(const float*, int64_t, const S* const*, int64_t, float*, int64_t);
-
-template <int ROWS, class S>
-static Multiply<S> find_multiply(int64_t rows, int panels) {
-  if constexpr (ROWS > 1)
-    if (rows < ROWS) return find_multiply<ROWS - 1, S>(rows, panels);
-  if constexpr (ROWS <= 2)
-    if (panels == 4) return multiply<ROWS, 4, S>;
-  if constexpr (ROWS <= 4)
-    if (panels == 2) return multiply<ROWS, 2, S>;
-  return multiply<ROWS, 1, S>;
-}
-
-template <class T>
-static void widen(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
-  for (; i < count; i++) to[i] = read(from + i);
-}
-
-template <class T, class S>
-struct Product {
-  const Matrix& matrix;
-  const float* x;
-  int64_t ldx, rows;
-  T* out;
-  int64_t ldo;
-  int64_t parts_each;     // of a segment
-  const Part<T>* parts;   // [segments, parts_each]
-  const int32_t* segment; // of each row; null without adapters
-  const int64_t* bounds;
-  const float* low;
-  bool has_vectors;  // whether any part has a factor or a shift
-  Gate gate;
-
-  // What adapters add to a tile's rows, in the columns of a group of panels and in those that their gate opens.
-  struct Added {
-    float columns[MOST_ROWS][2][GROUP * PANEL];
-  };
-
-  // Add what comes after the product to one row of a panel; `added` is what the adapter's factors add.
-  void finish(float* tile, int64_t row, int64_t column, const float* added) const {
-    F value[2] = {load(tile), load(tile + VL)};
-    const int64_t width = std::min<int64_t>(PANEL, matrix.outputs - column);
-    const T* bias = (const T*)matrix.bias;
-    if (bias != nullptr) add(value, bias + column, width);
-    if (segment != nullptr) {
-      value[0] += load(added);
-      value[1] += load(added + VL);
-      if (has_vectors) adapt(value, row, column);
-    }
-    store(tile, value[0]);
-    store(tile + VL, value[1]);
-  }
-
-  static void add(F* value, const T* from, int64_t width) {
-    F more[2];
-    take(more, from, width);
-    value[0] += more[0];
-    value[1] += more[1];
-  }
-
-  static void take(F* into, const T* from, int64_t width) {
-    if (width == PANEL) {
-      into[0] = load(from);
-      into[1] = load(from + VL);
-      return;
-    }
-    float copy[PANEL] = {};
-    for (int64_t i = 0; i < width; i++) copy[i] = read(from + i);
-    into[0] = load(copy);
-    into[1] = load(copy + VL);
-  }
-
-  void adapt(F* value, int64_t row, int64_t column) const {
-    const Part<T>* part = parts + segment[row] * parts_each;
-    for (int64_t i = 0; i < parts_each; i++, part++) {
-      const int64_t from = std::max(part->start, column), to = std::min(part->stop, column + PANEL);
-      if (from >= to) continue;
-      if (from == column && to == column + PANEL)
-        adapt_panel(value, *part, column - part->start);
-      else
-        adapt_some(value, *part, from, to, column);
-    }
-  }
-
-  const float* low_of(const Part<T>& part, int64_t row) const {
-    return low + part.low + (row - bounds[segment[row]]) * part.rank;
-  }
-
-  static void adapt_panel(F* value, const Part<T>& part, int64_t at) {
-    if (part.factor != nullptr) {
-      value[0] *= load(part.factor + at);
-      value[1] *= load(part.factor + at + VL);
-    }
-    if (part.shift != nullptr) {
-      value[0] += load(part.shift + at);
-      value[1] += load(part.shift + at + VL);
-    }
-  }
-
-  // The same where a target ends within a panel: number by number.
-  static void adapt_some(F* value, const Part<T>& part, int64_t from, int64_t to, int64_t column) {
-    float copy[PANEL];
-    store(copy, value[0]);
-    store(copy + VL, value[1]);
-    for (int64_t c = from; c < to; c++) {
-      const int64_t at = c - part.start;
-      float v = copy[c - column];
-      if (part.factor != nullptr) v *= read(part.factor + at);
-      if (part.shift != nullptr) v += read(part.shift + at);
-      copy[c - column] = v;
-    }
-    value[0] = load(copy);
-    value[1] = load(copy + VL);
-  }
-
-  // What the factors of a row's adapter add to the columns of a group of panels, of which `first` is the first: B is
-  // read by whole lines of memory, and several sums keep a core busy.
-  void expand(float* added, int64_t row, int64_t first) const {
-    std::fill(added, added + GROUP * PANEL, 0.0f);
-    const Part<T>* part = parts + segment[row] * parts_each;
-    for (int64_t i = 0; i < parts_each; i++, part++) {
-      const int64_t from = std::max(part->start, first), to = std::min(part->stop, first + GROUP * PANEL);
-      if (from < to && part->rank > 0) expand_part(added + from - first, *part, row, from - part->start, to - from);
-    }
-  }
-
-  void expand_part(float* added, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
-    const float* weights = low_of(part, row);
-    const T* b = part.b + at;
-    const int64_t width = part.stop - part.start;
-    int64_t c = 0;
-    for (; c + 8 * VL <= count; c += 8 * VL) expand_vectors<8>(added + c, b + c, width, weights, part.rank);
-    for (; c + VL <= count; c += VL) expand_vectors<1>(added + c, b + c, width, weights, part.rank);
-    if (c == count) return;
-    F total = {};
-    for (int64_t r = 0; r < part.rank; r++) total += load_some(b + r * width + c, count - c) * weights[r];
-    store_some(added + c, total, count - c);
-  }
-
-  template <int VECTORS>
-  static void expand_vectors(float* added, const T* b, int64_t width, const float* weights, int64_t rank) {
-    F total[VECTORS] = {};
-    for (int64_t r = 0; r < rank; r++, b += width) {
-#pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; j++) total[j] += load(b + j * VL) * weights[r];
-      for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += LINE / sizeof(T))
-        __builtin_prefetch(b + VECTORS * VL + ahead);  // for the next group: it comes while this one is multiplied
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; j++) store(added + j * VL, total[j]);
-  }
-
-  void put(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
-    T* to = out + row * ldo + column;
-    if (column + PANEL <= outputs) {
-      store(to, load(tile));
-      store(to + VL, load(tile + VL));
-    } else {
-      for (int64_t i = 0; i < outputs - column; i++) write(to + i, tile[i]);
-    }
-  }
-
-  // Few rows take several panels at once: a sum waits for its last product, so several sums keep a core busy.
-  static int panels_at_once(int64_t height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
-
-  template <class Source>
-  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels, const Source& source,
-                const Added& added, int64_t first) const {
-    using P = typename Source::Number;
-    float values[MOST_ROWS * 4 * PANEL];
-    const P* from[4];
-    for (int j = 0; j < panels; j++) from[j] = source.find(columns[j] / PANEL);
-    const int at_once = std::min(panels, panels_at_once(height));
-    const Multiply<P> multiply = find_multiply<MOST_ROWS, P>(height, at_once);
-    for (int j = 0; j < panels; j += at_once)
-      multiply(x + row * ldx, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
-    for (int64_t i = 0; i < height; i++) {
-      float* tile = values + i * panels * PANEL;
-      for (int j = 0; j < panels; j++) {
-        const bool is_opened = gate != NONE && j >= panels / 2;
-        const int64_t at = columns[j] - first - (is_opened ? matrix.outputs / 2 : 0);
-        finish(tile + j * PANEL, row + i, columns[j], added.columns[i][is_opened] + at);
-      }
-      if (gate == NONE)
-        for (int j = 0; j < panels; j++) put(tile + j * PANEL, row + i, columns[j], matrix.outputs);
-      else
-        for (int j = 0; j < panels / 2; j++) {
-          open(tile + j * PANEL, tile + (panels / 2 + j) * PANEL);
-          put(tile + j * PANEL, row + i, columns[j], matrix.outputs / 2);
-        }
-    }
-  }
-
-  void open(float* left, const float* right) const {
-    for (int j = 0; j < PANEL; j += VL) {
-      const F in = load(left + j);
-      store(left + j, (gate == SILU ? silu(in) : gelu_tanh(in)) * load(right + j));
-    }
-  }
-
-  // Multiply some rows by some panels; with a gate, also by those of what it opens.
-  template <class Source>
-  void run_rows(int64_t row, int64_t height, Range panels, const Source& source) const {
-    const int most = panels_at_once(height), both = gate == NONE ? 1 : 2;
-    const int64_t first = panels.begin * PANEL;
-    Added added;
-    if (segment != nullptr)
-      for (int64_t i = 0; i < height; i++)
-        for (int side = 0; side < both; side++)
-          expand(added.columns[i][side], row + i, first + side * (matrix.outputs / 2));
-    for (int64_t panel = panels.begin; panel < panels.end;) {
-      int count = std::max(1, most / both);
-      while (count > panels.end - panel) count /= 2;
-      int64_t columns[4];
-      for (int j = 0; j < count; j++) {
-        columns[j] = (panel + j) * PANEL;
-        if (gate != NONE) columns[count + j] = matrix.outputs / 2 + columns[j];
-      }
-      run_tile(row, height, columns, count * both, source, added, first);
-      panel += count;
-    }
-  }
-
-  template <class Source>
-  void run_tiles(int64_t first, int64_t count, int64_t tiles, Range panels, const Source& source) const {
-    for (int64_t i = 0; i < tiles; i++) {
-      const Range part = part_of(count, i, tiles);
-      run_rows(first + part.begin, part.end - part.begin, panels, source);
-    }
-  }
-
-  // The panels as they are stored.
-  struct Stored {
-    using Number = S;
-    const Product& product;
-    const S* find(int64_t panel) const {
-      return (const S*)product.matrix.panels + panel * product.matrix.inputs * PANEL;
-    }
-  };
-
-  // Some panels, and those of what their gate opens, as floats: for several tiles that is less work than to widen each
-  // weight for each tile.
-  struct Widened {
-    using Number = float;
-    const Product& product;
-    Range panels;
-    float* copy;
-    int64_t size() const { return product.matrix.inputs * PANEL; }
-    int64_t opened() const { return product.matrix.outputs / 2 / PANEL; }
-    void fill() const {
-      const Stored stored{product};
-      for (int64_t panel = panels.begin; panel < panels.end; panel++) {
-        widen(stored.find(panel), copy + (panel - panels.begin) * size(), size());
-        if (product.gate != NONE)
-          widen(stored.find(opened() + panel), copy + (GROUP + panel - panels.begin) * size(), size());
-      }
-    }
-    const float* find(int64_t panel) const {
-      const bool is_first = panel < panels.end;  // else one of what the gate opens
-      return copy + (is_first ? panel - panels.begin : GROUP + panel - opened() - panels.begin) * size();
-    }
-  };
-
-  // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; one group of panels after the other.
-  void run(Range panels) const {
-    static thread_local Scratch scratch;
-    const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs + 1) / MOST_ROWS * MOST_ROWS);
-    for (int64_t first = 0; first < rows; first += fitting) {
-      const int64_t count = std::min(fitting, rows - first), tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
-        const Range group{panel, std::min(panel + GROUP, panels.end)};
-        if (std::is_same<S, float>::value || tiles == 1) {
-          run_tiles(first, count, tiles, group, Stored{*this});
-        } else {
-          const Widened widened{*this, group, scratch.make<float>((gate == NONE ? 1 : 2) * GROUP * matrix.inputs * PANEL)};
-          widened.fill();
-          run_tiles(first, count, tiles, group, widened);
-        }
-      }
-    }
-  }
 };
 
 // Products of some rows of a segment with some rows of A: `low[row][rank]`, scaled.
@@ -480,20 +93,27 @@ struct Plan {
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
                        int64_t first, int64_t count, Gate gate) {
-  static thread_local Scratch wide_scratch, low_scratch;
+  static thread_local Scratch wide_scratch, low_scratch, tile_scratch;
+  constexpr bool IS_TILED = std::is_same<S, Pair>::value;
   const int64_t inputs = matrix.inputs;
   Plan<T> plan = lora == nullptr ? Plan<T>() : Plan<T>(*lora, first, count, rows);
-  constexpr bool IS_WIDE = std::is_same<T, float>::value;
-  float* wide = IS_WIDE ? nullptr : wide_scratch.make<float>(rows * inputs);
+  const bool is_widened = !std::is_same<T, float>::value && (!IS_TILED || !plan.tasks.empty());
+  float* wide = is_widened ? wide_scratch.make<float>(rows * inputs) : nullptr;
   float* low = low_scratch.make<float>(plan.low);
   const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
-  const Product<T, S> product{matrix, IS_WIDE ? (const float*)x : wide, IS_WIDE ? ldx : inputs, rows, out, width, count,
-                              plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
+  const Product<T, S> product{matrix, is_widened ? wide : (const float*)x, is_widened ? inputs : ldx, rows, out, width,
+                              count, plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
                               lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
+  const bool is_packed = IS_TILED && TilePacking::is_needed(rows, inputs);
+  Bf16* copy = is_packed ? tile_scratch.make<Bf16>(TilePacking::size(rows, inputs)) : nullptr;
+  const TilePacking packing{(const Bf16*)x, ldx, rows, inputs, copy};
   in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
-    if (!IS_WIDE) {
+    if (is_widened || is_packed) {
       const Range mine = part_of(rows, thread, threads);
-      for (int64_t row = mine.begin; row < mine.end; row++) widen(x + row * ldx, wide + row * inputs, inputs);
+      for (int64_t row = mine.begin; row < mine.end; row++) {
+        if (is_widened) widen(x + row * ldx, wide + row * inputs, inputs);
+        if (is_packed) packing.copy_row(row);
+      }
       meet(threads);
     }
     if (!plan.tasks.empty()) {
@@ -502,13 +122,20 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
         plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
       meet(threads);
     }
-    product.run(part_of((width + PANEL - 1) / PANEL, thread, threads));
+    const Range mine = part_of((width + PANEL - 1) / PANEL, thread, threads);
+    if constexpr (IS_TILED) TileProduct{product, packing.find()}.run(mine);
+    else product.run(mine);
   });
 }
 
 template <class T>
 static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                            int64_t first, int64_t count, Gate gate) {
+#if defined(HAS_TILES)
+  if constexpr (std::is_same<T, Bf16>::value)
+    if (matrix.stored == BFLOAT16_PAIRS)
+      return run_linear<T, Pair>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
+#endif
   switch (matrix.stored) {
     case FLOAT32: return run_linear<T, float>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);
     case BFLOAT16: return run_linear<T, Bf16>(matrix, (const T*)x, ldx, rows, (T*)out, lora, first, count, gate);

@@ -9,10 +9,23 @@ static void copy_rows(const S* panels, int64_t inputs, int64_t first, const int6
 }
 
 template <class T>
+static void copy_paired_rows(const Pair* panels, int64_t inputs, int64_t first, const int64_t* rows, int64_t count, T* out) {
+  const int64_t size = count_tiles(inputs) * (PANEL_TILE / 2);
+  for (int64_t i = 0; i < count; i++, out += inputs) {
+    const Pair* from = panels + (first + rows[i]) / PANEL * size + (first + rows[i]) % PANEL;
+    for (int64_t k = 0; k < inputs; k++) {
+      const Pair& pair = from[k / 2 * PANEL];
+      write(out + k, read(k % 2 ? &pair.odd : &pair.even));
+    }
+  }
+}
+
+template <class T>
 static void choose_rows(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows,
                         int64_t count, T* out) {
   switch (stored) {
     case FLOAT32: return copy_rows<T>((const float*)panels, inputs, first, rows, count, out);
+    case BFLOAT16_PAIRS: return copy_paired_rows<T>((const Pair*)panels, inputs, first, rows, count, out);
     case BFLOAT16: return copy_rows<T>((const Bf16*)panels, inputs, first, rows, count, out);
     default: return copy_rows<T>((const Half*)panels, inputs, first, rows, count, out);
   }

@@ -15,8 +15,8 @@ struct Half {
   uint16_t bits;
 };
 
-// The codes of dtypes, as Python has them.
-enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+// The codes of dtypes, as Python has them; the last is that of a matrix whose inputs lie in pairs.
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3 };
 
 static inline float read(const float* p) { return *p; }
 static inline float read(const Bf16* p) {

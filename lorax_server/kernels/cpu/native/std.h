@@ -4,7 +4,12 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #else
+#include <cpuid.h>
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <sched.h>

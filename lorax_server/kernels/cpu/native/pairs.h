@@ -1,0 +1,176 @@
+// The product of bfloat16 rows by a bfloat16 matrix, in tiles.
+//
+// The matrix lies in panels of pairs of inputs, `[panels, inputs / 2, PANEL, 2]`, filled up with zeros to whole tiles: two
+// tiles of a panel are 2 KiB that lie together. Whatever the number of rows, an output is summed by the same instructions
+// in the same order, so that a row has the same bits alone and in any batch.
+
+struct Pair {
+  Bf16 even, odd;
+};
+
+constexpr int64_t ROWS_AT_ONCE = 256;  // rows whose inputs and sums stay in a core's cache
+constexpr int64_t TILES_AT_ONCE = 32;  // tiles of inputs that do, for these rows and for a group of panels
+constexpr int64_t FAR = 4096;          // bytes ahead that memory is asked for, where it is what a product waits for
+constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
+
+static inline int64_t count_tiles(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS; }
+
+// Where the tiles of the inputs are: numbers from one tile of rows to the next, from one tile of inputs to the next, and
+// from one row to the next.
+struct TiledRows {
+  const Bf16* at;
+  int64_t tile, step, stride;
+};
+
+// Registers: 0 to 3 are sums, 4 and 5 are rows, 6 and 7 are a panel. `TALL`: there are more than 16 rows.
+template <bool TALL>
+static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t count, float* sums, int64_t lds, bool is_first) {
+  const Bf16 *upper = rows.at, *lower = rows.at + rows.tile;
+  const int64_t row_bytes = rows.stride * sizeof(Bf16), sum_bytes = lds * sizeof(float), panel_bytes = PANEL * sizeof(Pair);
+  float* below = sums + TILE_ROWS * lds;
+  if (is_first) {
+    CLEAR_TILE(0);
+    CLEAR_TILE(1);
+    if (TALL) {
+      CLEAR_TILE(2);
+      CLEAR_TILE(3);
+    }
+  } else {
+    LOAD_TILE(0, sums, sum_bytes);
+    LOAD_TILE(1, sums + 16, sum_bytes);
+    if (TALL) {
+      LOAD_TILE(2, below, sum_bytes);
+      LOAD_TILE(3, below + 16, sum_bytes);
+    }
+  }
+  for (int64_t k = 0; k < count; k++) {
+    if (!TALL)
+      for (int64_t line = 0; line < PANEL_TILE * 2; line += LINE) __builtin_prefetch((const char*)panel + FAR + line);
+    LOAD_TILE(4, upper, row_bytes);
+    LOAD_TILE(6, panel, panel_bytes);
+    DOT_TILES(0, 4, 6);
+    LOAD_TILE(7, panel + 16, panel_bytes);
+    DOT_TILES(1, 4, 7);
+    if (TALL) {
+      LOAD_TILE(5, lower, row_bytes);
+      DOT_TILES(2, 5, 6);
+      DOT_TILES(3, 5, 7);
+    }
+    upper += rows.step;
+    lower += rows.step;
+    panel += PANEL_TILE / 2;
+  }
+  STORE_TILE(0, sums, sum_bytes);
+  STORE_TILE(1, sums + 16, sum_bytes);
+  if (TALL) {
+    STORE_TILE(2, below, sum_bytes);
+    STORE_TILE(3, below + 16, sum_bytes);
+  }
+}
+
+// The shapes of all tiles for up to 32 rows. A thread that is done gives its tiles back: to keep them costs power.
+struct TilesInUse {
+  int64_t height = 0;
+
+  void shape(int64_t rows) {
+    if (rows == height) return;
+    height = rows;
+    const uint8_t upper = std::min<int64_t>(rows, TILE_ROWS), lower = std::max<int64_t>(rows - TILE_ROWS, 1);
+    TileShapes shapes;
+    for (int i = 0; i < 8; i++) shapes.bytes[i] = TILE_BYTES;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
+    shapes.rows[6] = shapes.rows[7] = TILE_ROWS;
+    shape_tiles(shapes);
+  }
+  ~TilesInUse() {
+    if (height) release_tiles();
+  }
+};
+
+struct TileProduct : Product<Bf16, Pair> {
+  TiledRows tiled;
+
+  // Rows in blocks; for each, one group of panels after the other: first all sums, then what comes after them.
+  void run(Range panels) const {
+    static thread_local Scratch scratch;
+    TilesInUse tiles;
+    const int64_t width = (gate == NONE ? 1 : 2) * GROUP * PANEL;
+    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+      const int64_t count = std::min(ROWS_AT_ONCE, rows - first);
+      float* sums = scratch.make<float>(count * width);
+      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
+        const Range group{panel, std::min(panel + GROUP, panels.end)};
+        multiply_group(first, count, group, tiles, sums, width);
+        for (int64_t i = 0; i < count; i++) finish_row(first + i, group, sums + i * width);
+      }
+    }
+  }
+
+  void multiply_group(int64_t first, int64_t count, Range group, TilesInUse& tiles, float* sums, int64_t width) const {
+    const int64_t all = count_tiles(matrix.inputs);
+    for (int64_t k = 0; k < all; k += TILES_AT_ONCE)
+      for (int64_t row = 0; row < count; row += 2 * TILE_ROWS) {
+        const int64_t height = std::min<int64_t>(2 * TILE_ROWS, count - row);
+        TiledRows from = tiled;
+        from.at += (first + row) / TILE_ROWS * tiled.tile + k * tiled.step;
+        tiles.shape(height);
+        for (int64_t panel = group.begin; panel < group.end; panel++)
+          for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++) {
+            float* to = sums + row * width + (side * GROUP + panel - group.begin) * PANEL;
+            const auto multiply = height > TILE_ROWS ? multiply_tiles<true> : multiply_tiles<false>;
+            multiply(from, find(panel, side, k), std::min(TILES_AT_ONCE, all - k), to, width, k == 0);
+          }
+      }
+  }
+
+  // Find a panel, or the one that its gate opens, from a tile of inputs on.
+  const Pair* find(int64_t panel, int64_t side, int64_t tile) const {
+    const int64_t tiles = count_tiles(matrix.inputs), index = panel + side * (matrix.outputs / 2 / PANEL);
+    return (const Pair*)matrix.panels + (index * tiles + tile) * (PANEL_TILE / 2);
+  }
+
+  void finish_row(int64_t row, Range group, float* sums) const {
+    const int64_t first = group.begin * PANEL, half = matrix.outputs / 2;
+    float added[2][GROUP * PANEL];
+    for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++) {
+      if (segment != nullptr) expand(added[side], row, first + side * half);
+      for (int64_t panel = group.begin; panel < group.end; panel++) {
+        const int64_t at = panel * PANEL - first;
+        finish(sums + side * GROUP * PANEL + at, row, first + at + side * half, added[side] + at);
+      }
+    }
+    for (int64_t panel = group.begin; panel < group.end; panel++) {
+      float* tile = sums + panel * PANEL - first;
+      if (gate != NONE) open(tile, tile + GROUP * PANEL);
+      put(tile, row, panel * PANEL, gate == NONE ? matrix.outputs : half);
+    }
+  }
+};
+
+// Rows as tiles. They stay where they are, if there are few of them and they fill whole tiles; else they are copied.
+struct TilePacking {
+  const Bf16* x;
+  int64_t ldx, rows, inputs;
+  Bf16* copy;  // null: they stay
+
+  static bool is_needed(int64_t rows, int64_t inputs) { return rows > 2 * TILE_ROWS || inputs % TILE_INPUTS; }
+  static int64_t size(int64_t rows, int64_t inputs) {
+    return (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * count_tiles(inputs) * TILE_INPUTS;
+  }
+
+  TiledRows find() const {
+    if (copy == nullptr) return {x, TILE_ROWS * ldx, TILE_INPUTS, ldx};
+    return {copy, size(TILE_ROWS, inputs), TILE_ROWS * TILE_INPUTS, TILE_INPUTS};
+  }
+
+  void copy_row(int64_t row) const {
+    const TiledRows to = find();
+    Bf16* at = copy + row / TILE_ROWS * to.tile + row % TILE_ROWS * to.stride;
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS, at += to.step) {
+      const int64_t count = std::min<int64_t>(TILE_INPUTS, inputs - k);
+      if (count < TILE_INPUTS) memset(at, 0, TILE_INPUTS * sizeof(Bf16));
+      memcpy(at, x + row * ldx + k, count * sizeof(Bf16));
+    }
+  }
+};

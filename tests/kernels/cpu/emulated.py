@@ -1,0 +1,42 @@
+"""Linears with an emulation of the tiles of AMX, built for tests."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+from lorax_server.kernels.cpu.library import FOLDER, SIGNATURES, Library
+
+SOURCE = Path(__file__).parent / "emulated.cpp"
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-w",
+]
+OPS = ("linear", "look_up", "use_tiles")
+
+
+class EmulatedLibrary(Library):
+    """A library that has nothing but linears."""
+
+    def __init__(self, path: Path) -> None:
+        native = ctypes.CDLL(str(path))
+        for op in OPS:
+            function = getattr(native, f"{op}_emulated")
+            function.argtypes, function.restype = SIGNATURES[op], None
+            setattr(self, op, function)
+        self.panel, self.has_tiles = 32, self._ask_for_tiles()
+
+
+def build_emulated(folder: Path) -> EmulatedLibrary:
+    Library()  # its threads are torch's
+    path, compiler = folder / "emulated.so", shutil.which("c++") or shutil.which("g++")
+    assert compiler, "the native kernels were built, so there is a C++ compiler"
+    subprocess.run([compiler, *FLAGS, f"-I{FOLDER / 'native'}", str(SOURCE), "-o", str(path)], check=True)
+    return EmulatedLibrary(path)
