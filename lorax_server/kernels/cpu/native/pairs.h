@@ -10,7 +10,7 @@ struct Pair {
 
 constexpr int64_t ROWS_AT_ONCE = 256;  // rows whose inputs and sums stay in a core's cache
 constexpr int64_t TILES_AT_ONCE = 32;  // tiles of inputs that do, for these rows and for a group of panels
-constexpr int64_t FAR = 4096;          // bytes ahead that memory is asked for, where it is what a product waits for
+constexpr int64_t FAR = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
 constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
 
 static inline int64_t count_tiles(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS; }
@@ -45,7 +45,7 @@ static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t cou
   }
   for (int64_t k = 0; k < count; k++) {
     if (!TALL)
-      for (int64_t line = 0; line < PANEL_TILE * 2; line += LINE) __builtin_prefetch((const char*)panel + FAR + line);
+      for (int64_t line = 0; line < PANEL_TILE * 2; line += LINE) __builtin_prefetch((const char*)panel + FAR + line, 0, 2);
     LOAD_TILE(4, upper, row_bytes);
     LOAD_TILE(6, panel, panel_bytes);
     DOT_TILES(0, 4, 6);

@@ -65,14 +65,14 @@ static inline void keep_low(Bf16* p, U v) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && !defined(EMULATED_TILES)
 static inline F load(const Bf16* p) {
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
-#else  // any vector on any CPU, number by number: to try the widths of x86 on ARM
+#else  // any vector on any CPU, number by number: to try the widths and the tiles of x86 elsewhere
 static inline F load(const Bf16* p) {
   F v;
   for (int i = 0; i < VL; i++) v[i] = read(p + i);
