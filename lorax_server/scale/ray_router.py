@@ -43,6 +43,7 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types tha
         chosen = self._placement.choose(wanted, time.monotonic(), avoided)
         if chosen is None:
             return []  # all drain: Ray asks again when another is there
+        self.on_send_request(by_name[chosen].replica_id)  # counts at once: the replica's own number comes later
         others = (name for name, view in self._placement.views.items() if not view.is_draining and name not in avoided)
         return [[by_name[chosen]], [by_name[name] for name in others if name != chosen]]
 
