@@ -72,7 +72,7 @@ class Cluster:
 
     def scale(self, replicas: int, **arguments: Any) -> None:
         settings = {"device": "cpu", "adapters_dir": str(self.adapters), "admin_key": ADMIN, "drain_s": 20}
-        self.ask("run", {**settings, "replicas": replicas, "host": "127.0.0.1", **arguments})
+        self.ask("deploy", {**settings, "host": "127.0.0.1", **arguments}, replicas)
 
     def replicas(self) -> list[Replica]:
         """List the replicas whose servers listen."""
@@ -121,13 +121,9 @@ def starting() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         for name in ADAPTERS:
             shutil.copytree(FOLDER / "adapters" / name, Path(folder, "adapters", name))
-        environ = {
-            **os.environ,
-            "PYTHONPATH": import_path(),
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        environ |= {"OMP_NUM_THREADS": "1", "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
+        environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+        environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.scale.driver", folder, str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,

@@ -1,7 +1,7 @@
 """A Ray of its own with our application on it, driven by lines of JSON: `python -m tests.scale.driver FOLDER PORT`.
 
-A process apart, since Ray leaves threads in the process that uses it. Each line is a request such as ["run", {...}], and
-each answer one line: what it returned, or the error.
+A process apart, since Ray leaves threads in the process that uses it. Each line is a request such as ["run", {...}],
+and each answer one line: what it returned, or the error.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from lorax_server.scale.ray_app import build
 
@@ -20,6 +22,14 @@ APP = "lorax"
 
 def run(arguments: dict[str, Any], name: str = APP, route: str = "/") -> None:
     serve.run(build(arguments), name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
+
+
+def deploy(arguments: dict[str, Any], replicas: int) -> None:
+    """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml."""
+    application = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
+    application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
+    config = {"applications": [application], "http_options": {"host": "127.0.0.1", "port": int(sys.argv[2])}}
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
 
 
 def status(name: str = APP) -> dict[str, str]:
@@ -33,7 +43,7 @@ def delete(name: str) -> None:
 
 def main() -> None:
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
-    actions = {"run": run, "status": status, "delete": delete}
+    actions = {"run": run, "deploy": deploy, "status": status, "delete": delete}
     ray.init(
         num_cpus=8, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, logging_level=logging.ERROR
     )
