@@ -19,11 +19,11 @@ from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError
 from lorax_server.scale.autoscaling import QueueAndTokens
 from lorax_server.scale.ingress.gate import Gate
-from lorax_server.scale.ray_router import AdapterRouter
+from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
 from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import Order
 
-ROUTERS = ("adapters", "ray")
+ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
 REPORT_S = 1.0  # between reports of a replica
 HEALTH_S = 5.0
 MANY = 100_000  # requests at once: the servers refuse what is too much, in their own words
@@ -43,7 +43,7 @@ class Scale:
     ingresses: int = 1
     cpus: float = 1.0  # of a replica
     gpus: float | None = None  # of a replica; None: as many as --num-shard, if the cluster has any
-    router: str = "adapters"  # or ray: its default, to compare
+    router: str = "adapters"  # or, to compare: ray, its default, and random
     host: str = ""  # that replicas listen on; none: the address of their machine
 
     def __post_init__(self) -> None:
@@ -102,12 +102,13 @@ def build_scaled(scale: Scale, flags: Sequence[str], order: Order | None = None)
 
 
 def _deploy_servers(scale: Scale, parsed: Parsed, config: ServerConfig) -> serve.Deployment:
-    routers: dict[str, dict[str, Any]] = {"adapters": {"request_router_class": AdapterRouter}, "ray": {}}
+    chosen = ROUTERS[scale.router]
+    router: dict[str, Any] = {} if chosen is None else {"request_router_class": chosen}
     options: dict[str, Any] = {
         "name": "servers",
         "max_ongoing_requests": MANY,
         "ray_actor_options": {"num_cpus": scale.cpus, "num_gpus": _count_gpus(scale, parsed)},
-        "request_router_config": RequestRouterConfig(request_routing_stats_period_s=REPORT_S, **routers[scale.router]),
+        "request_router_config": RequestRouterConfig(request_routing_stats_period_s=REPORT_S, **router),
         "graceful_shutdown_timeout_s": config.drain_s,
         "health_check_period_s": HEALTH_S,
     }

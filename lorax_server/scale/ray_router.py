@@ -1,5 +1,6 @@
 """Ray Serve's request router, with `Placement` to decide."""
 
+import random
 import time
 from array import array
 from collections.abc import Collection
@@ -46,6 +47,17 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types tha
         self.on_send_request(by_name[chosen].replica_id)  # counts at once: the replica's own number comes later
         others = (name for name, view in self._placement.views.items() if not view.is_draining and name not in avoided)
         return [[by_name[chosen]], [by_name[name] for name in others if name != chosen]]
+
+
+class RandomRouter(RequestRouter):  # type: ignore[misc] # likewise
+    """Sends requests anywhere, to compare."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
 
 def _read(request: PendingRequest) -> tuple[Wanted, Collection[str]]:

@@ -29,7 +29,7 @@ def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"cpus": -1}, "cpus = -1.0 must not be negative"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
-        ({"router": "best"}, "router 'best' is not one of adapters, ray"),
+        ({"router": "best"}, "router 'best' is not one of adapters, ray, random"),
         ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
     ],
 )
