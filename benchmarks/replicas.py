@@ -1,9 +1,9 @@
 """Replicas behind our router, behind Ray's default and behind chance; and a simulation of a hundred of them.
 
-Three replicas of the demo model run on this machine, on a Ray of their own. 200 adapters of rank 64 lie in a folder, and
-a replica's memory holds 80 of them, on the device and a few in host memory. Clients ask for short answers, for adapters
-by Zipf's law. After a warm-up the figures are the share of requests whose adapter was on the device, the time to the
-first token, and requests per second. Every router gets replicas that start anew and the same requests.
+Three replicas of the demo model run on this machine, on a Ray of their own. 200 adapters of rank 64 lie in a folder,
+and a replica's memory holds 80 of them, on the device and a few in host memory. Clients ask for short answers, for
+adapters by Zipf's law. After a warm-up the figures are the share of requests whose adapter was on the device, the time
+to the first token, and requests per second. Every router gets replicas that start anew and the same requests.
 
 The simulation has 100 replicas and 100,000 adapters, and the same code decides (`lorax_server/scale/placement.py`).
 """
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ class Amounts:
     clients: int = 12
     warm_up: int = 500  # requests
     requests: int = 800
-    simulated: Cluster = Cluster()
+    simulated: Cluster = field(default_factory=Cluster)
     simulated_requests: int = 100_000
 
 
@@ -94,17 +94,10 @@ def simulate(amounts: Amounts) -> list[Record]:
         simulation = Simulation(amounts.simulated, router)
         simulation.warm_up()
         outcome = simulation.run(amounts.simulated_requests)
-        is_ours = router == "ours"
+        is_ours, spread = router == "ours", f"{where}, {router}: largest load"
         records += [
             Record(f"{where}, {router}: hits", outcome.hits, "", "", 0.95 if is_ours else None),
-            Record(
-                f"{where}, {router}: largest load",
-                outcome.load_spread,
-                "of the mean",
-                "",
-                1.3 if is_ours else None,
-                True,
-            ),
+            Record(spread, outcome.load_spread, "of the mean", "", 1.3 if is_ours else None, at_most=True),
         ]
         if is_ours:
             records += leave(simulation, amounts)
@@ -136,9 +129,9 @@ def measure(amounts: Amounts) -> list[Record]:
         adapters = Path(folder, "adapters")
         num_bytes = make_adapters(adapters, amounts.adapters)
         with running_ray(Path(folder)) as port:
-            for router in ROUTERS:
+            for router, name in ROUTERS.items():
                 outcomes[router] = measure_router(router, port, adapters, num_bytes, amounts)
-                print(f"{ROUTERS[router]}: {outcomes[router]}", flush=True)
+                print(f"{name}: {outcomes[router]}", flush=True)
     records = []
     for router, outcome in outcomes.items():
         is_ours = router == "adapters"
