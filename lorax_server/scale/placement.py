@@ -6,6 +6,7 @@ goes only its own adapters move. Three things change the choice: where adapters 
 to do, and how much of all requests an adapter gets.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -15,6 +16,7 @@ SPREAD = 1.05  # a hot adapter goes to one more replica where its own have so ma
 TOLERANCE = 1.15  # other adapters do not: a load for few requests costs more than it gains
 SLACK = 2  # requests above these bounds, so that a few requests are not spread for nothing
 HOT = 0.1  # share of one replica's fair load from which an adapter is hot
+COPIES = 4  # replicas of a hot adapter for each replica that its requests alone would fill
 WINDOW = 20_000  # requests by which shares are measured
 RECENT_S = 3.0  # until a replica's report has an adapter that was sent there
 MAX_ORDERS = 200_000  # adapters whose order is remembered
@@ -179,14 +181,20 @@ class Placement:
         return [view.name for view in self._order(adapter)]
 
     def _choose_for_adapter(self, wanted: Wanted, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-        adapter, is_hot = wanted.adapter, self.is_hot(wanted.adapter)
+        adapter = wanted.adapter
         holding = [self._views[name] for name in self._holders.get(adapter, ())]
         holding = [view for view in holding if view in candidates]
-        if len(holding) > 1:
-            # Requests of a hot adapter that begin alike meet in one place; others keep to the first in their order.
-            order_by = adapter ^ wanted.prefix if is_hot else adapter
-            holding.sort(key=lambda view: mix(view.seed ^ order_by), reverse=True)
-        bound = mean * (SPREAD if is_hot else TOLERANCE) + SLACK
+        fair = self._shares.of(adapter) * len(self._views)  # of one replica's load
+        if fair < HOT:
+            holding.sort(key=lambda view: mix(view.seed ^ adapter), reverse=True)
+            bound = mean * TOLERANCE + SLACK
+        else:
+            bound = mean * SPREAD + SLACK
+            holding = _by_load(holding, wanted.prefix)
+            if not holding or holding[0].load > SLACK:
+                own = self._order(adapter)[: math.ceil(fair * COPIES)]
+                more = [view for view in own if view not in holding and view in candidates]
+                holding = _by_load([*holding, *(view for view in more if adapter not in view.broken)], wanted.prefix)
         found = next((view for view in holding if view.load <= bound), None)
         if found is not None:
             return found
@@ -216,6 +224,15 @@ class Placement:
         view.sent[adapter] = now
         view.device.add(adapter)
         self._holders.setdefault(adapter, set()).add(view.name)
+
+
+def _by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
+    """Sort the replicas of a hot adapter by load. Of those that have about the least, prompts that begin alike choose the
+    same one."""
+    if not prefix or not views:
+        return sorted(views, key=lambda view: view.load)
+    least = min(view.load for view in views)
+    return sorted(views, key=lambda view: (max(0, view.load - least - SLACK), -mix(view.seed ^ prefix)))
 
 
 def _distance(view: ReplicaView, adapter: int) -> int:
