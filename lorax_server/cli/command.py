@@ -106,8 +106,8 @@ def _serve(argv: list[str], command: str) -> int:
     parsed = _parse(argv, os.environ, command)
     if parsed.values.get("download_only"):
         return _download(parsed)
-    if parsed.values.get("replicas"):
-        return _serve_replicas(argv)
+    if parsed.values.get("replicas", 1) != 1:
+        return _serve_replicas(argv, parsed.values["replicas"])
     config = _complete(parsed)
     from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
 
@@ -128,8 +128,10 @@ def _complete(parsed: Parsed) -> ServerConfig:
     return parsed.make_config(folder, machine)
 
 
-def _serve_replicas(argv: list[str]) -> int:
+def _serve_replicas(argv: list[str], count: int) -> int:
     """Become the program that starts replicas. Only it needs Ray, and it is above this package."""
+    if count < 1:
+        raise ConfigError(f"--replicas = {count} must be at least 1")
     if find_spec("ray") is None:
         raise ConfigError("--replicas needs Ray: pip install 'lorax_server[ray]'")
     sys.stdout.flush()

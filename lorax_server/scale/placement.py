@@ -227,8 +227,7 @@ class Placement:
 
 
 def _by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
-    """Sort the replicas of a hot adapter by load. Of those that have about the least, prompts that begin alike choose the
-    same one."""
+    """Sort replicas of a hot adapter by load. Of those with about the least, prompts that begin alike choose one."""
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)

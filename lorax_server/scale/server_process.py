@@ -39,7 +39,7 @@ class ServerProcess:
     """A server's process, and the routes that only its replica may use."""
 
     def __init__(self, order: Order, host: str) -> None:
-        self.host, self.port = host, _find_port(host)
+        self.host, self.port = host, find_port(host)
         self._key = secrets.token_urlsafe(32)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         program = [sys.executable, "-m", "lorax_server.scale.program"]
@@ -137,7 +137,7 @@ class ServerProcess:
         return self._session
 
 
-def _find_port(host: str) -> int:
+def find_port(host: str) -> int:
     """Find a port that is free. If another takes it first, the server says so, and Ray starts the replica again."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as found:
