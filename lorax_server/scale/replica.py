@@ -28,11 +28,7 @@ class ServerReplica:
     """An actor with a server of its own. Requests go to the server, past the actor."""
 
     async def __init__(self, order: Order, app: str, version: str, host: str = "") -> None:  # type: ignore[misc] # Ray awaits it
-        if version != __version__:
-            raise ReplicaError(
-                f"this machine has lorax_server {__version__}, and the application was built with {version}: install "
-                "the same version on all machines"
-            )
+        check_version(version)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._server = ServerProcess(order, host or ray.util.get_node_ip_address())
         self._address = f"{self._server.host}:{self._server.port}"
@@ -108,6 +104,14 @@ class ServerReplica:
             except Exception as error:  # of this server: others have made it, and this one goes on
                 logger.warning("a change at %s cannot be made here: %s", entry.path, error)
         self._confirmed = entry.version
+
+
+def check_version(built: str) -> None:
+    if built != __version__:
+        raise ReplicaError(
+            f"this machine has lorax_server {__version__}, and the application was built with {built}: install the "
+            "same version on all machines"
+        )
 
 
 def _pack(names: Iterable[str]) -> bytes:

@@ -53,9 +53,6 @@ class Gate:
 
         return app  # a function: of a method uvicorn would think that it is of an older ASGI
 
-    async def __del__(self) -> None:
-        await self._upstream.close()
-
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
