@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorax_server.scale.placement import Placement, Report, Wanted, hash_name
+from lorax_server.scale.placement import ReplicaChooser, Report, Wanted, hash_name
 
 REPORT_S = 1.0
 
@@ -80,7 +80,7 @@ class Simulation:
         self.cluster = cluster
         self.random = random.Random(cluster.seed)
         self.devices = {f"replica-{index}": Device(cluster.capacity) for index in range(cluster.replicas)}
-        self.placement = Placement()
+        self.placement = ReplicaChooser()
         self.placement.set_replicas(self.devices)
         self.now = 0.0
         self._ends: list[tuple[float, int, str]] = []

@@ -93,7 +93,7 @@ class Shares:
         return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT else 0.0
 
 
-class Placement:
+class ReplicaChooser:
     """Chooses replicas. It belongs to one router, and is told of all that changes."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from lorax_server.cli.settings import Parsed, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError
 from lorax_server.scale.autoscaling import QueueAndTokens
-from lorax_server.scale.ingress.gate import Gate
+from lorax_server.scale.ingress.gate import Ingress
 from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
 from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import Order
@@ -94,7 +94,7 @@ def build_scaled(scale: Scale, flags: Sequence[str], order: Order | None = None)
     config = parsed.make_config(None)
     order = order or Order(list(flags))
     servers = _deploy_servers(scale, parsed, config).bind(order, scale.name, __version__, scale.host)
-    ingress = serve.deployment(serve.ingress()(Gate)).options(
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress", num_replicas=scale.ingresses, max_ongoing_requests=MANY, ray_actor_options={"num_cpus": 0}
     )
     names = [config.model_id, *config.served_names]

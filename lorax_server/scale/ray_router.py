@@ -1,4 +1,4 @@
-"""Ray Serve's request router, with `Placement` to decide."""
+"""Ray Serve's request router, with `ReplicaChooser` to decide."""
 
 import random
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from lorax_server.scale.placement import Placement, Report, Wanted
+from lorax_server.scale.placement import ReplicaChooser, Report, Wanted
 
 
 class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types that mypy can use
@@ -16,7 +16,7 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types tha
     have failed to answer it."""
 
     def initialize_state(self, **_: Any) -> None:
-        self._placement = Placement()
+        self._placement = ReplicaChooser()
         self._reports: dict[str, dict[str, Any]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

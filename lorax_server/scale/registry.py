@@ -1,8 +1,8 @@
 """The adapters that were loaded by API, and the replicas that have to know of them.
 
-`Registry` decides, without Ray: it puts all changes in one order, and a change is made when every replica has confirmed
-it. `RegistryActor` is the one of an application: a detached actor with a name, which Ray starts again if it dies, and
-which keeps its changes in Ray's own store.
+`ChangeRegistry` decides, without Ray: it puts all changes in one order, and a change is made when every replica has
+confirmed it. `RegistryActor` is the one of an application: a detached actor with a name, which Ray starts again if it
+dies, and which keeps its changes in Ray's own store.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Member(NamedTuple):
     address: str
 
 
-class Registry:
+class ChangeRegistry:
     """All changes that still matter, in their order, and the replicas that follow."""
 
     def __init__(self, stored: bytes | None, save: Callable[[bytes], None], clock: Callable[[], float]) -> None:
@@ -142,7 +142,7 @@ class RegistryActor:
     def __init__(self, app: str) -> None:
         key = f"registry:{app}".encode()
         stored = _internal_kv_get(key, namespace=STORE)
-        self._registry = Registry(
+        self._registry = ChangeRegistry(
             stored, lambda content: _internal_kv_put(key, content, namespace=STORE), time.monotonic
         )
 

@@ -251,7 +251,7 @@ def engine_of(server: Server) -> int:
     """Return the engine's process id: the child of the parent that is neither a worker nor a helper of Python's."""
     children = psutil.Process(server.process.pid).children()
     (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline()) and not is_worker(child)]
-    return engine.pid
+    return int(engine.pid)
 
 
 def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def run(arguments: dict[str, Any], name: str = APP, route: str = "/") -> None:
 
 def deploy(arguments: dict[str, Any], replicas: int) -> None:
     """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml."""
-    application = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
+    application: dict[str, Any] = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
     application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
     config = {"applications": [application], "http_options": {"host": "127.0.0.1", "port": int(sys.argv[2])}}
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
@@ -43,7 +43,7 @@ def delete(name: str) -> None:
 
 def main() -> None:
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
-    actions = {"run": run, "deploy": deploy, "status": status, "delete": delete}
+    actions: dict[str, Any] = {"run": run, "deploy": deploy, "status": status, "delete": delete}
     ray.init(
         num_cpus=8, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, logging_level=logging.ERROR
     )

@@ -5,7 +5,7 @@ import heapq
 import random
 from collections import Counter, deque
 
-from lorax_server.scale.placement import Placement, Wanted, hash_name
+from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
 
 REPLICAS, ROWS = 4, 8
 
@@ -37,7 +37,7 @@ def serve(outstanding: dict[str, int], adapters: dict[str, int], answers: int) -
     """Let each key keep some requests outstanding, for some adapters; return the answers that each got."""
     chance = random.Random(0)
     replicas = {f"replica-{index}": FairReplica() for index in range(REPLICAS)}
-    placement = Placement()
+    placement = ReplicaChooser()
     placement.set_replicas(replicas)
     now, ends, served = 0.0, list[tuple[float, str, str]](), Counter[str]()
 

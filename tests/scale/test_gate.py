@@ -3,7 +3,7 @@ Ray's way to it is left out."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lorax_server.scale.ingress import gate as module
-from lorax_server.scale.ingress.gate import Gate
-from lorax_server.scale.placement import Placement, Wanted, hash_name
+from lorax_server.scale.ingress.gate import Ingress
+from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
 from lorax_server.scale.replica import check_version
 from lorax_server.scale.server_process import ReplicaError
 
@@ -32,7 +32,7 @@ class Chosen:
     """Ray's handle, with our router behind it and nothing between."""
 
     def __init__(self, ports: dict[str, int]) -> None:
-        self._ports, self.placement = ports, Placement()
+        self._ports, self.placement = ports, ReplicaChooser()
         self.placement.set_replicas(ports)
         self.loads = dict.fromkeys(ports, 0)
 
@@ -70,7 +70,7 @@ async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.transport.abort()
 
 
-async def ask(answers: dict[str, Answer], path: str = "/generate", body: bytes = BODY, limit: int = 1000) -> Any:
+async def ask(answers: Mapping[str, Answer], path: str = "/generate", body: bytes = BODY, limit: int = 1000) -> Any:
     """Ask a gate with replicas that answer so, and return status, headers, body, and the replicas' order."""
     ports, servers, asked = {}, [], list[str]()
     for name, answer in answers.items():
@@ -86,7 +86,7 @@ async def ask(answers: dict[str, Answer], path: str = "/generate", body: bytes =
         servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
         ports[name] = servers[-1].sockets[0].getsockname()[1]
     handle = Chosen(ports)
-    gate = Gate(handle, "app", ["base"], limit)
+    gate = Ingress(handle, "app", ["base"], limit)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -113,7 +113,7 @@ async def ask(answers: dict[str, Answer], path: str = "/generate", body: bytes =
 
 
 def order(*names: str) -> list[str]:
-    placement = Placement()
+    placement = ReplicaChooser()
     placement.set_replicas(names)
     return placement.owners(hash_name("poet"))
 

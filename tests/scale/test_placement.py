@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 
-from lorax_server.scale.placement import HOT, SLACK, Placement, Report, Wanted, hash_name
+from lorax_server.scale.placement import HOT, SLACK, ReplicaChooser, Report, Wanted, hash_name
 
 REPLICAS = ("a", "b", "c", "d")
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def placement() -> Placement:
-    placement = Placement()
+def placement() -> ReplicaChooser:
+    placement = ReplicaChooser()
     placement.set_replicas(REPLICAS)
     return placement
 
 
-def choose(placement: Placement, adapter: str, prefix: str = "", now: float = 0.0, **options: Any) -> str:
+def choose(placement: ReplicaChooser, adapter: str, prefix: str = "", now: float = 0.0, **options: Any) -> str:
     wanted = Wanted(hash_name(adapter) if adapter else 0, hash_name(prefix) if prefix else 0)
     chosen = placement.choose(wanted, now, **options)
     assert chosen is not None
     return chosen
 
 
-def test_routers_that_know_nothing_agree_and_spread(placement: Placement) -> None:
-    other = Placement()
+def test_routers_that_know_nothing_agree_and_spread(placement: ReplicaChooser) -> None:
+    other = ReplicaChooser()
     other.set_replicas(reversed(REPLICAS))
     names = [f"adapter-{index}" for index in range(2000)]
     chosen = [choose(placement, name) for name in names]
@@ -37,7 +37,7 @@ def test_routers_that_know_nothing_agree_and_spread(placement: Placement) -> Non
     assert all(420 < counts[name] < 580 for name in REPLICAS)
 
 
-def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: Placement) -> None:
+def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: ReplicaChooser) -> None:
     names = [hash_name(f"adapter-{index}") for index in range(1000)]
     before = {name: placement.owners(name)[0] for name in names}
     placement.set_replicas(("a", "b", "d"))
@@ -48,7 +48,7 @@ def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: Pl
     assert {name: placement.owners(name)[0] for name in names} == before
 
 
-def test_nearer_memory_wins(placement: Placement) -> None:
+def test_nearer_memory_wins(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     far = placement.owners(adapter)[::-1]
     placement.set_report(far[2], Report(disk={adapter}), 0)
@@ -59,15 +59,16 @@ def test_nearer_memory_wins(placement: Placement) -> None:
     assert choose(placement, "x") == far[0]
 
 
-def renewed(names: list[str], **tiers: str) -> Placement:
-    placement = Placement()
+def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
+    placement = ReplicaChooser()
     placement.set_replicas(names)
     for tier, name in tiers.items():
-        placement.set_report(name, Report(**{tier: {hash_name("x")}}), 0)
+        here: dict[str, Any] = {tier: {hash_name("x")}}
+        placement.set_report(name, Report(**here), 0)
     return placement
 
 
-def test_a_device_with_room_wins_over_a_full_one(placement: Placement) -> None:
+def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.owners(hash_name("x"))
     placement.set_report(first, Report(device={1, 2}, capacity=2), 0)
     assert choose(placement, "x") == second
@@ -76,7 +77,7 @@ def test_a_device_with_room_wins_over_a_full_one(placement: Placement) -> None:
     assert choose(placement, "x", now=100) == first
 
 
-def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: Placement) -> None:
+def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.owners(hash_name("x"))
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
@@ -87,7 +88,7 @@ def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: 
     assert choose(placement, "x", now=100) == first
 
 
-def test_a_draining_or_failed_replica_gets_nothing_new(placement: Placement) -> None:
+def test_a_draining_or_failed_replica_gets_nothing_new(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, third, _ = placement.owners(adapter)
     placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
@@ -99,7 +100,7 @@ def test_a_draining_or_failed_replica_gets_nothing_new(placement: Placement) -> 
     assert placement.choose(Wanted(adapter), 0) is None
 
 
-def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: Placement) -> None:
+def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.owners(adapter)
     placement.set_report(first, Report(broken={adapter}), 0)
@@ -107,7 +108,7 @@ def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: Place
     assert choose(placement, "x", avoided=set(REPLICAS) - {first}) == first
 
 
-def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: Placement) -> None:
+def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser) -> None:
     loads: Counter[str] = Counter()
     placed: dict[str, set[str]] = {"hot": set(), "cold": set()}
     for index in range(400):
@@ -124,7 +125,7 @@ def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: Placement) -> 
     assert HOT < 1
 
 
-def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement: Placement) -> None:
+def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement: ReplicaChooser) -> None:
     chosen = {text: {choose(placement, "", text) for _ in range(5)} for text in map(str, range(40))}
     assert all(len(names) == 1 for names in chosen.values())
     assert set.union(*chosen.values()) == set(REPLICAS)
@@ -135,7 +136,7 @@ def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement
 
 
 def test_no_replica_is_no_choice() -> None:
-    assert Placement().choose(Wanted(1), 0) is None
+    assert ReplicaChooser().choose(Wanted(1), 0) is None
 
 
 @pytest.fixture

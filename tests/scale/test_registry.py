@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorax_server.scale import registry as module
-from lorax_server.scale.registry import LEASE_S, Registry
+from lorax_server.scale.registry import LEASE_S, ChangeRegistry
 
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, stored: bytes | None = None) -> None:
         self.clock, self.stored = Clock(), stored
-        self.registry = Registry(stored, self._save, self.clock)
+        self.registry = ChangeRegistry(stored, self._save, self.clock)
 
     def _save(self, content: bytes) -> None:
         self.stored = content

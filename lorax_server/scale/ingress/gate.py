@@ -37,7 +37,7 @@ DOWN = 503
 METRICS_HEADERS: Headers = [(b"content-type", Metrics.content_type.encode())]
 
 
-class Gate:
+class Ingress:
     """An actor that has requests answered by replicas. Ray's proxies send it all of them."""
 
     def __init__(self, servers: DeploymentHandle, app: str, base_names: Sequence[str], max_body_bytes: int) -> None:
