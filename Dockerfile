@@ -1,5 +1,5 @@
 # Two images: docker build --target cpu -t lorax:cpu .   and   docker build --target cuda -t lorax:cuda .
-# docs/deployment.md describes them.
+# docs/deployment.md describes them. With --build-arg RAY=1 they have Ray as well.
 ARG PYTHON=3.12
 
 # --- Build: everything goes into /opt/lorax --------------------------------------------------------------------------
@@ -15,20 +15,22 @@ RUN python -m venv /opt/lorax
 COPY constraints.txt ./
 
 FROM build AS build-cpu
+ARG RAY=
 # On x86 torch brings CUDA's libraries along, unless pip finds it in an index of builds for CPUs (2.13.0+cpu).
 ARG TORCH_INDEX=
 RUN /opt/lorax/bin/pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt torch==2.13.0
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY lorax_server lorax_server
-RUN /opt/lorax/bin/pip install -c constraints.txt '.[otel,s3]'
+RUN /opt/lorax/bin/pip install -c constraints.txt ".[otel,s3${RAY:+,ray}]"
 
 FROM build AS build-cuda
+ARG RAY=
 # torch for CUDA comes with Triton and NVIDIA's libraries in versions of its own.
 RUN grep -v -e '^triton==' -e '^nvidia-' -e '^cuda-' constraints.txt > cuda-constraints.txt
 RUN /opt/lorax/bin/pip install -c cuda-constraints.txt torch==2.13.0
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY lorax_server lorax_server
-RUN /opt/lorax/bin/pip install -c cuda-constraints.txt '.[gpu,otel,s3]'
+RUN /opt/lorax/bin/pip install -c cuda-constraints.txt ".[gpu,otel,s3${RAY:+,ray}]"
 
 # --- Run: no compiler, no sources, no root ---------------------------------------------------------------------------
 

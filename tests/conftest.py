@@ -47,6 +47,7 @@ LONG = (
     "tests/demo/",
     "tests/browser/",
     "tests/e2e/",
+    "tests/scale/",
     "tests/parity/",
     "tests/models/",
     "tests/engine/",

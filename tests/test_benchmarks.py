@@ -15,8 +15,8 @@ from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 HELPERS = (
-    "adapter_pool", "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged", "report",
-    "server_log", "stand_in_server",
+    "adapter_pool", "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged",
+    "replica_simulation", "report", "server_log", "stand_in_server",
 )  # fmt: skip
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
 from lorax_server.cli.model_folder import check_folder
 from lorax_server.cli.settings import Machine, Parsed, parse
+from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
 logger = logging.getLogger(__name__)
@@ -104,12 +106,36 @@ def _serve(argv: list[str], command: str) -> int:
     parsed = _parse(argv, os.environ, command)
     if parsed.values.get("download_only"):
         return _download(parsed)
-    from lorax_server.launch import check_files, serve_forever  # noqa: PLC0415 - slow
+    if parsed.values.get("replicas", 1) != 1:
+        return _serve_replicas(argv, parsed.values["replicas"])
+    config = _complete(parsed)
+    from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
+
+    return serve_forever(config)
+
+
+def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
+    """Read the flags of `lorax serve`, fetch the model if it is not here, and return the settings of a server."""
+    return _complete(_parse(argv, environ, "serve"))
+
+
+def _complete(parsed: Parsed) -> ServerConfig:
+    from lorax_server.launch import check_files  # noqa: PLC0415 - slow
 
     check_files(parsed.make_config(None))
     folder = _find_model(parsed)
     machine = Machine() if parsed.values.get("device") == "cpu" else find_machine()
-    return serve_forever(parsed.make_config(folder, machine))
+    return parsed.make_config(folder, machine)
+
+
+def _serve_replicas(argv: list[str], count: int) -> int:
+    """Become the program that starts replicas. Only it needs Ray, and it is above this package."""
+    if count < 1:
+        raise ConfigError(f"--replicas = {count} must be at least 1")
+    if find_spec("ray") is None:
+        raise ConfigError("--replicas needs Ray: pip install 'lorax_server[ray]'")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lorax_server.scale.command", *argv])
 
 
 def _download_weights(argv: list[str]) -> int:

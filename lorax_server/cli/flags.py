@@ -190,7 +190,10 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--use-global-hf-token", "use the server's hub token for requests without one", "switch", is_ours=True),
     ),
     "network and access": (*_make_flags(config.AccessConfig), *_make_flags(config.CorsConfig)),
-    "limits": tuple(_make_flags(config.LimitsConfig)),
+    "limits": (
+        *_make_flags(config.LimitsConfig),
+        Flag("--replicas", "servers on this machine behind one address; needs Ray", "integer", is_ours=True),
+    ),
     "memory and speed": (
         *_make_flags(config.ModelConfig),
         *_make_flags(config.EngineConfig),

@@ -17,7 +17,7 @@ from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
 from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
-from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground
+from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
 from lorax_server.server.service import Service
 
 OPENAPI_PATH = "/api-doc/openapi.json"
@@ -36,7 +36,8 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     routes: list[BaseRoute] = []
-    for module in (lorax, completions, chat, info, adapters, playground):
+    modules = [lorax, completions, chat, info, adapters, playground]
+    for module in (*modules, replica) if service.config.replica_key else modules:
         router = module.make_router(service)
         app.include_router(router)
         routes += router.routes
@@ -45,6 +46,8 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     describe_limits(app, service)
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
+    if service.config.replica_key:
+        app.add_middleware(replica.ClientAddress)
     return app
 
 

@@ -88,6 +88,10 @@ class SeenAdapters:
         """Return the first name of an adapter and its latest ones."""
         return self._names.get(identity, ())
 
+    def newest(self, count: int) -> list[str]:
+        """List the adapters that were found last, the newest first."""
+        return list(islice(reversed(self._names), count))
+
     def identities_after(self, identity: str) -> Iterator[str]:
         """Iterate over the identities behind one in their order."""
         for index in range(bisect_right(self._sorted, identity), len(self._sorted)):
@@ -131,6 +135,10 @@ class SeenAdapters:
     def error(self, name: Named | None) -> str | None:
         """Return the reason why a name could not be served the last time."""
         return None if name is None else self._errors.get(name)
+
+    def failed_names(self) -> list[Named]:
+        """List the names that could not be served the last time."""
+        return list(self._errors)
 
     # --- Copies in other processes ------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def read_settings(variant: str) -> Parsed:
 
 
 def test_every_file_belongs_to_a_variant() -> None:
-    listed = {FOLDER / folder / "kustomization.yaml" for folder in (*VARIANTS, "base")}
+    listed = {FOLDER / folder / "kustomization.yaml" for folder in (*VARIANTS, "ray", "base")}
     for file in list(listed):
         names = yaml.safe_load(file.read_text())["resources"]
         listed |= {file.parent / name for name in names if name.endswith(".yaml")}

@@ -247,6 +247,34 @@ def count_tokens(events: Iterator[Any]) -> int:
     return 0 if not left or "error" in left[-1] else len(tokens_of(iter(left)))
 
 
+def engine_of(server: Server) -> int:
+    """Return the engine's process id: the child of the parent that is neither a worker nor a helper of Python's."""
+    children = psutil.Process(server.process.pid).children()
+    (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline()) and not is_worker(child)]
+    return int(engine.pid)
+
+
+def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(folder: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with gated(folder, gate, drain_s=5) as server:
+        before, engine = workers_of(server), engine_of(server)
+        with streams(server, 4, 30) as events:
+            os.kill(engine, signal.SIGKILL)
+            ends = [list(each)[-1] for each in events]
+        assert {end["error_type"] for end in ends} == {"generation"}
+        assert all("the engine" in end["error"] for end in ends)
+        wait_for(lambda: metrics(server)["lorax_engine_healthy"] == 1, "it runs again")
+        gate.touch()
+        with closing(Each(server)) as each:
+            for worker in range(WORKERS):
+                wait_for(lambda at=worker: each.send(at, "POST", "/generate", native(5))[0] == 200, "it is found")  # type: ignore[misc]
+        assert workers_of(server) == before
+        assert engine_of(server) != engine
+        assert metrics(server)["lorax_engine_restarts_total"] == 1
+        server.process.terminate()
+        assert server.process.wait(PATIENCE_S) == 0
+
+
 def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate) as server, streams(server, 4, 30) as events:

@@ -81,7 +81,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         key = service.check_admin(http, "load", body.adapter_id)
         names = service.model_names
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
-        identity = await _load(service, key, choice, body.pin)
+        identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
             await service.change(NameAdded(body.name, choice.refs[0].source, choice.refs[0].name))
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
@@ -91,7 +91,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         """Unload an adapter as soon as no request needs it, also if it is pinned by this name. A request that names it
         loads it again, unless it had its name from here."""
         key = service.check_admin(http, "unload", body.adapter_id)
-        await _unload(service, key, body.adapter_id, body.adapter_source)
+        await unload_adapter(service, key, body.adapter_id, body.adapter_source)
         return json_response(await list_page(service, key))
 
 
@@ -107,7 +107,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         key = service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.find(body.lora_path, source)
-        await _load(service, key, choice, None)
+        await load_adapter(service, key, choice, None)
         await service.change(NameAdded(body.lora_name, source, body.lora_path))
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
@@ -120,11 +120,11 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: unload an adapter, and remove its name."""
         key = service.check_admin(http, "unload", body.lora_name)
-        await _unload(service, key, body.lora_name, None)
+        await unload_adapter(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
-async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
+async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
     """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
     engine, (ref,), (name,) = service.engine, choice.refs, choice.names
     earlier = service.seen.identities(name)
@@ -146,7 +146,7 @@ async def _load(service: Service, key: Key, choice: Choice, pin: bool | None) ->
     return identity
 
 
-async def _unload(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
+async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
     names, choice = service.model_names, service.model_names.find(adapter_id, source)
     (name,) = choice.names
     identities = service.seen.identities(name)

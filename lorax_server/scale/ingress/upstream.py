@@ -1,0 +1,119 @@
+"""One request to one replica's server, over HTTP."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from lorax_server.server.routes.replica import CLIENT_HEADER
+
+Headers = list[tuple[bytes, bytes]]
+
+# Of a connection, and not of a request.
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade")
+)  # fmt: skip
+BY_PROXY = frozenset((b"date", b"server", b"x-request-id"))
+AUTOMATIC = ("accept", "accept-encoding", "content-type", "user-agent")
+EVENTS = "text/event-stream"
+EVENT_END = b"\n\n"
+CONNECT_S = 5.0
+
+
+class LostError(Exception):
+    """A replica that went away before it had answered, or in the middle of a stream."""
+
+
+class Received(NamedTuple):
+    """A request as the ingress has it, with all of its body."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    client: str  # the client's address
+
+
+class Answer:
+    """A replica's answer: whole, or a stream of events whose first bytes are there."""
+
+    def __init__(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        self._response = response
+        self.status = response.status
+        self.body = body
+        self.is_stream = response.content_type == EVENTS
+
+    @property
+    def headers(self) -> Headers:
+        return [pair for pair in self._response.raw_headers if pair[0].lower() not in HOP_BY_HOP | BY_PROXY]
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield whole events, as they come. What is left of an event that never ended is left out."""
+        rest = b""
+        try:
+            async for chunk in self._response.content.iter_any():
+                end = (rest + chunk).rfind(EVENT_END)
+                if end < 0:
+                    rest += chunk
+                else:
+                    whole = rest + chunk
+                    yield whole[: end + len(EVENT_END)]
+                    rest = whole[end + len(EVENT_END) :]
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostError(str(error)) from error
+
+
+class Upstream:
+    """Connections to the servers of all replicas."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def send(self, address: str, received: Received) -> AsyncIterator[Answer]:
+        """Send a request and yield the answer. Leaving before its end closes the connection, which aborts it there."""
+        try:
+            async with self._client().request(
+                received.method,
+                _url(address, received),
+                headers=_forwarded(received),
+                data=received.body or None,
+                skip_auto_headers=AUTOMATIC,
+                allow_redirects=False,
+            ) as response:
+                body = b"" if response.content_type == EVENTS else await response.read()
+                yield Answer(response, body)
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostError(str(error)) from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=CONNECT_S)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+
+def _url(address: str, received: Received) -> URL:
+    query = f"?{received.query.decode('latin-1')}" if received.query else ""
+    return URL(f"http://{address}{received.path}{query}", encoded=True)
+
+
+def _forwarded(received: Received) -> CIMultiDict[str]:
+    """Return the headers as the client sent them, with its address, which the server cannot see."""
+    dropped = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode()}
+    kept: Iterable[tuple[bytes, bytes]] = (pair for pair in received.headers if pair[0].lower() not in dropped)
+    headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
+    headers[CLIENT_HEADER] = received.client
+    return headers

@@ -1,0 +1,146 @@
+"""A cluster of one machine for tests: a driver with Ray, replicas of the demo model, and clients."""
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.demo.server import FOLDER
+from tests.e2e.http_server import Server, import_path
+from tests.e2e.wire import wait_for
+
+ADMIN = "the-admins"
+ADAPTERS = ("answer", "json", "pirate", "redact", "sentiment", "sql")
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica as the system sees it."""
+
+    port: int  # of its server
+    server: psutil.Process
+    actor: psutil.Process
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+class Cluster:
+    """A running driver. `port` is that of Ray's proxy."""
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int, adapters: Path) -> None:
+        self._process = process
+        self.port = port
+        self.adapters = adapters
+        self.read()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def server(self) -> Server:
+        """The ingress, for clients of a server."""
+        return Server(self._process, self.url, [])
+
+    def ask(self, *request: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self.read()
+        assert not (isinstance(answer, dict) and "error" in answer), answer["error"]
+        return answer
+
+    def read(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("answer: "):
+                return json.loads(line.removeprefix("answer: "))
+        raise AssertionError("the driver has ended")
+
+    def scale(self, replicas: int, **arguments: Any) -> None:
+        settings = {"device": "cpu", "adapters_dir": str(self.adapters), "admin_key": ADMIN, "drain_s": 20}
+        self.ask("deploy", {**settings, "host": "127.0.0.1", **arguments}, replicas)
+
+    def replicas(self) -> list[Replica]:
+        """List the replicas whose servers listen."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if "lorax_server.scale.program" in (process.info["cmdline"] or ()):
+                try:
+                    ports = [each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"]
+                    found += [Replica(port, process, process.parent()) for port in ports]
+                except psutil.NoSuchProcess:
+                    continue
+        return [each for each in found if self._process.pid in (parent.pid for parent in each.actor.parents())]
+
+    def processes(self, mark: str) -> list[psutil.Process]:
+        return [each for each in psutil.Process(self._process.pid).children(recursive=True) if mark in each.name()]
+
+
+def send(port: int, method: str, path: str, body: Any = None, key: str = ADMIN) -> tuple[int, Any, Any]:
+    """Send a request, and return status, headers and body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        content = response.read()
+    finally:
+        connection.close()
+    is_json = response.headers.get("content-type") == "application/json"
+    return response.status, response.headers, json.loads(content) if is_json else content.decode()
+
+
+def generate(port: int, adapter: str = "", prompt: str = "Hello there, my friend", count: int = 8) -> tuple[str, Any]:
+    """Return the text of a greedy answer, and the headers."""
+    parameters = {"max_new_tokens": count, **({"adapter_id": adapter} if adapter else {})}
+    status, headers, body = send(port, "POST", "/generate", {"inputs": prompt, "parameters": parameters})
+    assert status == 200, body
+    return body["generated_text"], headers
+
+
+@contextmanager
+def starting() -> Iterator[Cluster]:
+    """Start a driver, with copies of the demo's adapters that a test may change."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for name in ADAPTERS:
+            shutil.copytree(FOLDER / "adapters" / name, Path(folder, "adapters", name))
+        environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+        environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.scale.driver", folder, str(port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
+        )  # fmt: skip
+        started: list[psutil.Process] = []
+        try:
+            cluster = Cluster(process, port, Path(folder, "adapters"))
+            yield cluster
+            started = psutil.Process(process.pid).children(recursive=True)
+        finally:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+        wait_for(lambda: not any(map(psutil.Process.is_running, started)), "no process stays")

@@ -1,0 +1,69 @@
+"""A Ray of its own with our application on it, driven by lines of JSON: `python -m tests.scale.driver FOLDER PORT`.
+
+A process apart, since Ray leaves threads in the process that uses it. Each line is a request such as ["run", {...}],
+and each answer one line: what it returned, or the error.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from lorax_server.scale.ray_app import build
+
+APP = "lorax"
+
+
+def run(arguments: dict[str, Any], name: str = APP, route: str = "/") -> None:
+    serve.run(build(arguments), name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
+
+
+def deploy(arguments: dict[str, Any], replicas: int) -> None:
+    """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml."""
+    application: dict[str, Any] = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
+    application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
+    config = {"applications": [application], "http_options": {"host": "127.0.0.1", "port": int(sys.argv[2])}}
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
+
+
+def status(name: str = APP) -> dict[str, str]:
+    application = serve.status().applications[name]
+    return {name: f"{each.status} {each.message}" for name, each in application.deployments.items()}
+
+
+def delete(name: str) -> None:
+    serve.delete(name)
+
+
+def main() -> None:
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    actions: dict[str, Any] = {"run": run, "deploy": deploy, "status": status, "delete": delete}
+    ray.init(
+        num_cpus=8, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, logging_level=logging.ERROR
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        say(None)
+        for line in sys.stdin:
+            action, *arguments = json.loads(line)
+            try:
+                say(actions[action](*arguments))
+            except Exception as error:
+                say({"error": f"{type(error).__name__}: {error}"})
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def say(answer: Any) -> None:
+    print(f"answer: {json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The ingress between clients and servers that fail in all ways. The servers are sockets, and our router chooses; only
+Ray's way to it is left out."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lorax_server.scale.ingress import gate as module
+from lorax_server.scale.ingress.gate import Ingress
+from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
+from lorax_server.scale.replica import check_version
+from lorax_server.scale.server_process import ReplicaError
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+HEAD = "HTTP/1.1 {} X\r\ncontent-type: {}\r\nx-from: {}\r\ndate: now\r\nx-request-id: r\r\n"
+BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "AGAIN_S", 0.5)
+    monkeypatch.setattr(module, "CHOOSE_S", 0.1)
+
+
+class Chosen:
+    """Ray's handle, with our router behind it and nothing between."""
+
+    def __init__(self, ports: dict[str, int]) -> None:
+        self._ports, self.placement = ports, ReplicaChooser()
+        self.placement.set_replicas(ports)
+        self.loads = dict.fromkeys(ports, 0)
+
+    @asynccontextmanager
+    async def choose_replica(self, wanted: tuple[int, int], tried: list[str]) -> AsyncIterator[Any]:
+        while (name := self.placement.choose(Wanted(*wanted), 0, tried)) is None:
+            await asyncio.sleep(0.01)
+        self.loads[name] += 1
+        try:
+            yield SimpleNamespace(replica_id=name, replica_metadata={"host": "127.0.0.1", "port": self._ports[name]})
+        finally:
+            self.loads[name] -= 1
+
+
+def whole(status: int, name: str, body: str) -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = HEAD.format(status, "application/json", name)
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+
+    return answer
+
+
+def stream(name: str, *pieces: str, ends: bool = True) -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"{HEAD.format(200, 'text/event-stream', name)}transfer-encoding: chunked\r\n\r\n".encode())
+        for piece in pieces:
+            writer.write(f"{len(piece):x}\r\n{piece}\r\n".encode())
+        if ends:
+            writer.write(b"0\r\n\r\n")
+
+    return answer
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def ask(answers: Mapping[str, Answer], path: str = "/generate", body: bytes = BODY, limit: int = 1000) -> Any:
+    """Ask a gate with replicas that answer so, and return status, headers, body, and the replicas' order."""
+    ports, servers, asked = {}, [], list[str]()
+    for name, answer in answers.items():
+
+        async def serve(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = name, answer: Answer = answer
+        ) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.append(name)
+            await answer(reader, writer)
+            writer.close()
+
+        servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+        ports[name] = servers[-1].sockets[0].getsockname()[1]
+    handle = Chosen(ports)
+    gate = Ingress(handle, "app", ["base"], limit)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [],
+        "client": ("1.2.3.4", 5),
+    }
+    await gate.answer(scope, receive, send)
+    await gate._upstream.close()
+    for server in servers:
+        server.close()
+    assert not any(handle.loads.values())
+    headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]).decode(), asked
+
+
+def order(*names: str) -> list[str]:
+    placement = ReplicaChooser()
+    placement.set_replicas(names)
+    return placement.owners(hash_name("poet"))
+
+
+FIRST, SECOND = order("a", "b")
+
+
+def test_an_answer_comes_through_as_it_is() -> None:
+    status, headers, body, asked = asyncio.run(ask({FIRST: whole(418, "one", "{}"), SECOND: hang_up}))
+    assert (status, body, asked) == (418, "{}", [FIRST])
+    assert headers == {"content-type": "application/json", "x-from": "one", "content-length": "2"}
+
+
+def test_a_replica_that_is_gone_before_it_answers_is_no_ones_loss() -> None:
+    for lost in (hang_up, stream("one", ends=False), stream("one", 'data: {"cut', ends=False)):
+        status, headers, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}))
+        assert (status, headers["x-from"], body, asked) == (200, "two", "{}", [FIRST, SECOND])
+
+
+def test_a_stream_that_breaks_ends_with_an_error_after_its_last_whole_event() -> None:
+    event = 'data: {"token": 1}\n\n'
+    for path, is_openai in (("/generate_stream", False), ("/v1/completions", True)):
+        lost = stream("one", event, event, 'data: {"tok', ends=False)
+        status, _, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}, path))
+        assert (status, asked) == (200, [FIRST])
+        assert body.startswith(event * 2)
+        last = json.loads(body.removeprefix(event * 2).removeprefix("data: "))
+        assert "has gone; send the request again" in str(last["error"])
+        assert (last["error"]["type"] == "server_error") if is_openai else (last["error_type"] == "generation")
+
+
+def test_events_in_pieces_come_whole() -> None:
+    whole_stream = stream("one", "data: 1\n", "\ndata: 2\n\nda", "ta: 3\n\n")
+    body = asyncio.run(ask({FIRST: whole_stream, SECOND: hang_up}))[2]
+    assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
+
+
+@pytest.mark.parametrize("status", [404, 424, 503])
+def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(status: int) -> None:
+    answers = {FIRST: whole(status, "one", '{"error": 1}'), SECOND: whole(200, "two", "{}")}
+    answered, headers, _, asked = asyncio.run(ask(answers))
+    assert (answered, headers["x-from"], asked) == (200, "two", [FIRST, SECOND])
+    both = {FIRST: whole(status, "one", '{"error": 1}'), SECOND: whole(status, "two", '{"error": 2}')}
+    answered, _, _, asked = asyncio.run(ask(both))
+    assert (answered, len(asked)) == (status, 2)
+    alone = asyncio.run(ask({FIRST: whole(status, "one", '{"error": 1}')}))
+    assert (alone[0], alone[2]) == (status, '{"error": 1}')
+
+
+def test_other_errors_are_not_asked_again() -> None:
+    answers = {FIRST: whole(429, "one", "{}"), SECOND: whole(200, "two", "{}")}
+    assert asyncio.run(ask(answers))[::3] == (429, [FIRST])
+    base = json.dumps({"inputs": "x"}).encode()
+    assert asyncio.run(ask({"a": whole(404, "a", "{}"), "b": whole(404, "b", "{}")}, body=base))[0] == 404
+
+
+def test_when_no_replica_answers_the_client_is_told_when_to_come_back() -> None:
+    for answers in ({FIRST: hang_up, SECOND: hang_up}, {}):
+        status, headers, body, _ = asyncio.run(ask(answers))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "no replica can answer now" in body
+
+
+def test_a_body_above_the_limit_reaches_no_replica() -> None:
+    status, _, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, limit=10))
+    assert (status, asked) == (413, [])
+    assert "at most 10 bytes" in body
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1: install the same version"):
+        check_version("0.0.1")

@@ -1,0 +1,160 @@
+"""The choice of a replica: by the adapter's place, by load, by the prompt, and little changes when replicas change."""
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorax_server.scale.placement import HOT, SLACK, ReplicaChooser, Report, Wanted, hash_name
+
+REPLICAS = ("a", "b", "c", "d")
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def placement() -> ReplicaChooser:
+    placement = ReplicaChooser()
+    placement.set_replicas(REPLICAS)
+    return placement
+
+
+def choose(placement: ReplicaChooser, adapter: str, prefix: str = "", now: float = 0.0, **options: Any) -> str:
+    wanted = Wanted(hash_name(adapter) if adapter else 0, hash_name(prefix) if prefix else 0)
+    chosen = placement.choose(wanted, now, **options)
+    assert chosen is not None
+    return chosen
+
+
+def test_routers_that_know_nothing_agree_and_spread(placement: ReplicaChooser) -> None:
+    other = ReplicaChooser()
+    other.set_replicas(reversed(REPLICAS))
+    names = [f"adapter-{index}" for index in range(2000)]
+    chosen = [choose(placement, name) for name in names]
+    assert chosen == [choose(other, name) for name in names]
+    counts = Counter(chosen)
+    assert all(420 < counts[name] < 580 for name in REPLICAS)
+
+
+def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: ReplicaChooser) -> None:
+    names = [hash_name(f"adapter-{index}") for index in range(1000)]
+    before = {name: placement.owners(name)[0] for name in names}
+    placement.set_replicas(("a", "b", "d"))
+    after = {name: placement.owners(name)[0] for name in names}
+    assert all(after[name] == before[name] for name in names if before[name] != "c")
+    assert {after[name] for name in names if before[name] == "c"} == {"a", "b", "d"}
+    placement.set_replicas(REPLICAS)
+    assert {name: placement.owners(name)[0] for name in names} == before
+
+
+def test_nearer_memory_wins(placement: ReplicaChooser) -> None:
+    adapter = hash_name("x")
+    far = placement.owners(adapter)[::-1]
+    placement.set_report(far[2], Report(disk={adapter}), 0)
+    assert choose(placement, "x", now=0) == far[2]
+    placement = renewed(far, disk=far[2], host=far[1])
+    assert choose(placement, "x") == far[1]
+    placement = renewed(far, disk=far[2], host=far[1], device=far[0])
+    assert choose(placement, "x") == far[0]
+
+
+def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
+    placement = ReplicaChooser()
+    placement.set_replicas(names)
+    for tier, name in tiers.items():
+        here: dict[str, Any] = {tier: {hash_name("x")}}
+        placement.set_report(name, Report(**here), 0)
+    return placement
+
+
+def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> None:
+    first, second, *_ = placement.owners(hash_name("x"))
+    placement.set_report(first, Report(device={1, 2}, capacity=2), 0)
+    assert choose(placement, "x") == second
+    for name in REPLICAS:
+        placement.set_report(name, Report(device={1, 2}, capacity=2), 100)
+    assert choose(placement, "x", now=100) == first
+
+
+def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: ReplicaChooser) -> None:
+    first, second, *_ = placement.owners(hash_name("x"))
+    placement.set_load(first, 100)
+    assert choose(placement, "x", now=0) == second
+    placement.set_load(first, 0)
+    placement.set_report(second, Report(), 1)  # written before the request came there
+    assert choose(placement, "x", now=1) == second
+    placement.set_report(second, Report(), 100)
+    assert choose(placement, "x", now=100) == first
+
+
+def test_a_draining_or_failed_replica_gets_nothing_new(placement: ReplicaChooser) -> None:
+    adapter = hash_name("x")
+    first, second, third, _ = placement.owners(adapter)
+    placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
+    assert choose(placement, "x") == second
+    assert choose(placement, "x", avoided={second}) == third
+    assert choose(placement, "", "text", avoided={second, third}) not in {first, second, third}
+    for name in REPLICAS:
+        placement.set_report(name, Report(is_draining=True), 0)
+    assert placement.choose(Wanted(adapter), 0) is None
+
+
+def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: ReplicaChooser) -> None:
+    adapter = hash_name("x")
+    first, second, *_ = placement.owners(adapter)
+    placement.set_report(first, Report(broken={adapter}), 0)
+    assert choose(placement, "x") == second
+    assert choose(placement, "x", avoided=set(REPLICAS) - {first}) == first
+
+
+def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser) -> None:
+    loads: Counter[str] = Counter()
+    placed: dict[str, set[str]] = {"hot": set(), "cold": set()}
+    for index in range(400):
+        name = "hot" if index % 10 else "cold"
+        chosen = choose(placement, name)
+        placed[name].add(chosen)
+        loads[chosen] += 1
+        placement.set_load(chosen, loads[chosen])
+    assert placement.is_hot(hash_name("hot"))
+    assert placed["hot"] == set(REPLICAS)
+    assert len(placed["cold"]) <= 2
+    mean = sum(loads.values()) / len(REPLICAS)
+    assert max(loads.values()) <= 1.15 * mean + SLACK + 1
+    assert HOT < 1
+
+
+def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement: ReplicaChooser) -> None:
+    chosen = {text: {choose(placement, "", text) for _ in range(5)} for text in map(str, range(40))}
+    assert all(len(names) == 1 for names in chosen.values())
+    assert set.union(*chosen.values()) == set(REPLICAS)
+    (first,) = chosen["0"]
+    placement.set_load(first, 50)
+    assert choose(placement, "", "0") != first
+    assert choose(placement, "") != first  # without a prompt the least loaded one
+
+
+def test_no_replica_is_no_choice() -> None:
+    assert ReplicaChooser().choose(Wanted(1), 0) is None
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("replica_simulation")
+
+
+def test_a_simulated_cluster_hits_and_is_even(simulation: Any) -> None:
+    cluster = simulation.Cluster(replicas=10, adapters=1_000, capacity=120, in_flight=20)
+    ours = simulation.Simulation(cluster)
+    ours.warm_up()
+    outcome = ours.run(10_000)
+    assert outcome.hits > 0.95
+    assert outcome.load_spread < 1.3
+    before = ours.owners()
+    gone = set(ours.leave(0.1))
+    assert all(owner == before[name] for name, owner in ours.owners().items() if before[name] not in gone)
+    chance = simulation.Simulation(cluster, "random")
+    chance.warm_up()
+    assert chance.run(5_000).hits < 0.7

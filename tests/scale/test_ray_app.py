@@ -1,0 +1,68 @@
+"""The application's arguments, and the number of replicas that the autoscaler asks for."""
+
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve.config import AutoscalingContext
+
+from lorax_server.errors import ConfigError
+from lorax_server.scale.autoscaling import QueueAndTokens
+from lorax_server.scale.ray_app import Scale, build, read_arguments
+
+DEPLOYMENT = DeploymentID("servers", "lorax")
+
+
+def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
+    as_text = read_arguments({"replicas": "4", "gpus": "1", "model_id": "x/y", "hub": "false", "port": "1"})
+    as_values = read_arguments({"replicas": 4, "gpus": 1.0, "model_id": "x/y", "hub": False, "port": 1})
+    assert as_text == as_values
+    assert as_text == ({"replicas": 4, "gpus": 1.0}, ["--model-id=x/y", "--hub=false", "--port=1"])
+    assert read_arguments({"local_adapters": ["a", "b"]})[1] == ["--local-adapters=a", "--local-adapters=b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"modle_id": "x"}, r"'--modle-id=x' is not known; is it --model-id\?"),
+        ({"replicas": "many"}, "replicas: 'many' is not a number"),
+        ({"replicas": 0}, "replicas = 0 must be at least 1"),
+        ({"cpus": -1}, "cpus = -1.0 must not be negative"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
+        ({"router": "best"}, "router 'best' is not one of adapters, ray, random"),
+        ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_known_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(arguments)
+
+
+def test_settings_have_no_more_than_their_own_names() -> None:
+    assert Scale(**read_arguments({"max_replicas": "3"})[0]).max_replicas == 3
+
+
+def context(reported: dict[str, list[float]], least: int = 1, most: int = 8) -> AutoscalingContext:
+    replicas = [ReplicaID(str(index), DEPLOYMENT) for index in range(8)]
+    return AutoscalingContext(
+        deployment_id=DEPLOYMENT, deployment_name="servers", app_name="lorax", current_num_replicas=2,
+        target_num_replicas=2, running_replicas=replicas[:2], total_num_requests=0, total_queued_requests=0,
+        aggregated_metrics={kind: dict(zip(replicas, values, strict=False)) for kind, values in reported.items()},
+        raw_metrics={}, capacity_adjusted_min_replicas=least, capacity_adjusted_max_replicas=most, policy_state={},
+        last_scale_up_time=None, last_scale_down_time=None, current_time=None, config=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reported", "replicas"),
+    [
+        ({}, 1),
+        ({"waiting": [0, 0], "tokens": [0, 0]}, 1),
+        ({"waiting": [20, 0], "tokens": [10, 10]}, 2),
+        ({"waiting": [0, 0], "tokens": [2500, 1000]}, 4),
+        ({"waiting": [400, 0], "tokens": [0, 0]}, 8),
+    ],
+)
+def test_replicas_follow_the_queue_and_the_tokens(reported: dict[str, list[float]], replicas: int) -> None:
+    assert QueueAndTokens(target_waiting=10, target_tokens=1000)(context(reported)) == (replicas, {})
+    assert QueueAndTokens(target_waiting=10, target_tokens=1000)(context(reported, least=3))[0] == max(3, replicas)

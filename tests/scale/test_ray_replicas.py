@@ -1,0 +1,252 @@
+"""Replicas on a real Ray: both clients, adapters that come and change, replicas that die, come and go."""
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import lorax
+import openai
+import pytest
+
+from tests.demo.server import FOLDER
+from tests.e2e.wire import COMPLETIONS, NATIVE, Client, all_of, native, wait_for
+from tests.e2e.wire import openai as completion
+from tests.scale.cluster import ADAPTERS, Cluster, Replica, generate, send, starting
+
+PROMPT = "Klonny Bardwell bought 12 pink kites on Tuesday for 45 coins."
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with starting() as cluster:
+        cluster.scale(2)
+        yield cluster
+
+
+def pair(cluster: Cluster) -> list[Replica]:
+    """Wait until there are two replicas, and return them."""
+    wait_for(lambda: len(cluster.replicas()) == 2, "two replicas are there")
+    wait_for(lambda: len(members(cluster)) == 2, "both follow")
+    return cluster.replicas()
+
+
+def members(cluster: Cluster) -> set[str]:
+    """Return the names of the replicas whose metrics are in the one text."""
+    text = send(cluster.port, "GET", "/metrics")[2]
+    return {line.split('"')[1] for line in text.splitlines() if line.startswith("lorax_engine_healthy{")}
+
+
+def test_both_surfaces_answer_as_each_replica_does(cluster: Cluster) -> None:
+    first, second = (generate(replica.port, "pirate", PROMPT)[0] for replica in pair(cluster))
+    text, headers = generate(cluster.port, "pirate", PROMPT)
+    assert first == second == text
+    assert headers["x-adapter-id"] == "pirate"
+    assert len(headers.get_all("x-request-id")) == 1
+    status, _, models = send(cluster.port, "GET", "/v1/models")
+    assert status == 200
+    assert {model["id"] for model in models["data"]} == {"lorax-demo", *ADAPTERS}
+
+
+@pytest.mark.slow
+def test_clients_work_unmodified(cluster: Cluster) -> None:
+    native_client = lorax.Client(cluster.url, timeout=60)
+    sdk = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    try:
+        answer = native_client.generate(PROMPT, adapter_id="sql", max_new_tokens=8)
+        events = list(native_client.generate_stream(PROMPT, adapter_id="sql", max_new_tokens=8))
+        assert "".join(event.token.text for event in events) == answer.generated_text
+        whole = sdk.completions.create(model="sql", prompt=PROMPT, max_tokens=8, temperature=0)
+        chunks = list(sdk.completions.create(model="sql", prompt=PROMPT, max_tokens=8, temperature=0, stream=True))
+        assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == answer.generated_text
+        message: Any = {"role": "user", "content": PROMPT}
+        chat = sdk.chat.completions.create(model="json", messages=[message], max_tokens=8, temperature=0)
+        assert chat.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            sdk.completions.create(model="nobody", prompt=PROMPT)
+        with pytest.raises(openai.BadRequestError):
+            sdk.completions.create(model="sql", prompt=PROMPT, max_tokens=-1)
+    finally:
+        sdk.close()
+        if native_client.session is not None:
+            native_client.session.close()
+
+
+@pytest.mark.slow
+def test_bad_requests_get_the_servers_own_words(cluster: Cluster) -> None:
+    port = pair(cluster)[0].port
+    for path, body in (("/generate", {"inputs": 1}), (COMPLETIONS, {"model": "x"}), ("/nothing", None)):
+        direct, through = (send(at, "GET" if body is None else "POST", path, body) for at in (port, cluster.port))
+        assert (direct[0], direct[2]) == (through[0], through[2])
+    status, _, answer = send(cluster.port, "POST", "/generate", {"inputs": "x" * 3 * 2**20})
+    assert (status, answer["error_type"]) == (413, "validation")
+    assert send(cluster.port, "GET", "/replica/state")[0] == 403
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_named_for_the_first_time_stays_where_it_was_loaded(cluster: Cluster) -> None:
+    for number in range(4):
+        shutil.copytree(FOLDER / "adapters" / "pirate", cluster.adapters / f"late-{number}")
+    # Others than `pirate`, whose content they would share.
+    for number in range(4):
+        config = cluster.adapters / f"late-{number}" / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 20 + number}))
+    tiers = {f"late-{number}": [tier(cluster, f"late-{number}") for _ in range(6)] for number in range(4)}
+    assert {name: first for name, (first, *_) in tiers.items()} == dict.fromkeys(tiers, "disk")
+    assert {name: set(later) for name, (_, *later) in tiers.items()} == {name: {"device"} for name in tiers}
+
+
+def tier(cluster: Cluster, adapter: str) -> str:
+    return str(generate(cluster.port, adapter, PROMPT, 1)[1]["x-adapter-tier"])
+
+
+@pytest.mark.slow
+def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster) -> None:
+    pair(cluster)
+    given = {"lora_name": "kept", "lora_path": "sql"}
+    assert send(cluster.port, "POST", "/v1/load_lora_adapter", given)[0] == 200
+    (registry,) = cluster.processes("RegistryActor")
+    registry.suspend()
+    try:
+        status, headers, answer = send(cluster.port, "POST", "/v1/load_lora_adapter", {**given, "lora_name": "more"})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "nothing was changed" in answer["error"]["message"]
+        assert generate(cluster.port, "kept", PROMPT)[0]
+    finally:
+        registry.resume()
+    registry.send_signal(signal.SIGKILL)
+    wait_for(lambda: send(cluster.port, "POST", "/v1/load_lora_adapter", {**given, "lora_name": "more"})[0] == 200, "")
+    for replica in pair(cluster):
+        assert [send(replica.port, "GET", f"/v1/models/{name}")[0] for name in ("kept", "more")] == [200, 200]
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_is_aborted(cluster: Cluster) -> None:
+    with all_of(Client(cluster.server, NATIVE, native(400))) as (client,):
+        next(client.events())
+        client.close()
+    wait_for(lambda: sum(running(cluster)) == 0, "no request runs")
+
+
+def running(cluster: Cluster) -> list[float]:
+    """Return the number of requests that run at each replica."""
+    lines = send(cluster.port, "GET", "/metrics")[2].splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("lorax_batch_current_size{")]
+
+
+@contextmanager
+def stream_on_each(cluster: Cluster, path: str, body: Any) -> Iterator[list[Iterator[Any]]]:
+    """Begin a stream at each of two replicas. A new one may take a moment until it gets requests."""
+    while True:
+        with all_of(*(Client(cluster.server, path, body) for _ in range(2))) as clients:
+            streams = [client.events() for client in clients]
+            for stream in streams:
+                next(stream)
+            if sorted(running(cluster)) == [1, 1]:
+                yield streams
+                return
+
+
+@pytest.mark.slow
+def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(cluster: Cluster) -> None:
+    replicas = pair(cluster)
+    given = {"adapter_id": "pirate", "adapter_source": "local", "name": "captain"}
+    status, _, described = send(cluster.port, "POST", "/v1/adapters/load", given)
+    assert (status, described["id"]) == (200, "captain")
+    assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in replicas] == [200, 200]
+    with stream_on_each(cluster, NATIVE, native(480)) as streams:
+        replicas[0].actor.send_signal(signal.SIGKILL)
+        after = [generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS]  # another replica answers at once
+        assert all(after)
+        ends = sorted((list(stream)[-1] for stream in streams), key=lambda event: "error" in event)
+        assert ends[0]["generated_text"]
+        assert ends[1]["error_type"] == "generation"
+        assert "send the request again" in ends[1]["error"]
+    wait_for(lambda: not replicas[0].server.is_running(), "its server ends with it")
+    kept, (new,) = replicas[1], [replica for replica in pair(cluster) if replica not in replicas]
+    assert kept in cluster.replicas()
+    assert send(new.port, "GET", "/v1/models/captain")[0] == 200
+    assert send(cluster.port, "POST", "/v1/unload_lora_adapter", {"lora_name": "captain"})[0] == 200
+    assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in (kept, new)] == [404, 404]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the_error(cluster: Cluster) -> None:
+    replicas = pair(cluster)
+    with stream_on_each(cluster, COMPLETIONS, completion(480)) as streams:
+        replicas[1].server.send_signal(signal.SIGKILL)
+        ends = [list(stream)[-1] for stream in streams]
+    (error,) = [end["error"] for end in ends if end != "[DONE]"]
+    assert error["type"] == "server_error"
+    assert replicas[0] in pair(cluster)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None:
+    folder, given = cluster.adapters / "changing", {"adapter_id": "changing", "adapter_source": "local"}
+    ports = [cluster.port, *(replica.port for replica in pair(cluster))]
+    for round, source in enumerate(("pirate", "sql", "json", "pirate", "sql")):
+        expected = generate(cluster.port, source, PROMPT)[0]
+        shutil.copytree(FOLDER / "adapters" / source, folder.with_name(f"next-{round}"))
+        if folder.exists():
+            folder.rename(folder.with_name(f"old-{round}"))
+        folder.with_name(f"next-{round}").rename(folder)
+        assert send(cluster.port, "POST", "/v1/adapters/load", given)[0] == 200
+        with ThreadPoolExecutor(6) as threads:
+            asked = [threads.submit(generate, port, "changing", PROMPT) for port in ports * 2]
+            assert {answer.result()[0] for answer in asked} == {expected}
+
+
+@pytest.mark.slow
+def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
+    pair(cluster)
+    failures, done, answers = list[BaseException](), threading.Event(), list[str]()
+
+    def ask(name: str) -> None:
+        while not done.is_set():
+            try:
+                answers.append(generate(cluster.port, name, PROMPT, 16)[0])
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ADAPTERS[:3]]
+    for thread in threads:
+        thread.start()
+    try:
+        for count in (3, 2):
+            cluster.scale(count)
+            wait_for(lambda count=count: len(cluster.replicas()) == count, f"there are {count}")  # type: ignore[misc]
+            before = len(answers)
+            wait_for(lambda before=before: len(answers) > before + 10 or failures, "they answer")  # type: ignore[misc]
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    pair(cluster)
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster) -> None:
+    settings = {"model_id": "/nowhere/at/all", "device": "cpu", "name": "broken", "hub_offline": True}
+    with pytest.raises(AssertionError, match="broken"):
+        cluster.ask("run", settings, "broken", "/broken")
+    assert "/nowhere/at/all" in cluster.ask("status", "broken")["servers"]
+    assert generate(cluster.port, "pirate", PROMPT)[0]
+    cluster.ask("delete", "broken")
+    for arguments, message in (
+        ({"modle_id": "x"}, "is it --model-id?"),
+        ({"replicas": "many"}, "replicas: 'many' is not a number"),
+        ({"replicas": 0}, "replicas = 0 must be at least 1"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
+        ({"router": "best"}, "router 'best' is not one of"),
+        ({"max_total_tokens": -1}, "must be at least 1"),
+    ):
+        with pytest.raises(AssertionError, match=message.replace("?", r"\?")):
+            cluster.ask("run", arguments)

@@ -1,0 +1,126 @@
+"""The order of changes, who has to confirm them, and what is kept of them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lorax_server.scale import registry as module
+from lorax_server.scale.registry import LEASE_S, ChangeRegistry
+
+LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A registry, its clock, and what it has stored."""
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.clock, self.stored = Clock(), stored
+        self.registry = ChangeRegistry(stored, self._save, self.clock)
+
+    def _save(self, content: bytes) -> None:
+        self.stored = content
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+
+
+def body(name: str) -> dict[str, Any]:
+    return {"adapter_id": name, "name": f"my-{name}"}
+
+
+async def follow(world: World, replica: str, count: int) -> list[str]:
+    """Confirm changes until there were `count`, and return their bodies' ids."""
+    made, confirmed = list[str](), 0
+    while len(made) < count:
+        for entry in await world.registry.poll(replica, confirmed, f"{replica}:1"):
+            made.append(entry.body["adapter_id"])
+            confirmed = entry.version
+    await world.registry.poll(replica, confirmed, f"{replica}:1")
+    return made
+
+
+def test_a_change_is_made_when_all_have_confirmed_it() -> None:
+    async def run() -> None:
+        world = World()
+        for name in ("a", "b", "c"):
+            assert await world.registry.join(name, 0, f"{name}:1") == []
+        followers = [asyncio.create_task(follow(world, name, 3)) for name in ("b", "c")]
+        for adapter in ("x", "y", "z"):
+            assert await world.registry.record(LOAD, body(adapter), "a") == []
+        assert [await follower for follower in followers] == [["x", "y", "z"]] * 2
+        assert world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.join("a", 0, "a:1")
+        await world.registry.join("silent", 0, "s:1")
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        await asyncio.sleep(0.03)
+        assert not recording.done()
+        world.clock.now = LEASE_S + 1
+        assert await recording == []
+        # It comes back, and gets what it has missed.
+        assert [entry.body["adapter_id"] for entry in await world.registry.join("silent", 0, "s:1")] == ["x"]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.join("late", 0, "l:1")
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        for _ in range(3):
+            await world.registry.poll("late", 0, "l:1")
+        world.clock.now = LEASE_S - 1
+        await world.registry.poll("late", 0, "l:1")
+        assert not recording.done()
+        world.clock.now = module.CONFIRM_S + 1
+        await world.registry.join("late", 0, "l:1")
+        assert await recording == ["late"]
+
+    asyncio.run(run())
+
+
+def test_only_what_still_matters_is_kept_and_versions_go_on_after_a_restart() -> None:
+    async def run() -> None:
+        world = World()
+        for path, name in ((LOAD, "x"), (LOAD, "y"), (LOAD, "x"), (UNLOAD, "y")):
+            await world.registry.record(path, body(name), "a")
+        again = World(world.stored)
+        kept = await again.registry.join("b", 0, "b:1")
+        assert [(entry.version, entry.path, entry.body["adapter_id"]) for entry in kept] == [
+            (3, LOAD, "x"),
+            (4, UNLOAD, "y"),
+        ]
+        await again.registry.record(LOAD, body("z"), "b")
+        last = World(again.stored)
+        assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 5]
+
+    asyncio.run(run())
+
+
+def test_names_of_both_kinds_of_requests_are_the_same_subject() -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"}, "a")
+        await world.registry.record("/v1/unload_lora_adapter", {"lora_name": "mine"}, "a")
+        kept = await world.registry.join("b", 0, "b:1")
+        assert [entry.path for entry in kept] == ["/v1/unload_lora_adapter"]
+
+    asyncio.run(run())
