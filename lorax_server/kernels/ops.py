@@ -268,7 +268,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `x + residual` normalised, then scaled and shifted by each token's adapter, and that sum itself.
 
-        `eps` is one float32.
+        `eps` is one float32. A weight of the rows' dtype multiplies what is rounded to it; one of float32 multiplies
+        before that.
         """
         ...
 

@@ -19,13 +19,28 @@ from lorax_server.models.stored_config import read_config
 from lorax_server.weights import Weights, estimate_bytes, open_weights
 
 MODELS = {
+    "cohere": "relatives.cohere.CohereForCausalLM",
+    "cohere2": "relatives.cohere.Cohere2ForCausalLM",
+    "exaone4": "relatives.olmo2.Exaone4ForCausalLM",
+    "gemma": "relatives.gemma.GemmaForCausalLM",
+    "gemma2": "relatives.gemma.Gemma2ForCausalLM",
+    "gemma3_text": "relatives.gemma.Gemma3ForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",
+    "gptj": "relatives.gptj.GPTJForCausalLM",
+    "granite": "relatives.granite.GraniteForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "nemotron": "relatives.nemotron.NemotronForCausalLM",
+    "olmo2": "relatives.olmo2.OLMo2ForCausalLM",
     "opt": "opt_modeling.FlashOPTForCausalLM",
+    "phi": "relatives.phi.PhiForCausalLM",
+    "phi3": "relatives.phi3.Phi3ForCausalLM",
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+    "smollm3": "relatives.smollm3.SmolLM3ForCausalLM",
+    "stablelm": "relatives.stablelm.StableLMForCausalLM",
+    "starcoder2": "relatives.starcoder2.StarCoder2ForCausalLM",
 }
 
 COUNTS = (
@@ -83,7 +98,7 @@ def find_class(model_type: Any) -> type[Any]:
             f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}; "
             "models.causal_lm.CausalLM serves others, without adapters"
         )
-    module, name = MODELS[model_type].split(".")
+    module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
 

@@ -9,6 +9,7 @@ from lorax_server.models.registry import build_model
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
+from tests.parity.relatives import RELATIVES
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 NAMES = [
@@ -22,9 +23,10 @@ NAMES = [
     "neox-parallel",
     "opt-pre-norm",
     "opt-projection",
+    *(name for name in RELATIVES if "-" not in name),
 ]
 RANKS = (1, 3, 16)
-HEAD_NORMS = ("q_norm", "k_norm")  # see each head, not a token: not for adapters
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # see each head, not a token: not for adapters
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ R = ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, N),
     "look_up": (P, N, N, N, P, N, N, P),
-    "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
+    "rms_norm": (N, P, N, N, P, P, N, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
