@@ -187,6 +187,20 @@ def join_shards(shards: Sequence[Shard]) -> Shard:
     return Shard(offset, _joined(ranges))
 
 
+def shard_grouped(heads: range, kv_heads: range, counts: tuple[int, int], head_dim: int) -> Shard:
+    """Return the shard of one matrix in which the queries of each key head come before its key and its value.
+
+    A rank has some `heads` of queries and `kv_heads` of keys, of `counts`; it stores all queries, then keys, then
+    values.
+    """
+    sharing = counts[0] // counts[1]
+    queries = [head + 2 * (head // sharing) for head in heads]
+    keys = [(head + 1) * (sharing + 2) - 2 for head in kv_heads]
+    units = [*queries, *keys, *(key + 1 for key in keys)]
+    ranges = [(unit * head_dim, (unit + 1) * head_dim) for unit in units]
+    return Shard((counts[0] + 2 * counts[1]) * head_dim, _joined(ranges))
+
+
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Join ranges that touch, so that the shard of a single rank is whole."""
     joined = ranges[:1]

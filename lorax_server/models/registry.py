@@ -19,18 +19,22 @@ from lorax_server.models.stored_config import read_config
 from lorax_server.weights import Weights, estimate_bytes, open_weights
 
 MODELS = {
+    "bloom": "fused.bloom.BloomForCausalLM",
     "cohere": "relatives.cohere.CohereForCausalLM",
     "cohere2": "relatives.cohere.Cohere2ForCausalLM",
     "exaone4": "relatives.olmo2.Exaone4ForCausalLM",
+    "falcon": "fused.falcon.FalconForCausalLM",
     "gemma": "relatives.gemma.GemmaForCausalLM",
     "gemma2": "relatives.gemma.Gemma2ForCausalLM",
     "gemma3_text": "relatives.gemma.Gemma3ForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
+    "gpt_bigcode": "fused.gpt_bigcode.BigCodeForCausalLM",
     "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",
     "gptj": "relatives.gptj.GPTJForCausalLM",
     "granite": "relatives.granite.GraniteForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "mpt": "fused.mpt.MPTForCausalLM",
     "nemotron": "relatives.nemotron.NemotronForCausalLM",
     "olmo2": "relatives.olmo2.OLMo2ForCausalLM",
     "opt": "opt_modeling.FlashOPTForCausalLM",
@@ -42,6 +46,10 @@ MODELS = {
     "stablelm": "relatives.stablelm.StableLMForCausalLM",
     "starcoder2": "relatives.starcoder2.StarCoder2ForCausalLM",
 }
+
+# Fields that are set in models of a type above which run in padded batches all the same.
+PADDED_FIELDS = {"falcon": "alibi"}
+MANY_POSITIONS = 2**17  # the longest sequence of a model that has no limit
 
 COUNTS = (
     "head_dim",

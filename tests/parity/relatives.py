@@ -4,14 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPTBigCodeConfig,
     GPTJConfig,
     GraniteConfig,
+    MptConfig,
     NemotronConfig,
     Olmo2Config,
     Phi3Config,
@@ -21,7 +25,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.parity.variant import GQA, LONG, NO_SCALING, VOCAB, Variant, rope
+from tests.parity.variant import GQA, LONG, NO_SCALING, SIZES, VOCAB, Variant, rope
 
 GEMMA = GQA | {"head_dim": 16}
 GEMMA2 = GEMMA | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
@@ -51,8 +55,44 @@ PARTIAL = rope("default", partial_rotary_factor=0.5)
 PHI = GQA | {"hidden_size": 64} | PARTIAL
 COHERE = GQA | {"logit_scale": 0.5, "layer_norm_eps": 1e-5}
 GPTJ = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 8}
+FALCON = SIZES | {"max_position_embeddings": 128, "hidden_size": 64}
+FALCON_NEW = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+BIGCODE: dict[str, Any] = GPTJ | {"n_embd": 32}
+BIGCODE.pop("rotary_dim")
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+MPT: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128}
 
 RELATIVES = {
+    "falcon": Variant(FalconConfig, FALCON, off={"multi_query": False}),
+    "falcon-40b-like": Variant(FalconConfig, FALCON_NEW | {"bias": True}, off={"num_kv_heads": 4}),
+    "falcon-11b-like": Variant(
+        FalconConfig,
+        FALCON_NEW | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80, "tie_word_embeddings": False},
+        off={"num_ln_in_parallel_attn": 2},
+    ),
+    "falcon-sequential": Variant(
+        FalconConfig, FALCON | {"parallel_attn": False, "multi_query": False}, off={"parallel_attn": True}
+    ),
+    "falcon-relu": Variant(FalconConfig, FALCON | {"activation": "relu"}, off={"activation": "gelu"}),
+    "bigcode": Variant(GPTBigCodeConfig, BIGCODE, off={"scale_attn_weights": False}),
+    "bigcode-many-keys": Variant(
+        GPTBigCodeConfig,
+        BIGCODE | {"multi_query": False, "n_inner": 40, "activation_function": "relu", "tie_word_embeddings": False},
+        off={"activation_function": "gelu"},
+    ),
+    "bigcode-no-scale": Variant(
+        GPTBigCodeConfig, BIGCODE | {"scale_attn_weights": False}, off={"scale_attn_weights": True}
+    ),
+    "bloom": Variant(BloomConfig, BLOOM, off={"layer_norm_epsilon": 0.5}),
+    "bloom-embedding-norm": Variant(BloomConfig, BLOOM, spoil=(r"word_embeddings_layernorm\.weight", 1.0)),
+    "bloom-odd-heads": Variant(BloomConfig, BLOOM | {"hidden_size": 96, "n_head": 12}, off={"n_head": 6}),
+    "mpt": Variant(MptConfig, MPT, off={"attn_config": {"alibi_bias_max": 2}}),
+    "mpt-scale": Variant(
+        MptConfig, MPT | {"attn_config": {"softmax_scale": 0.9}}, off={"attn_config": {"softmax_scale": None}}
+    ),
+    "mpt-odd-heads": Variant(
+        MptConfig, MPT | {"d_model": 96, "n_heads": 12, "tie_word_embeddings": False}, off={"n_heads": 6}
+    ),
     "phi3": Variant(Phi3Config, GQA | {"sliding_window": None}, off={"num_key_value_heads": 1}),
     "phi3-window": Variant(Phi3Config, GQA | {"sliding_window": 5}, off={"sliding_window": None}),
     "phi3-partial-rotary": Variant(Phi3Config, PHI | {"tie_word_embeddings": True}, off=NO_SCALING),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lorax_server.adapters.target import Kind
 from lorax_server.layers.targets import adapter_targets
@@ -64,7 +66,7 @@ def test_every_matrix_is_a_target(name: str) -> None:
     """Every linear of the oracle can be adapted: no module that PEFT can train is missing."""
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    linears = {n for n, m in oracle.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+    linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     targets = adapter_targets(model)
     assert {name for name, target in targets.items() if target.kind in (Kind.LINEAR, Kind.HEAD)} == linears
     embeddings = [target.name for target in targets.values() if target.kind is Kind.EMBEDDING]

@@ -5,6 +5,7 @@ can, and their new values. A model built that way must be refused or disagree wi
 prove nothing.
 """
 
+import warnings
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -166,7 +167,9 @@ def make_oracle(name: str, spread: float = 0.3) -> Any:
 @torch.no_grad()
 def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of transformers' modules use torch.jit
+        model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
         parameter.normal_(0, spread)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):

@@ -57,6 +57,7 @@ class Names(NamedTuple):
     mlp: str = "mlp"
     input_norm: str = "input_layernorm"
     norm: str = "norm"  # after the last layer
+    second_norm: str = "post_attention_layernorm"
 
 
 class FlashLlamaAttention(nn.Module):
@@ -204,7 +205,7 @@ class FlashLlamaLayer(nn.Module):
     def load_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         self.input_layernorm = self.make_norm(f"{prefix}.{self.names.input_norm}", config, weights)
         if not self.is_parallel:
-            self.post_attention_layernorm = self.make_norm(f"{prefix}.post_attention_layernorm", config, weights)
+            self.post_attention_layernorm = self.make_norm(f"{prefix}.{self.names.second_norm}", config, weights)
 
     def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - for subclasses
         """Tell whether attention and feed-forward read the same norm, side by side."""
@@ -280,6 +281,7 @@ class FlashLlamaModel(nn.Module):
 
 class FlashLlamaForCausalLM(PagedCausalLM):
     layer_class: type[FlashLlamaLayer] = FlashLlamaLayer
+    model_class = FlashLlamaModel
     head_bias = False
 
     def __init__(
@@ -292,7 +294,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         self.check(config)
         prefix = f"{prefix}." if prefix else ""
         name = f"{prefix}{self.layer_class.names.model}"
-        self.model = FlashLlamaModel(name, config, weights, create_layer_fn or self.layer_class, self.layer_class)
+        self.model = self.model_class(name, config, weights, create_layer_fn or self.layer_class, self.layer_class)
         self.model.embedding_multiplier = self.embedding_multiplier(config)
         self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens, bias=self.head_bias)
         self.lm_head.rule = self.logit_rule(config)

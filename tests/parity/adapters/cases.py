@@ -49,10 +49,22 @@ ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["ll
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],
     "phi3": ["qkv_proj", "o_proj"],
+    "falcon": ["query_key_value", "self_attention.dense"],
+    "bloom": ["query_key_value", "self_attention.dense"],
+    "mpt": ["Wqkv", "out_proj"],
+    "bigcode": ["c_attn", "attn.c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
 PEFTS_OWN = "as-peft-writes-it"
-EMBEDDING = {"gpt2": "wte", "gptj": "wte", "neox": "embed_in", "opt": "embed_tokens"}
+EMBEDDING = {
+    "gpt2": "wte",
+    "gptj": "wte",
+    "mpt": "wte",
+    "falcon": "word_embeddings",
+    "bloom": "word_embeddings",
+    "neox": "embed_in",
+    "opt": "embed_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -369,7 +381,13 @@ for family, base, saved in (
         f"{family}-tokens": Case("trainable_token_indices", base, {"trainable_token_indices": [9, 4]}),
         f"{family}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
     }
-NORMS = {"olmo2": "post_attention_layernorm", "exaone4": "post_feedforward_layernorm", "gptj": "ln_1"}
+NORMS = {
+    "olmo2": "post_attention_layernorm",
+    "exaone4": "post_feedforward_layernorm",
+    "gptj": "ln_1",
+    "mpt": "norm_1",
+    "bigcode": "ln_2",
+}
 for base in RELATIVES:
     if "-" in base:
         continue
