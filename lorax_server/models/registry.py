@@ -2,7 +2,9 @@
 
 import gc
 import json
+from difflib import get_close_matches
 from importlib import import_module
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -102,13 +104,23 @@ def build_model(config: Any, weights: Weights) -> PagedCausalLM:
 
 def find_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
+        relatives = find_relatives(str(model_type))
         raise UnsupportedModelError(
-            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}; "
-            "models.causal_lm.CausalLM serves others, without adapters"
+            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
+            + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
+            + "; models.causal_lm.CausalLM serves others, without adapters"
         )
     module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
+
+
+def find_relatives(model_type: str) -> list[str]:
+    """Return the types that we have a class for whose names are like this one, which we have none for."""
+    name = model_type.lower()
+    stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
+    same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
+    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
 def _read_type(settings: ModelConfig) -> str:

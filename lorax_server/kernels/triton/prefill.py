@@ -293,13 +293,11 @@ def _prefill_kernel(
             )  # fmt: skip
         summed, total, highest = _attend(
             query, power, slope, summed, total, highest, keys, values, table, at_row, whole, edge, end, window, inner,
-            scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-                KEYS,
+            scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
         )  # fmt: skip
     summed, total, highest = _attend(
         query, power, slope, summed, total, highest, keys, values, table, at_row, edge, end, end, window, inner,
-        scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-                KEYS,
+        scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
     )  # fmt: skip
     result = (summed / total[:, None] * v_scale).to(out.dtype.element_ty)
     rows = (token + offsets) * NUM_HEADS + heads

@@ -281,7 +281,7 @@ class FlashLlamaModel(nn.Module):
 
 class FlashLlamaForCausalLM(PagedCausalLM):
     layer_class: type[FlashLlamaLayer] = FlashLlamaLayer
-    model_class = FlashLlamaModel
+    model_class: type[FlashLlamaModel] = FlashLlamaModel
     head_bias = False
 
     def __init__(

@@ -164,7 +164,8 @@ def load_attention_spec(
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
-    return AttentionSpec(scale, window, *(weights.get_number(name) if weights.has(name) else 1.0 for name in names))
+    k_scale, v_scale = (weights.get_number(name) if weights.has(name) else 1.0 for name in names)
+    return AttentionSpec(scale, window, k_scale, v_scale)
 
 
 def head_size(hidden_size: int, num_heads: int) -> int:

@@ -398,9 +398,7 @@ for base in RELATIVES:
         f"{base}-embedding-and-head": Case(
             "LoRA on embedding and head", base, {"target_modules": [embedding, "lm_head", ATTENTION[base][0]]}
         ),
-        f"{base}-saved": Case(
-            "modules_to_save: both and norms", base, {"modules_to_save": ["lm_head", embedding, norm]}
-        ),
+        f"{base}-saved": Case("modules_to_save: both", base, {"modules_to_save": ["lm_head", embedding, norm]}),
         f"{base}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
     }
 CASES["opt-projection"] = Case(
