@@ -103,6 +103,9 @@ class Shard:
 
     full: int
     ranges: tuple[tuple[int, int], ...]
+    # The size of a head and how many of its first dimensions are rotated in pairs of neighbours: they are stored with
+    # the first of all pairs before the second of all, which is how kernels rotate.
+    pairs: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -110,13 +113,22 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        return self.ranges == ((0, self.full),)
+        return self.ranges == ((0, self.full),) and self.pairs is None
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of a full tensor."""
         if self.is_whole:
             return x
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim=dim)
+        return self.order(torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim=dim), dim)
+
+    def order(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part, once its ranges are joined, in the order in which a head is rotated."""
+        if self.pairs is None:
+            return x
+        head_dim, turned = self.pairs
+        places = torch.arange(self.size, device=x.device).view(-1, head_dim)
+        ordered = torch.cat([places[:, :turned:2], places[:, 1:turned:2], places[:, turned:]], dim=1)
+        return x.index_select(dim, ordered.flatten())
 
 
 def whole(size: int) -> Shard:
@@ -164,6 +176,29 @@ def shard_vocab(group: ProcessGroup, vocab_size: int) -> Shard:
 def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
     """Return the rows of the vocabulary per rank, counting the padding of the last ranks."""
     return -(-vocab_size // group.size())
+
+
+def join_shards(shards: Sequence[Shard]) -> Shard:
+    """Return the shard of one matrix in which others lie one after the other."""
+    ranges, offset = [], 0
+    for shard in shards:
+        ranges += [(offset + start, offset + stop) for start, stop in shard.ranges]
+        offset += shard.full
+    return Shard(offset, _joined(ranges))
+
+
+def shard_grouped(heads: range, kv_heads: range, counts: tuple[int, int], head_dim: int) -> Shard:
+    """Return the shard of one matrix in which the queries of each key head come before its key and its value.
+
+    A rank has some `heads` of queries and `kv_heads` of keys, of `counts`; it stores all queries, then keys, then
+    values.
+    """
+    sharing = counts[0] // counts[1]
+    queries = [head + 2 * (head // sharing) for head in heads]
+    keys = [(head + 1) * (sharing + 2) - 2 for head in kv_heads]
+    units = [*queries, *keys, *(key + 1 for key in keys)]
+    ranges = [(unit * head_dim, (unit + 1) * head_dim) for unit in units]
+    return Shard((counts[0] + 2 * counts[1]) * head_dim, _joined(ranges))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -779,7 +779,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
-    config = SERVED["gpt-j"]()
+    config = SERVED["codegen"]()
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
     folder = save(tmp_path / "model", oracle, tokenizer)

@@ -229,7 +229,8 @@ class _PreparedModule:
     def _find_factor(self) -> torch.Tensor | None:
         target, magnitude = self.target, self.weights.magnitude
         if target.kind is Kind.NORM and self.weights.weight is not None:
-            return self._ratio(self.weights.weight, self.target.read().float().cpu(), "weight of the base model's norm")
+            base = self.target.read().float().cpu()
+            return self._ratio(self.weights.weight + target.offset, base, "weight of the base model's norm")
         if magnitude is None:
             return None
         if target.kind is Kind.HEAD:
@@ -305,12 +306,19 @@ class _PreparedModule:
         old = None if target.bias is None else target.bias.float().cpu()
         shift = None
         if old is not None and (weights.bias is not None or self.factor is not None):
-            new = old if weights.bias is None else target.outputs.take(weights.bias, dim=0)
+            new = old if weights.bias is None else target.outputs.take(self._find_bias(weights.bias), dim=0)
             shift = new - old * (1 if self.factor is None else self.factor)
         if weights.lora_bias is not None:
             added = target.outputs.take(weights.lora_bias, dim=0) * weights.scale
             shift = added if shift is None else shift + added
         return shift
+
+    def _find_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return the adapter's bias of the base model's outputs. Added tokens have no place for one of their own."""
+        size = self.target.outputs.full
+        if bool((bias[size:] != 0).any()):
+            raise self._refuse("has a bias for added tokens, which is not supported unless it is zero")
+        return _resized(bias, size)
 
 
 def _resized(x: torch.Tensor, size: int) -> torch.Tensor:

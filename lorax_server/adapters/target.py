@@ -33,6 +33,7 @@ class AdapterTarget:
     bias: torch.Tensor | None
     # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
     adds_once: bool = True
+    offset: float = 0.0  # added to what a checkpoint stores as a norm's weight
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return some rows of the base model's weight."""

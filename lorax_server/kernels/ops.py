@@ -31,6 +31,8 @@ class AttentionSpec:
     k_scale: float = 1.0  # a float8 cache stores keys and values divided by these
     v_scale: float = 1.0
     soft_cap: float | None = None  # scores are squeezed into this range by `cap * tanh(score / cap)`; None for no limit
+    # [num_heads] float32 on the device, of ALiBi: a score loses its head's slope for each token between query and key.
+    slopes: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def reach(self) -> int:
@@ -268,7 +270,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `x + residual` normalised, then scaled and shifted by each token's adapter, and that sum itself.
 
-        `eps` is one float32.
+        `eps` is one float32. A weight of the rows' dtype multiplies what is rounded to it; one of float32 multiplies
+        before that.
         """
         ...
 

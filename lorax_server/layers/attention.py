@@ -147,6 +147,8 @@ class PaddedContext:
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
         scores = score(q.float(), k.float(), spec)
+        if spec.slopes is not None:
+            scores = scores + spec.slopes[:, None, None] * self._distances
         # Not -inf: a query of padding sees nothing at all, and must not become a NaN.
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
@@ -164,6 +166,12 @@ class PaddedContext:
         """Return flat tokens as `[num_seqs, num_new, ...]`."""
         rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
         return rows
+
+    @cached_property
+    def _distances(self) -> torch.Tensor:
+        """The places of all keys, less that of each new token: `[new, cached and new]`."""
+        keys = torch.arange(self.attention_mask.shape[1], device=self.attention_mask.device)
+        return keys - keys[len(keys) - self.num_new :, None]
 
     @cached_property
     def _visible(self) -> torch.Tensor:

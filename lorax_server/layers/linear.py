@@ -18,7 +18,7 @@ from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
 from lorax_server.kernels import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.packed import pack
-from lorax_server.layers.adapt import replace_scores, resize_scores
+from lorax_server.layers.adapt import LogitRule, replace_scores, resize_scores
 from lorax_server.weights import Weights
 
 
@@ -115,29 +115,47 @@ class TensorParallelAdapterRowLinear(nn.Module):
 class MultiAdapterHead(nn.Module):
     """The matrix onto the vocabulary, cut by vocabulary: each rank scores its part, and all get the whole."""
 
+    rule: LogitRule | None = None
+
     def __init__(
-        self, matrix: torch.Tensor, target_name: str, vocab_size: int, weights: Weights, *, is_tied: bool = True
+        self,
+        matrix: torch.Tensor,
+        target_name: str,
+        vocab_size: int,
+        weights: Weights,
+        *,
+        bias: torch.Tensor | None = None,
+        is_tied: bool = True,
     ) -> None:
-        """`matrix` is this rank's part, also of the embedding if `is_tied`; adapters call the head `target_name`."""
+        """`matrix` and `bias` are this rank's parts. The matrix is the embedding's, too, if `is_tied`. Adapters call
+        the head `target_name`."""
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
-        self.linear = load_weights(weights, F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, None)
+        filled = None if bias is None else F.pad(bias, (0, padding))
+        self.linear = load_weights(weights, F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, filled)
         inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
         # A tied pair is known by the one matrix that both have. The head's may lie in panels, which serve as both.
         weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
-        self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, weight, None),)
+        self.targets = (AdapterTarget(target_name, Kind.HEAD, inputs, shard, columns, weight, bias),)
         self.vocab_size = vocab_size
         self.process_group = weights.process_group
         self.ops = weights.ops
 
     @classmethod
     def load(
-        cls, weights: Weights, name: str, in_features: int, vocab_size: int, target_name: str | None = None
+        cls,
+        weights: Weights,
+        name: str,
+        in_features: int,
+        vocab_size: int,
+        target_name: str | None = None,
+        *,
+        bias: torch.Tensor | None = None,
     ) -> Self:
         shard = shard_vocab(weights.process_group, vocab_size)
         matrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, in_features)).contiguous()
-        return cls(matrix, target_name or name, vocab_size, weights, is_tied=False)
+        return cls(matrix, target_name or name, vocab_size, weights, bias=bias, is_tied=False)
 
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
@@ -156,9 +174,9 @@ class MultiAdapterHead(nn.Module):
             self.ops.scale_and_shift(logits, lora, lora_targets)
         else:
             logits = self.ops.linear(x, self.linear, lora, lora_targets)
-        return resize_scores(self._gather(logits), x, target, adapter_data), None
+        return resize_scores(self._gather(logits), x, target, adapter_data, self.rule), None
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.process_group.size() == 1:
-            return logits
-        return self.process_group.all_gather(logits, dim=-1)[..., : self.vocab_size]
+        if self.process_group.size() > 1:
+            logits = self.process_group.all_gather(logits, dim=-1)[..., : self.vocab_size]
+        return logits if self.rule is None else self.rule(logits)

@@ -84,28 +84,35 @@ class LongRotaryEmbedding(nn.Module):
         return _angles(ctx.position_ids, chosen, self.attention_factor)
 
 
-def load_rotary(config: Any, head_dim: int, device: torch.device, *, partial: bool = False) -> nn.Module:
-    """Build the rotary embedding of a config, in the old spelling or the new; `partial` if part of a head may turn."""
-    parameters = rope_parameters(config)
+def load_rotary(
+    config: Any, head_dim: int, device: torch.device, *, partial: bool = False, kind: str | None = None
+) -> nn.Module:
+    """Build the rotary embedding of a config, in the old spelling or the new; `partial` if part of a head may turn.
+
+    A config may have settings by type of layer: `kind` is the type.
+    """
+    parameters = rope_parameters(config, kind)
     if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config field partial_rotary_factor is not supported by this architecture")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ConfigError(f"config field rope_type = {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
+    rule = parameters.get("rope_type") or parameters.get("type") or "default"
+    if not isinstance(rule, str) or rule not in ROPE_TYPES:
+        raise ConfigError(f"config field rope_type = {rule!r} is not supported; known are {', '.join(ROPE_TYPES)}")
     try:
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         if dim < 2 or dim % 2:
             raise ConfigError(f"{dim} of head_dim = {head_dim} would be rotated, which is no even number")
-        return ROPE_TYPES[kind](parameters, config, dim, device)
+        return ROPE_TYPES[rule](parameters, config, dim, device)
     except KeyError as missing:
-        raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {kind!r}") from missing
+        raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {rule!r}") from missing
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # from implausible values
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
+def rope_parameters(config: Any, kind: str | None = None) -> dict[str, Any]:
     """Collect the rope settings of a config in one dictionary, wherever and however it spells them."""
     stored = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if isinstance(stored, Mapping) and kind in stored:
+        stored = stored[kind]
     if not isinstance(stored, Mapping):
         raise ConfigError(f"config field rope_parameters = {stored!r} is not a dictionary")
     if any(isinstance(value, Mapping) for value in stored.values()):
@@ -123,10 +130,12 @@ def rope_parameters(config: Any) -> dict[str, Any]:
                 stored = parameters[key]
                 raise ConfigError(f"config field {field} = {value!r} contradicts {stored!r} in rope_parameters")
     parameters.setdefault("rope_theta", 10000.0)
-    for key, most in LIMITS.items():
-        value = parameters.get(key)
-        if key in parameters and not (isinstance(value, int | float) and 0 < value <= most):
-            raise ConfigError(f"config field rope_parameters.{key} = {value!r} is not a positive number up to {most:g}")
+    for name, most in LIMITS.items():
+        value = parameters.get(name)
+        if name in parameters and not (isinstance(value, int | float) and 0 < value <= most):
+            raise ConfigError(
+                f"config field rope_parameters.{name} = {value!r} is not a positive number up to {most:g}"
+            )
     return parameters
 
 

@@ -14,12 +14,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.files.names import GENERATION_CONFIG_FILE
+from lorax_server.models.registry import MANY_POSITIONS
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layer that keep keys and values
 
-MANY_POSITIONS = 2**17
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 

@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+from difflib import get_close_matches
 from importlib import import_module
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -23,14 +25,37 @@ from lorax_server.weights import Weights, estimate_bytes, open_weights
 logger = logging.getLogger(__name__)
 
 MODELS = {
+    "bloom": "fused.bloom.BloomForCausalLM",
+    "cohere": "relatives.cohere.CohereForCausalLM",
+    "cohere2": "relatives.cohere.Cohere2ForCausalLM",
+    "exaone4": "relatives.olmo2.Exaone4ForCausalLM",
+    "falcon": "fused.falcon.FalconForCausalLM",
+    "gemma": "relatives.gemma.GemmaForCausalLM",
+    "gemma2": "relatives.gemma.Gemma2ForCausalLM",
+    "gemma3_text": "relatives.gemma.Gemma3ForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
+    "gpt_bigcode": "fused.gpt_bigcode.BigCodeForCausalLM",
     "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",
+    "gptj": "relatives.gptj.GPTJForCausalLM",
+    "granite": "relatives.granite.GraniteForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
+    "mpt": "fused.mpt.MPTForCausalLM",
+    "nemotron": "relatives.nemotron.NemotronForCausalLM",
+    "olmo2": "relatives.olmo2.OLMo2ForCausalLM",
     "opt": "opt_modeling.FlashOPTForCausalLM",
+    "phi": "relatives.phi.PhiForCausalLM",
+    "phi3": "relatives.phi3.Phi3ForCausalLM",
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
+    "smollm3": "relatives.smollm3.SmolLM3ForCausalLM",
+    "stablelm": "relatives.stablelm.StableLMForCausalLM",
+    "starcoder2": "relatives.starcoder2.StarCoder2ForCausalLM",
 }
+
+# Fields that are set in models of a type above which run in padded batches all the same.
+PADDED_FIELDS = {"falcon": "alibi"}
+MANY_POSITIONS = 2**17  # the longest sequence of a model that has no limit
 
 COUNTS = (
     "head_dim",
@@ -83,13 +108,23 @@ def build_model(config: Any, weights: Weights) -> PagedCausalLM:
 
 def find_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
+        relatives = find_relatives(str(model_type))
         raise UnsupportedModelError(
-            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}; "
-            "models.causal_lm.CausalLM serves others, without adapters"
+            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
+            + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
+            + "; models.causal_lm.CausalLM serves others, without adapters"
         )
-    module, name = MODELS[model_type].split(".")
+    module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
     return model_class
+
+
+def find_relatives(model_type: str) -> list[str]:
+    """Return the types that we have a class for whose names are like this one, which we have none for."""
+    name = model_type.lower()
+    stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
+    same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
+    return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
 def _read_type(settings: ModelConfig) -> str:

@@ -106,7 +106,7 @@ class Weights:
             return self._load(name, shape, ())
         before = (slice(None),) * dim
         pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in shard.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+        return shard.order(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dim)
 
     def _load(self, name: str, shape: tuple[int, ...] | None, index: tuple[slice, ...]) -> torch.Tensor:
         stored = self._get_shape(name)

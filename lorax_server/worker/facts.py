@@ -5,6 +5,7 @@ import sys
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.models.registry import MANY_POSITIONS
 from lorax_server.plan import Capabilities, RopeRule
 
 
@@ -28,7 +29,8 @@ def describe(model: PagedCausalLM) -> Capabilities:
 
 def find_max_length(model: PagedCausalLM) -> int:
     """Return the length the model was made for; rotary scaling by length extends it."""
-    length: int = model.config.max_position_embeddings
+    fields = ("max_position_embeddings", "max_seq_len", "seq_length")
+    length = next((limit for field in fields if (limit := getattr(model.config, field, None))), MANY_POSITIONS)
     stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
     return int(length * stretch)
 

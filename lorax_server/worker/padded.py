@@ -1,5 +1,6 @@
 """Runs the steps of any HuggingFace model, in a padded batch that sequences join and leave."""
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,13 @@ from lorax_server.errors import ConfigError
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
 from lorax_server.models.pretrained import max_positions, resolve_pad_token
+from lorax_server.models.registry import find_relatives
 from lorax_server.plan import Capabilities, NewRow, StepPlan, StepResult
 from lorax_server.sampling import NextTokenChooser
 from lorax_server.types import Alternatives, StopParams
 from lorax_server.worker.memory import find_max_rows
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 
@@ -29,6 +33,12 @@ def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
         raise ConfigError(
             f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
         )
+    relatives = find_relatives(str(model.config.model_type))
+    logger.warning(
+        "model type %s is served in padded batches, without adapters and tensor parallelism%s",
+        model.config.model_type,
+        f"; close relatives that are served with both: {', '.join(relatives)}" if relatives else "",
+    )
     max_rows = find_max_rows(config, model.device)
     return padded_capabilities(model, max_rows, config.max_length), PaddedRunner(model)
 

@@ -19,7 +19,7 @@ from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MODELS, get_model, load_config
+from lorax_server.models.registry import MODELS, PADDED_FIELDS, get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
@@ -202,7 +202,9 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
 def is_paged(config: EngineConfig) -> bool:
     """Return whether we have a model of our own for it. Errors in a config are reported when it is loaded."""
     try:
-        return json.loads((config.model.path / MODEL_CONFIG_FILE).read_text()).get("model_type") in MODELS
+        stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
+        model_type = stored.get("model_type")
+        return model_type in MODELS and not stored.get(PADDED_FIELDS.get(model_type))
     except (OSError, ValueError, AttributeError, TypeError):
         return True
 

@@ -30,7 +30,7 @@ from tests.builders import CPU
 from tests.optional import present
 from tests.parity.adapters.cases import Case
 from tests.parity.adapters.served import make_model, open_adapter
-from tests.parity.variants import VOCAB
+from tests.parity.variant import VOCAB
 from tests.ranks import RankPool
 
 LLAMA, GPT2, NEOX = "llama-gqa", "gpt2", "neox-parallel"

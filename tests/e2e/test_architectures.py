@@ -24,7 +24,7 @@ ARCHITECTURES = (
     "mistral-window",
     "qwen2-bias",
     "qwen3-head-norm",
-    "bloom",  # unknown to the registry
+    "codegen",  # unknown to the registry
 )
 
 
@@ -96,7 +96,7 @@ def check_answers(client: Both, model: Any, adapter: str | None) -> int:
     return len(expected)
 
 
-QUICK = ("llama-gqa", "bloom")  # one of each kind of engine; engines of all are tested in test_engine_process.py
+QUICK = ("llama-gqa", "codegen")  # one of each kind of engine; engines of all are tested in test_engine_process.py
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ QUICK = ("llama-gqa", "bloom")  # one of each kind of engine; engines of all are
 )
 def test_every_architecture_answers_as_transformers_and_peft(name: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, name)
-    assert len(models) == (1 if name == "bloom" else 3)
+    assert len(models) == (1 if name == "codegen" else 3)
     with serving(tmp_path) as server:
         for is_async in (False, True):
             client = Both(server, is_async)
             compared = [check_answers(client, model, adapter) for adapter, model in models.items()]
-            if name == "bloom":
+            if name == "codegen":
                 with pytest.raises(GenerationError, match="adapter"):
                     client.generate(adapter_id="first")
             client.close()

@@ -61,6 +61,7 @@ def attend_one(
     scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with one query `[heads, head_dim]`, the last among its keys, each `[kv_heads, head_dim]`."""
     num_heads, num_kv_heads = len(q), len(keys[0])
@@ -71,6 +72,8 @@ def attend_one(
         scores = [float(q[head].double() @ key[shared]) * scale for key in keys[first:]]
         if soft_cap is not None:
             scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+        if slopes is not None:
+            scores = [score - float(slopes[head]) * (len(scores) - 1 - at) for at, score in enumerate(scores)]
         weights = [math.exp(score) for score in scores]
         for weight, value in zip(weights, values[first:], strict=True):
             out[head] += weight / sum(weights) * value[shared]
@@ -251,6 +254,7 @@ def check_decode(
     cache_dtype: torch.dtype | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -258,13 +262,13 @@ def check_decode(
     q = normal(len(lengths), num_heads, 16, seed=5, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 6, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 7, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales, soft_cap)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes)
     out = reference.decode_attention(q, (k_cache, v_cache), decode_batch(tables, lengths, block_size), spec)
     expected = []
     for row, length in enumerate(lengths):
         keys = [token(k_cache, tables[row], position, scales[0]) for position in range(length)]
         values = [token(v_cache, tables[row], position, scales[1]) for position in range(length)]
-        expected.append(attend_one(q[row], keys, values, 0.3, window, soft_cap))
+        expected.append(attend_one(q[row], keys, values, 0.3, window, soft_cap, slopes))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -401,6 +405,7 @@ def check_prefill(
     cache_dtype: torch.dtype | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -414,14 +419,14 @@ def check_prefill(
     v = normal(len(tokens), num_kv_heads, 16, seed=7, dtype=dtype)
     k_cache = random_cache(num_kv_heads, block_size, 16, 8, dtype=cache_dtype, scale=scales[0])
     v_cache = random_cache(num_kv_heads, block_size, 16, 9, dtype=cache_dtype, scale=scales[1])
-    spec = AttentionSpec(0.3, window, *scales, soft_cap)
+    spec = AttentionSpec(0.3, window, *scales, soft_cap, slopes)
     reference.write_kv(k, v, (k_cache, v_cache), batch, spec)
     out = reference.prefill_attention(q, k, v, (k_cache, v_cache), batch, spec)
     expected = []
     for index, (row, position) in enumerate(tokens):
         keys = [token(k_cache, tables[row], earlier, scales[0]) for earlier in range(position + 1)]
         values = [token(v_cache, tables[row], earlier, scales[1]) for earlier in range(position + 1)]
-        expected.append(attend_one(q[index], keys, values, 0.3, window, soft_cap))
+        expected.append(attend_one(q[index], keys, values, 0.3, window, soft_cap, slopes))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=0, atol=tolerance)
 
@@ -460,6 +465,17 @@ def test_prefill_with_a_soft_cap(
     monkeypatch.setattr(prefill, "MAX_SCORES", max_scores)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 4])
+def test_slopes(window: int | None, soft_cap: float | None) -> None:
+    slopes, lengths = torch.tensor([0.7, 0.1, -0.2, 0.0]), [7, 1, 10, 4]
+    for layout in (contiguous, with_gaps, scattered):
+        check_decode(layout(lengths, 4), lengths, 4, window=window, soft_cap=soft_cap, slopes=slopes)
+    check_decode(scattered([9], 4), [9], 4, window=window, cache_dtype=FP8, scales=(0.05, 0.02), slopes=slopes)
+    check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes)
+    check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes, dtype=torch.bfloat16, tolerance=2e-2)
 
 
 def test_prefill_asks_for_no_slots_where_all_tokens_are_stored() -> None:

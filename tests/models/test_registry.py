@@ -27,7 +27,7 @@ from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import LinearWeights, reference
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.models import get_model, registry
-from lorax_server.models.registry import MODELS, build_model, find_class
+from lorax_server.models.registry import MODELS, build_model, find_class, find_relatives
 from tests.builders import memory_weights, needs_onednn
 from tests.paged import PagedDriver
 
@@ -280,9 +280,27 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
 @pytest.mark.parametrize("model_type", ["bert", "from_the_future", "", "LLAMA", None, 3, ["llama"]])
 def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_path: Path, model_type: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(UnsupportedModelError, match=r"is not supported; known are gpt2, .*qwen3") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"is not supported; known are bloom, .*qwen3") as caught:
         get_model(ModelConfig(tmp_path))
     assert f"model_type = {model_type!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "relatives"),
+    [
+        ("gemma3n", ["gemma", "gemma2", "gemma3_text"]),
+        ("qwen3_moe", ["qwen2", "qwen3"]),
+        ("mixtral", ["mistral"]),
+        ("phimoe", ["phi"]),
+        ("LLAMA", ["llama"]),
+        ("from_the_future", []),
+        ("", []),
+        ("3", []),
+    ],
+)
+def test_close_relatives_are_named(model_type: str, relatives: list[str]) -> None:
+    assert find_relatives(model_type)[: len(relatives)] == relatives
+    assert bool(find_relatives(model_type)) == bool(relatives)
 
 
 def test_a_config_object_of_an_unsupported_type_is_refused() -> None:

@@ -66,7 +66,7 @@ def oracle_logits(model: Any, ids: Sequence[int], prompt_length: int, tensors: d
 
 
 def _rotary(model: Any) -> Any:
-    return next((module for module in model.modules() if hasattr(module, "rope_type")), None)
+    return next((module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str)), None)
 
 
 def _reset(rotary: Any) -> None:

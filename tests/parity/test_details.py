@@ -24,7 +24,8 @@ from lorax_server.weights import Weights
 from tests.builders import needs_onednn
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
-from tests.parity.variants import GQA, VARIANTS, checkpoint, make_oracle, make_weights, rope
+from tests.parity.variant import GQA, rope
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
 

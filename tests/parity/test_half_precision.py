@@ -40,7 +40,7 @@ from lorax_server.worker.worker import paged_worker
 from tests.lora import Factors, make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.oracle import Float8Cache
-from tests.parity.variants import Variant
+from tests.parity.variant import Variant
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lorax_server.adapters.target import Kind
 from lorax_server.layers.targets import adapter_targets
@@ -9,6 +11,7 @@ from lorax_server.models.registry import build_model
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
+from tests.parity.relatives import RELATIVES
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 NAMES = [
@@ -22,9 +25,10 @@ NAMES = [
     "neox-parallel",
     "opt-pre-norm",
     "opt-projection",
+    *(name for name in RELATIVES if "-" not in name),
 ]
 RANKS = (1, 3, 16)
-HEAD_NORMS = ("q_norm", "k_norm")  # see each head, not a token: not for adapters
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # see each head, not a token: not for adapters
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,7 +66,7 @@ def test_every_matrix_is_a_target(name: str) -> None:
     """Every linear of the oracle can be adapted: no module that PEFT can train is missing."""
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
-    linears = {n for n, m in oracle.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+    linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     targets = adapter_targets(model)
     assert {name for name, target in targets.items() if target.kind in (Kind.LINEAR, Kind.HEAD)} == linears
     embeddings = [target.name for target in targets.values() if target.kind is Kind.EMBEDDING]

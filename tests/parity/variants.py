@@ -5,10 +5,8 @@ can, and their new values. A model built that way must be refused or disagree wi
 prove nothing.
 """
 
-import re
-from collections.abc import Callable
+import warnings
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -20,7 +18,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
-    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -28,53 +25,11 @@ from transformers import (
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.kernels import select_ops
 from lorax_server.weights import Weights
+from tests.parity.relatives import RELATIVES
+from tests.parity.variant import GATED, GPT2, GQA, LONG, NEOX, NO_SCALING, OPT, Variant, rope
 
-VOCAB = 97  # divides by none of the world sizes
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-GATED = SIZES | {"intermediate_size": 48, "max_position_embeddings": 128}
-GQA = GATED | {"num_key_value_heads": 2}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
-NEOX = SIZES | {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 128}
-OPT = SIZES | {"ffn_dim": 64, "max_position_embeddings": 128}
-
-
-@dataclass(frozen=True)
-class Variant:
-    config_class: Callable[..., PreTrainedConfig]
-    settings: dict[str, Any]
-    off: dict[str, Any] = field(default_factory=dict)
-    spoil: tuple[str, float] | None = None
-
-    def config(self) -> Any:
-        # A generous spread, so that a wrong sign or a dropped term shows; fixed token ids, so that none is special.
-        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-        return self.config_class(**self.settings, **ids, initializer_range=0.3, attn_implementation="eager")
-
-    def switched_off(self, tensors: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-        config = self.config()
-        for name, value in self.off.items():
-            setattr(config, name, value)
-        if self.spoil is not None:
-            pattern, value = self.spoil
-            hit = {name for name in tensors if re.search(pattern, name)}
-            assert hit
-            tensors = tensors | {name: torch.full_like(tensors[name], value) for name in hit}
-        return config, tensors
-
-
-def rope(kind: str, **parameters: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | parameters}
-
-
-NO_SCALING = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-LONG = {
-    "short_factor": [1.0, 1.1, 1.2, 1.4],
-    "long_factor": [1.5, 2.0, 3.0, 4.0],
-    "original_max_position_embeddings": 64,
-}
-
-VARIANTS = {
+VARIANTS: dict[str, Variant] = {
     "llama-mha": Variant(LlamaConfig, GATED, off={"num_key_value_heads": 2}),
     "llama-gqa": Variant(LlamaConfig, GQA, off={"num_key_value_heads": 4}),
     "llama-mqa": Variant(LlamaConfig, GATED | {"num_key_value_heads": 1}, off={"num_key_value_heads": 4}),
@@ -194,6 +149,8 @@ VARIANTS = {
     ),
 }
 
+VARIANTS |= RELATIVES
+
 # A float8 cache rounds coarsely: a difference in the last digit of float32 can become a step of float8.
 TOLERANCE = {name: 2e-2 if "fp8" in name else 1e-4 for name in VARIANTS}
 LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope" in name]
@@ -210,11 +167,13 @@ def make_oracle(name: str, spread: float = 0.3) -> Any:
 @torch.no_grad()
 def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of transformers' modules use torch.jit
+        model = AutoModelForCausalLM.from_config(VARIANTS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
         parameter.normal_(0, spread)
         if parameter.dim() == 1 and parameter_name.endswith("weight"):
-            parameter.add_(1)  # a norm's weight
+            parameter.add_(VARIANTS[name].norm_mean)
     return model, torch.get_rng_state()
 
 

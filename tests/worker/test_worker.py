@@ -551,15 +551,15 @@ def test_what_is_wrong_with_a_config_is_said_when_it_is_loaded(content: str, tmp
 
 
 @pytest.fixture(scope="module")
-def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = SERVED["gpt-j"]()
+def codegen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = SERVED["codegen"]()
     assert config.model_type not in MODELS
-    return save(tmp_path_factory.mktemp("gpt-j"), make_model(config), make_tokenizer())
+    return save(tmp_path_factory.mktemp("codegen"), make_model(config), make_tokenizer())
 
 
-def test_any_other_model_is_padded(gpt_j: Path) -> None:
+def test_any_other_model_is_padded(codegen: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig(ModelConfig(gpt_j, device=device), max_rows=3, max_length=40)
+    config = EngineConfig(ModelConfig(codegen, device=device), max_rows=3, max_length=40)
     assert not is_paged(config)
     worker = build_worker(config)
     found = worker.capabilities
@@ -567,14 +567,14 @@ def test_any_other_model_is_padded(gpt_j: Path) -> None:
     worker.close()
 
 
-def test_what_a_padded_model_cannot_do_is_refused(gpt_j: Path) -> None:
+def test_what_a_padded_model_cannot_do_is_refused(codegen: Path) -> None:
     with pytest.raises(ConfigError, match="without tensor parallelism"):
-        build_worker(EngineConfig(ModelConfig(gpt_j), tensor_parallel=2))
+        build_worker(EngineConfig(ModelConfig(codegen), tensor_parallel=2))
     with pytest.raises(ConfigError, match="do not support quantize = fp8-kv"):
-        build_worker(EngineConfig(ModelConfig(gpt_j, quantize="fp8-kv")))
+        build_worker(EngineConfig(ModelConfig(codegen, quantize="fp8-kv")))
     other = "cpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ConfigError, match=f"run on a GPU where there is one, not on {other}"):
-        build_worker(EngineConfig(ModelConfig(gpt_j, device=other)))
+        build_worker(EngineConfig(ModelConfig(codegen, device=other)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])

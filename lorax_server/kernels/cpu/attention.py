@@ -1,7 +1,7 @@
 """Rotation, the cache of keys and values, and attention over it: one native call each.
 
 A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write
-only the model's own dtype. So does attention with a soft cap, which they lack.
+only the model's own dtype.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def write_kv(
 ) -> None:
     """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
     keys, values = cache
-    if not _is_native(k, keys, spec):  # the reference's attention asks that fresh blocks are cleared, as it does
+    if k.dtype != keys.dtype:  # the reference's attention asks that fresh blocks are cleared, as it does
         return reference_cache.write_kv(k, v, cache, batch, spec)
     library.write_kv(
         _describe(batch, keys).address,
@@ -78,7 +78,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
     keys, values = cache
-    if not _is_native(q, keys, spec):
+    if q.dtype != keys.dtype:
         return reference_decode.decode_attention(q, cache, batch, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.decode_attention(
@@ -89,8 +89,7 @@ def decode_attention(
         values.data_ptr(),
         out.data_ptr(),
         q.shape[1],
-        spec.scale,
-        spec.window or WHOLE,
+        *_describe_rule(spec),
     )
     return out
 
@@ -110,7 +109,7 @@ def prefill_attention(
     of `decode_attention`, which adds in another order.
     """
     keys, values = cache
-    if not _is_native(q, keys, spec):
+    if q.dtype != keys.dtype:
         return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.prefill_attention(
@@ -125,14 +124,15 @@ def prefill_attention(
         values.data_ptr(),
         out.data_ptr(),
         q.shape[1],
-        spec.scale,
-        spec.window or WHOLE,
+        *_describe_rule(spec),
     )
     return out
 
 
-def _is_native(new: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> bool:
-    return new.dtype == keys.dtype and spec.soft_cap is None
+def _describe_rule(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
+    """Return scale, window, soft cap (0 for none) and the address of slopes, which live as long as the model."""
+    slopes = None if spec.slopes is None else spec.slopes.data_ptr()
+    return spec.scale, spec.window or WHOLE, spec.soft_cap or 0.0, slopes
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:

@@ -25,7 +25,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (P, P, N, N, P, P, N, N, N),
     "use_tiles": (P,),
     "look_up": (P, N, N, N, P, N, N, P),
-    "rms_norm": (N, P, N, N, P, P, P, P, P, N, N, N, P, N),
+    "rms_norm": (N, P, N, N, P, P, N, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, P),
@@ -33,8 +33,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "find_best": (N, P, N, N, N, N, P, P),
     "rotary": (P, N, N, N, N, P, P, N, N),
     "write_kv": (P, P, N, N, P, N, N, P, P),
-    "decode_attention": (P, P, N, N, P, P, P, N, R, N),
-    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N),
+    "decode_attention": (P, P, N, N, P, P, P, N, R, N, R, P),
+    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N, R, P),
     "run_program": (P, N, N),
 }
 # Those of a decode step's layers, which a program can hold: `native/program.h` lists them, too.

@@ -22,7 +22,11 @@ def rms_norm(
     targets: Sequence[LoraTarget] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
-    _check(x, size, weight)
+    is_wide = weight.dtype == torch.float32
+    if not is_wide:
+        _check(x, size, weight)
+    elif weight.shape != (size,):
+        raise ValueError(f"a norm of {size} numbers needs a weight of as many, not {weight.shape}")
     total, added, sums = x, None, None
     if residual is not None:
         if residual.numel() != x.numel() or residual.dtype != x.dtype:
@@ -39,6 +43,7 @@ def rms_norm(
         head_stride,
         added,
         weight.data_ptr(),
+        is_wide,
         eps.data_ptr(),
         normed.data_ptr(),
         sums,

@@ -84,6 +84,8 @@ class HopperOps(TritonOps):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         is_decode = batch.cu_seqlens is None
+        if spec.slopes is not None:  # the kernels here have none
+            return super().attend(q, k, v, angles, cache, batch, spec)
         if not len(q) or not (is_decode or batch.stores_all) or not self._decode.fits(q, k, v, cache, batch):
             return super().attend(q, k, v, angles, cache, batch, spec)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -151,7 +153,8 @@ class HopperOps(TritonOps):
         targets: Sequence[LoraTarget] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self._fused.get(x.dtype)
-        if not 0 < len(x) <= MAX_ROWS or fused is None or not small.can_norm(x, residual):
+        is_narrow = weight.dtype == x.dtype  # the kernel here reads no others
+        if not (is_narrow and 0 < len(x) <= MAX_ROWS) or fused is None or not small.can_norm(x, residual):
             return super().rms_norm(x, residual, weight, eps, lora, targets)
         adapters = (lora, fused.plan(lora), targets[0]) if lora is not None and targets else None
         return small.rms_norm(self._kernels, x, residual, weight, eps, adapters)

@@ -21,7 +21,10 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
     queries = grouped.expand(len(tiles.rows), -1, -1, -1) if num_seqs == 1 else grouped.index_select(0, tiles.rows)
     k = _read_tiles(cache[0], tiles, spec.k_scale)
     v = _read_tiles(cache[1], tiles, spec.v_scale)
-    out, mass = _attend_with_mass(queries, k, v, tiles.mask, spec)
+    mask = tiles.mask
+    if spec.slopes is not None:
+        mask = mask + spec.slopes.view(num_kv_heads, -1, 1) * tiles.distances
+    out, mass = _attend_with_mass(queries, k, v, mask, spec)
     out, mass, rows = out.reshape(-1, num_heads, head_dim), mass.reshape(-1, num_heads), tiles.rows
     if tiles.owned is not None:
         out, mass, rows = (x.index_select(0, tiles.owned) for x in (out, mass, rows))
@@ -34,6 +37,7 @@ class _Tiles:
 
     rows: torch.Tensor  # [num_tiles] the sequence a tile belongs to
     mask: torch.Tensor  # [num_tiles, 1, 1, block_size] added to the scores
+    distances: torch.Tensor  # likewise, of keys from the query that comes after them: not above 0
     blocks: torch.Tensor
     stretch: tuple[int, int] | None = None
     owned: torch.Tensor | None = None  # which tiles of a stretch are this batch's; None for all
@@ -51,16 +55,19 @@ def _plan_tiles(batch: PagedBatch, window: int | None, cache: torch.Tensor) -> _
     positions = columns[:, None] * block_size + torch.arange(block_size, device=rows.device)
     hidden = (positions >= lengths[rows, None]) | (positions < first[rows, None])
     mask = torch.zeros(positions.shape, device=rows.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    distances = (positions + 1 - lengths[rows, None]).clamp(max=0).to(mask.dtype)
     stretch = _find_stretch(blocks, cache)
     if stretch is None:
-        return _Tiles(rows, mask[:, None, None], blocks)
+        return _Tiles(rows, mask[:, None, None], distances[:, None, None], blocks)
     low, high = stretch
     owned = blocks - low
-    stretch_rows, stretch_mask = rows.new_zeros(high - low), mask.new_zeros(high - low, block_size)
-    stretch_rows[owned] = rows
-    stretch_mask[owned] = mask
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(high - low, *x.shape[1:]).index_copy_(0, owned, x)
+
     is_whole = len(blocks) == high - low
-    return _Tiles(stretch_rows, stretch_mask[:, None, None], blocks, stretch, None if is_whole else owned)
+    masks = spread(mask)[:, None, None], spread(distances)[:, None, None]
+    return _Tiles(spread(rows), *masks, blocks, stretch, None if is_whole else owned)
 
 
 def _find_stretch(blocks: torch.Tensor, cache: torch.Tensor) -> tuple[int, int] | None:

@@ -23,7 +23,8 @@ def rms_norm(
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-    normed = (wide * scale).to(x.dtype).mul_(weight)
+    normed = wide * scale
+    normed = normed.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else normed.mul_(weight).to(x.dtype)
     if lora is not None:
         scale_and_shift(normed, lora, targets)
     return normed, x

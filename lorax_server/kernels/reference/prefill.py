@@ -139,38 +139,51 @@ def _attend(
     """Return `[sequences, new tokens, heads, head_dim]`."""
     queries = _split_sequences(q, group)
     attend = partial(F.scaled_dot_product_attention, scale=spec.scale, enable_gqa=keys.shape[1] != queries.shape[1])
-    if spec.soft_cap is not None:
-        attend = partial(_attend_with_cap, spec=spec)
+    if spec.soft_cap is not None or spec.slopes is not None:
+        attend = partial(_attend_in_float, spec=spec)
     elif group.num_cached == 0 and spec.window is None:
         return attend(queries, keys, values, is_causal=True).transpose(1, 2)
     num_keys = keys.shape[2]
     positions = torch.arange(group.num_cached, num_keys, device=q.device)
-    count = _count_at_once(queries, num_keys, spec.soft_cap)
+    count = _count_at_once(queries, num_keys, spec)
     out = [
-        attend(piece, keys, values, attn_mask=_causal_mask(at, num_keys, spec.window))
+        attend(piece, keys, values, attn_mask=_make_mask(at, num_keys, spec))
         for piece, at in zip(queries.split(count, dim=2), positions.split(count), strict=True)
     ]
     return (out[0] if len(out) == 1 else torch.cat(out, dim=2)).transpose(1, 2)
 
 
-def _attend_with_cap(
+def _attend_in_float(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Attend in plain torch, in float32: torch's own attention has no soft cap."""
+    """Attend in plain torch, in float32: torch's own attention has no soft cap, and would round what slopes add."""
     num_kv_heads = keys.shape[1]
     grouped = queries.float().unflatten(1, (num_kv_heads, -1))
-    scores = score(grouped, keys.float()[:, :, None], spec).masked_fill_(~attn_mask, -torch.inf)
+    scores = score(grouped, keys.float()[:, :, None], spec)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill_(~attn_mask, -torch.inf)
+    else:
+        scores += attn_mask.unflatten(0, (num_kv_heads, -1))
     return (scores.softmax(-1) @ values.float()[:, :, None]).flatten(1, 2).to(queries.dtype)
 
 
-def _count_at_once(queries: torch.Tensor, num_keys: int, soft_cap: float | None) -> int:
+def _count_at_once(queries: torch.Tensor, num_keys: int, spec: AttentionSpec) -> int:
     """Limit the queries of one call where all scores are written out.
 
-    A GPU does so where there is a mask and heads share keys, and a soft cap needs it.
+    A GPU does so where there is a mask and heads share keys, and a soft cap and slopes need it.
     """
-    if not queries.is_cuda and soft_cap is None:
+    if not queries.is_cuda and spec.soft_cap is None and spec.slopes is None:
         return queries.shape[2]
     return max(1, MAX_SCORES // (queries.shape[0] * queries.shape[1] * num_keys))
+
+
+def _make_mask(queries: torch.Tensor, num_keys: int, spec: AttentionSpec) -> torch.Tensor:
+    """Return a mask, or with slopes what is added to scores: `[heads, queries, keys]`."""
+    visible = _causal_mask(queries, num_keys, spec.window)
+    if spec.slopes is None:
+        return visible
+    distances = torch.arange(num_keys, device=queries.device) - queries[:, None]
+    return (spec.slopes[:, None, None] * distances).masked_fill_(~visible, -torch.inf)
 
 
 def _causal_mask(queries: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:

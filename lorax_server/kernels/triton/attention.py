@@ -129,7 +129,9 @@ def _launch(
         *(q, *cache, batch.block_tables, batch.input_lengths, batch.cache_lengths, work.items, *results),
         *(spec.reach, q.stride(0), q.stride(1), batch.block_tables.stride(0), work.room),
         *Scales.of(cache[0], spec),
+        q if spec.slopes is None else spec.slopes,
         HAS_CAP=spec.soft_cap is not None,
+        HAS_SLOPES=spec.slopes is not None,
         IS_RESCALED=is_rescaled(q, cache[0]),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -206,10 +208,18 @@ def multiply_keys(
 
 
 @triton.jit
+def load_slopes(slopes, heads, mask, HAS_SLOPES: tl.constexpr):
+    """Return what a token of distance takes off the scores of each row, whose weights are powers of 2."""
+    if HAS_SLOPES:
+        return tl.load(slopes + heads, mask=mask, other=0.0) * 1.4426950408889634
+    return tl.zeros(heads.shape, tl.float32)
+
+
+@triton.jit
 def _attend(
-    query, power, k_cache, v_cache, table, start, stop, head, inner, scale, HAS_CAP: tl.constexpr,
-    IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    query, power, slope, k_cache, v_cache, table, start, stop, last, head, inner, scale, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the weighted sum of the values from `start` to `stop`, the sum of the weights, and the highest score."""
     dims = tl.arange(0, query.shape[1])
@@ -226,6 +236,8 @@ def _attend(
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
         scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
+        if HAS_SLOPES:
+            scores += slope[:, None] * (positions - last).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
@@ -240,10 +252,10 @@ def _attend(
 @triton.jit(do_not_specialize=["tables", "input_lengths", "cache_lengths", "items", "window", "table_row", "room"])
 def _decode_kernel(
     q, k_cache, v_cache, tables, input_lengths, cache_lengths, items, out, partial, mass, window, q_token, q_head,
-    table_row, room, inner, scale, v_scale, HAS_CAP: tl.constexpr, IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARING: tl.constexpr, QUERIES: tl.constexpr,
-    COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, STRETCH: tl.constexpr,
-    MOST: tl.constexpr,
+    table_row, room, inner, scale, v_scale, slopes, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARING: tl.constexpr,
+    QUERIES: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    STRETCH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     queries, dims = tl.arange(0, QUERIES), tl.arange(0, DIM)
     own = (queries < SHARING)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -256,9 +268,11 @@ def _decode_kernel(
         heads = head * SHARING + queries
         places = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
         query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+        slope = load_slopes(slopes, heads, queries < SHARING, HAS_SLOPES)
+        table = tables + seq * table_row
         summed, total, highest = _attend(
-            *(query, power, k_cache, v_cache, tables + seq * table_row, start, stop, head, inner, scale),
-            *(HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
+            *(query, power, slope, k_cache, v_cache, table, start, stop, length - 1, head, inner, scale),
+            *(HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE),
         )
         total = tl.where(stop > start, total, 1.0)
         result = summed / total[:, None] * v_scale

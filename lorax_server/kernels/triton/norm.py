@@ -124,7 +124,9 @@ def _rms_kernel(
         tl.store(total + rows * SIZE + columns, rounded, mask=mask)
         wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + small)[:, None]
-    result = (wide * scale).to(dtype).to(tl.float32)
+    result = wide * scale
+    if weight.dtype.element_ty == dtype:
+        result = result.to(dtype).to(tl.float32)
     result = (result * factor).to(dtype)
     if HAS_TARGET:
         fields = _find_fields(adapter_indices, table, token, num_rows, table_adapter, target_index * table_target)

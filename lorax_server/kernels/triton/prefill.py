@@ -25,6 +25,7 @@ from lorax_server.kernels.triton.attention import (
     fill_up,
     is_rescaled,
     load_query,
+    load_slopes,
     multiply_keys,
     product_dtype,
 )
@@ -186,10 +187,12 @@ def _launch(
     _prefill_kernel[(q.shape[1] // packed, len(tiles))](
         *(q, *cache, tables, tiles, out, spec.reach, q.stride(0), q.stride(1), tables.stride(0)),
         *Scales.of(cache[0], spec),
+        q if spec.slopes is None else spec.slopes,
         # Tensor cores fix the order of sums. In float32 the compiler does, and may choose another without masks.
         HAS_WHOLE=compute != tl.float32 or q.is_cpu,
         HAS_WINDOW=spec.window is not None,
         HAS_CAP=spec.soft_cap is not None,
+        HAS_SLOPES=spec.slopes is not None,
         IS_RESCALED=is_rescaled(q, cache[0]),
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
@@ -213,9 +216,10 @@ def _load(cache, places, mask, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, power, summed, total, highest, k_cache, v_cache, table, at_row, start, stop, end, window, inner, scale,
-    IS_EDGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_RESCALED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr,
+    query, power, slope, summed, total, highest, k_cache, v_cache, table, at_row, start, stop, end, window, inner,
+    scale, IS_EDGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys from `start` to `stop`. At an edge, each row has its own view of them.
 
@@ -232,6 +236,8 @@ def _attend(
         loaded = within[:, None] & (dims < HEAD_DIM)[None, :]
         keys = _load(k_cache, places, loaded, is_masked).to(query.dtype)
         scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP)
+        if HAS_SLOPES:  # they are scaled below
+            scores += slope[:, None] * (positions[None, :] - at_row[:, None]).to(tl.float32)
         if IS_EDGE:
             visible = positions[None, :] <= at_row[:, None]
             if HAS_WINDOW:
@@ -253,9 +259,10 @@ def _attend(
 @triton.jit(do_not_specialize=["tables", "tiles", "window", "table_row"])
 def _prefill_kernel(
     q, k_cache, v_cache, tables, tiles, out, window, q_token, q_head, table_row, inner, scale, v_scale,
-    HAS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_RESCALED: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    slopes, HAS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    IS_RESCALED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     group, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     seq, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
@@ -268,6 +275,7 @@ def _prefill_kernel(
     own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
     places = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
     query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+    slope = load_slopes(slopes, heads, offsets < count, HAS_SLOPES) / scale
     at_row, end = position + tl.minimum(offsets, count - 1), position + count
     summed, total = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -279,16 +287,17 @@ def _prefill_kernel(
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, edge)
         if HAS_WINDOW:
             summed, total, highest = _attend(
-                query, power, summed, total, highest, keys, values, table, at_row, first, whole, end, window, inner,
-                scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
+                query, power, slope, summed, total, highest, keys, values, table, at_row, first, whole, end, window,
+                inner, scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+                KEYS,
             )  # fmt: skip
         summed, total, highest = _attend(
-            query, power, summed, total, highest, keys, values, table, at_row, whole, edge, end, window, inner,
-            scale, False, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
+            query, power, slope, summed, total, highest, keys, values, table, at_row, whole, edge, end, window, inner,
+            scale, False, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
         )  # fmt: skip
     summed, total, highest = _attend(
-        query, power, summed, total, highest, keys, values, table, at_row, edge, end, end, window, inner,
-        scale, True, HAS_WINDOW, HAS_CAP, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
+        query, power, slope, summed, total, highest, keys, values, table, at_row, edge, end, end, window, inner,
+        scale, True, HAS_WINDOW, HAS_CAP, HAS_SLOPES, IS_RESCALED, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, KEYS,
     )  # fmt: skip
     result = (summed / total[:, None] * v_scale).to(out.dtype.element_ty)
     rows = (token + offsets) * NUM_HEADS + heads

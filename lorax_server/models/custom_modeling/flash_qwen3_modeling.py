@@ -18,8 +18,11 @@ from lorax_server.weights import Weights
 class FlashQwen3Attention(FlashLlamaAttention):
     def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, biases: Biases) -> None:
         super().__init__(prefix, config, weights, layer_id, biases)
-        self.q_norm = RMSNorm(f"{prefix}.q_norm", weights, self.head_dim, config.rms_norm_eps, adaptable=False)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm", weights, self.head_dim, config.rms_norm_eps, adaptable=False)
+        self.q_norm = self.make_head_norm(f"{prefix}.q_norm", config, weights)
+        self.k_norm = self.make_head_norm(f"{prefix}.k_norm", config, weights)
+
+    def make_head_norm(self, name: str, config: Any, weights: Weights) -> RMSNorm:
+        return RMSNorm(name, weights, self.head_dim, config.rms_norm_eps, adaptable=False)
 
     def window(self, config: Any, layer_id: int) -> int | None:
         return layer_window(config, layer_id)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.distributed import Shard, shard_units
+from lorax_server.distributed import Shard, shard_units, shard_vocab
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.attention import Context, KVCache, PagedContext, Seqlen
@@ -45,6 +45,7 @@ class PagedCausalLM(nn.Module):
         self.config = config
         self.ops = weights.ops
         self.device = weights.device
+        self.dtype = weights.dtype
         self.kv_shape = kv_shape
         self.kv_dtype = torch.float8_e4m3fn if kv_is_quantized(config) else weights.dtype
         self.num_layers: int = config.num_hidden_layers
@@ -127,22 +128,29 @@ def load_embedding(weights: Weights, config: Any, name: str, head_name: str, siz
 
 
 def load_head(
-    weights: Weights, config: Any, name: str, embedding: TensorParallelEmbedding, target_name: str | None = None
+    weights: Weights,
+    config: Any,
+    name: str,
+    embedding: TensorParallelEmbedding,
+    target_name: str | None = None,
+    *,
+    bias: bool = False,
 ) -> MultiAdapterHead:
     """Load the head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
 
     A fine-tune may store a head of its own under a config that still says tied; transformers then uses it, and so do
     we. Adapters call the head `target_name`, if not by its tensor's name.
     """
-    size = embedding.weight.shape[1]
+    size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)
+    added = weights.get_sharded(f"{name}.bias", 0, shard, (config.vocab_size,)) if bias else None
     if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
         assert isinstance(embedding.weight, torch.Tensor)
-        head = MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights)
+        head = MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights, bias=added)
         (target,) = head.targets
         assert target.weight is not None
         embedding.share(target.weight)
         return head
-    return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name)
+    return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name, bias=added)
 
 
 def kv_is_quantized(config: Any) -> bool:
@@ -156,7 +164,8 @@ def load_attention_spec(
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
-    return AttentionSpec(scale, window, *(weights.get_number(name) if weights.has(name) else 1.0 for name in names))
+    k_scale, v_scale = (weights.get_number(name) if weights.has(name) else 1.0 for name in names)
+    return AttentionSpec(scale, window, k_scale, v_scale)
 
 
 def head_size(hidden_size: int, num_heads: int) -> int:

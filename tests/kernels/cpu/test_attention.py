@@ -269,11 +269,14 @@ def test_a_float8_cache_goes_through_the_reference(library: Library) -> None:
     check_bits(case.prefill(library), expected)
 
 
+@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize("soft_cap", [None, 1.5, 50.0])
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_soft_cap_goes_through_the_reference(library: Library, window: int | None) -> None:
-    """Caches are NaN all over: the reference needs blocks that are cleared when a first token is stored there."""
-    case = Case([(20, 0), (3, 0), (1, 0), (33, 0)])
-    case.spec = AttentionSpec(0.9, window, soft_cap=1.5)
+def test_soft_cap_and_slopes(library: Library, window: int | None, soft_cap: float | None, has_slopes: bool) -> None:
+    """Caches are NaN all over: kernels read no more than is stored."""
+    case = Case([(20, 0), (3, 0), (1, 0), (133, 0)])
+    slopes = torch.linspace(-0.1, 0.4, case.q.shape[1]) if has_slopes else None
+    case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes)
     for cache in case.cache:
         cache.fill_(BAD)
     write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)

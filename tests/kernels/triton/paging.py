@@ -73,6 +73,8 @@ def attend_plainly(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: 
         if spec.soft_cap is not None:
             scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
         behind = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)[None]
+        if spec.slopes is not None:
+            scores = scores - spec.slopes.cpu().double().view(keys.shape[1], -1, 1, 1) * behind
         hidden = (behind < 0) | (behind >= (spec.window or cached + new))
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         out[start : start + new] = torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)

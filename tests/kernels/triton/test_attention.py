@@ -109,6 +109,17 @@ def test_decode_with_a_soft_cap(window: int | None, soft_cap: float, device: tor
     check_decode(device, [7, 40], spec=spec, cache_dtype=FP8)
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), pytest.param(20, 2.0, marks=pytest.mark.slow)])
+def test_decode_with_slopes(
+    window: int | None, soft_cap: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "STRETCH", 16)
+    slopes = torch.tensor([0.5, 0.02, -0.1, 0.0], device=device)
+    spec = AttentionSpec(0.9, window, 0.5, 0.3, soft_cap, slopes)
+    check_decode(device, [7, 40], heads=(4, 2, 16), spec=spec)
+    check_decode(device, [7, 40], heads=(4, 2, 16), spec=spec, cache_dtype=FP8)
+
+
 @pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_stretches_grow_with_a_sequence_and_are_all_listed(
     window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,12 @@ def test_any_mixture(
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(AttentionSpec(0.3, window, 0.5, 0.25, soft_cap), device)
 
 
+@pytest.mark.parametrize(("window", "cache_dtype", "soft_cap"), [(None, FP32, None), (4, FP8, 2.0)], ids=str)
+def test_slopes(window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device) -> None:
+    spec = AttentionSpec(0.3, window, 0.5, 0.25, soft_cap, torch.tensor([0.5, 0.02, -0.1, 0.0], device=device))
+    Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(spec, device)
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "block_size"),
     choose(

@@ -22,7 +22,9 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file, save_file
 
-from tests.parity.variants import VOCAB, make_oracle
+from tests.parity.relatives import RELATIVES
+from tests.parity.variant import VOCAB
+from tests.parity.variants import make_oracle
 
 ATTENTION = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -30,9 +32,39 @@ ATTENTION = {
     "neox": ["query_key_value", "attention.dense"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
-ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3"), ATTENTION["llama"])
+LLAMAS: tuple[str, ...] = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "exaone4",
+    "stablelm",
+    "starcoder2",
+    "cohere",
+)
+LLAMAS += ("cohere2", "nemotron")
+ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
+ATTENTION |= {
+    "phi": ["q_proj", "k_proj", "v_proj", "dense"],
+    "phi3": ["qkv_proj", "o_proj"],
+    "falcon": ["query_key_value", "self_attention.dense"],
+    "bloom": ["query_key_value", "self_attention.dense"],
+    "mpt": ["Wqkv", "out_proj"],
+    "bigcode": ["c_attn", "attn.c_proj"],
+    "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
+}
 PEFTS_OWN = "as-peft-writes-it"
-EMBEDDING = {"gpt2": "wte", "neox": "embed_in", "opt": "embed_tokens"}
+EMBEDDING = {
+    "gpt2": "wte",
+    "gptj": "wte",
+    "mpt": "wte",
+    "falcon": "word_embeddings",
+    "bloom": "word_embeddings",
+    "neox": "embed_in",
+    "opt": "embed_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -348,6 +380,26 @@ for family, base, saved in (
         f"{family}-saved": Case("modules_to_save: both", base, {"modules_to_save": [saved, embedding]}),
         f"{family}-tokens": Case("trainable_token_indices", base, {"trainable_token_indices": [9, 4]}),
         f"{family}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
+    }
+NORMS = {
+    "olmo2": "post_attention_layernorm",
+    "exaone4": "post_feedforward_layernorm",
+    "gptj": "ln_1",
+    "mpt": "norm_1",
+    "bigcode": "ln_2",
+}
+for base in RELATIVES:
+    if "-" in base:
+        continue
+    embedding, norm = EMBEDDING.get(base, "embed_tokens"), NORMS.get(base, "input_layernorm")
+    CASES |= {
+        f"{base}-all-linear": Case("LoRA", base, {"target_modules": "all-linear", "r": 3}),
+        f"{base}-dora": Case("DoRA", base, {"target_modules": "all-linear", "use_dora": True, "bias": "all"}),
+        f"{base}-embedding-and-head": Case(
+            "LoRA on embedding and head", base, {"target_modules": [embedding, "lm_head", ATTENTION[base][0]]}
+        ),
+        f"{base}-saved": Case("modules_to_save: both", base, {"modules_to_save": ["lm_head", embedding, norm]}),
+        f"{base}-added-tokens": Case("added tokens", base, vocab=VOCAB + 3),
     }
 CASES["opt-projection"] = Case(
     "LoRA on projections around the layers", "opt-projection", {"target_modules": "all-linear"}

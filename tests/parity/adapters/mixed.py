@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.parity.adapters.cases import ATTENTION, EMBEDDING, LAYER_1_V, Case
-from tests.parity.variants import VOCAB
+from tests.parity.variant import VOCAB
 
 NORM = {"gpt2": "ln_1", "neox": "input_layernorm", "opt": "self_attn_layer_norm"}
 

@@ -9,7 +9,7 @@ from tests.paged import PagedDriver
 from tests.parity.adapters.cases import CASES
 from tests.parity.adapters.served import load_adapters, make_model
 from tests.parity.oracle import oracle_greedy, oracle_logits
-from tests.parity.variants import VOCAB
+from tests.parity.variant import VOCAB
 
 PROMPT_LENGTH, STEPS = 11, 5
 TOLERANCE = 1e-4

@@ -14,7 +14,8 @@ from tests.paged import PagedDriver
 from tests.parity.adapters.mixed import SPREAD, mixed_cases, write_mixed
 from tests.parity.adapters.served import load_adapters, make_model
 from tests.parity.oracle import oracle_logits
-from tests.parity.variants import VARIANTS, VOCAB, checkpoint, make_oracle, make_weights
+from tests.parity.variant import VOCAB
+from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -24,6 +24,30 @@ struct Block {
   int64_t sequence, head, first, count, cost;
 };
 
+// What becomes of products of queries and keys, all in powers of 2, which are cheaper than those of e.
+struct Rule {
+  float scale;
+  int64_t window;
+  float cap;            // 0 for none
+  const float* slopes;  // by head; null for none
+
+  // Squeeze scores into the range of the cap, then take off what their distance costs.
+  void apply(float* scores, int64_t count, int64_t head, int64_t distance) const {
+    constexpr float LOG2_E = 1.44269504f;
+    if (cap != 0) {
+      const float limit = cap * LOG2_E, twice = 2.0f / cap;
+      for (int64_t j = 0; j < count; j += VL) {
+        const F score = load(scores + j), size = (score < spread(0.0f)) ? -score : score;
+        const F power = power_of_two(size * -twice), squeezed = (1.0f - power) / (1.0f + power) * limit;
+        store(scores + j, (score < spread(0.0f)) ? -squeezed : squeezed);
+      }
+    }
+    if (slopes == nullptr) return;
+    const float slope = slopes[head] * LOG2_E;
+    for (int64_t j = 0; j < count; j++) scores[j] += slope * (float)(distance + j);
+  }
+};
+
 template <class T>
 struct Attention {
   const Paged& batch;
@@ -32,9 +56,9 @@ struct Attention {
   const T *keys, *values;
   T* out;
   int64_t heads;
-  float scale;
-  int64_t window;
+  Rule rule;
 
+  const int64_t window = rule.window;
   const int64_t group = heads / batch.kv_heads, dim = batch.head_dim, padded = round_up(dim, PANEL);
   const int64_t part_size = round_up(group * (padded + 2), 16);  // sums, and of each head the best score and the mass
   int64_t cost = 0, places = 0;
@@ -137,7 +161,7 @@ struct Attention {
 
   // Copy one head's query, scaled and filled up with zeros.
   void copy_query(int64_t token, int64_t head, float* to) const {
-    const float scale = this->scale * 1.44269504f;  // since powers of 2 are cheaper than those of e
+    const float scale = rule.scale * 1.44269504f;
     const T* from = q + token * q_strides.token + head * q_strides.head;
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) store(to + d, load(from + d) * scale);
@@ -169,7 +193,9 @@ struct Attention {
         score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT + j, SPLIT);
       }
     });
+    const int64_t last = batch.cached[piece.sequence] + batch.inputs[piece.sequence] - 1;
     for (int64_t g = 0; g < group; g++) {
+      rule.apply(scores + g * SPLIT, columns, piece.head * group + g, piece.from - last);
       best[g] = find_best(scores + g * SPLIT, 0, count, columns);
       mass[g] = sum(weigh(scores + g * SPLIT, 0, count, columns, best[g]));
     }
@@ -224,7 +250,7 @@ struct Attention {
   // What a block has got so far: of each row sums, a best score and masses.
   struct Rows {
     float *queries, *sums, *best, *mass;
-    int64_t count, position;  // of the first row
+    int64_t count, position, head;  // of the first row
   };
 
   void attend_block(const Block& block) const {
@@ -233,8 +259,8 @@ struct Attention {
     float* room = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * TILE * padded);
     float *key_panels = room, *value_panels = room + TILE * padded, *queries = value_panels + TILE * padded;
     float *sums = queries + count * padded, *mass = sums + count * padded, *best = mass + count * VL;
-    const Rows rows{queries, sums, best, mass, count, position};
     const int64_t token = starts[block.sequence] + block.first, head = block.head * group;
+    const Rows rows{queries, sums, best, mass, count, position, head};
     for (int64_t i = 0; i < count; i++) copy_query(token + i / group, head + i % group, queries + i * padded);
     std::fill(sums, best, 0.0f);
     std::fill_n(best, count, LOWEST);
@@ -283,6 +309,7 @@ struct Attention {
       const int64_t position = rows.position + (row + i) / group;
       const int64_t to = std::clamp<int64_t>(position + 1 - tile, 0, columns);
       const int64_t from = std::clamp<int64_t>(position - window + 1 - tile, 0, to);
+      rule.apply(scores + i * TILE, columns, rows.head + (row + i) % group, tile - position);
       float *own = scores + i * TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
       const float top = std::max(best, find_best(own, from, to, columns));
       factors[i] = best == top ? 1.0f : power_of_two(spread(best - top))[0];
@@ -297,20 +324,22 @@ struct Attention {
 
 template <class T>
 static void run_decode(const Paged& batch, const void* q, Strides strides, const void* keys, const void* values,
-                       void* out, int64_t heads, float scale, int64_t window) {
+                       void* out, int64_t heads, Rule rule) {
   Attention<T> attention{batch, (const T*)q, nullptr, nullptr, strides, {}, {}, (const T*)keys, (const T*)values,
-                         (T*)out, heads, scale, window};
+                         (T*)out, heads, rule};
   attention.plan_decode();
   attention.run();
 }
 
 // Attend from one token of each sequence, whose key and value are in the cache.
 EXPORT(decode_attention)(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
-                         const void* values, void* out, int64_t heads, float scale, int64_t window) {
+                         const void* values, void* out, int64_t heads, float scale, int64_t window, float cap,
+                         const float* slopes) {
+  const Rule rule{scale, window, cap, slopes};
   switch (batch->dtype) {
-    case FLOAT32: return run_decode<float>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
-    case BFLOAT16: return run_decode<Bf16>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
-    default: return run_decode<Half>(*batch, q, {token, head}, keys, values, out, heads, scale, window);
+    case FLOAT32: return run_decode<float>(*batch, q, {token, head}, keys, values, out, heads, rule);
+    case BFLOAT16: return run_decode<Bf16>(*batch, q, {token, head}, keys, values, out, heads, rule);
+    default: return run_decode<Half>(*batch, q, {token, head}, keys, values, out, heads, rule);
   }
 }
 
@@ -322,10 +351,9 @@ struct Fresh {
 
 template <class T>
 static void run_prefill(const Paged& batch, const Fresh& fresh, const void* keys, const void* values, void* out,
-                        int64_t heads, float scale, int64_t window) {
+                        int64_t heads, Rule rule) {
   Attention<T> attention{batch, (const T*)fresh.q, (const T*)fresh.k, (const T*)fresh.v, fresh.q_strides,
-                         fresh.k_strides, fresh.v_strides, (const T*)keys, (const T*)values, (T*)out, heads, scale,
-                         window};
+                         fresh.k_strides, fresh.v_strides, (const T*)keys, (const T*)values, (T*)out, heads, rule};
   attention.plan_prefill();
   attention.run();
 }
@@ -334,12 +362,13 @@ static void run_prefill(const Paged& batch, const Fresh& fresh, const void* keys
 EXPORT(prefill_attention)(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
                           int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                           const void* keys, const void* values, void* out, int64_t heads, float scale,
-                          int64_t window) {
+                          int64_t window, float cap, const float* slopes) {
+  const Rule rule{scale, window, cap, slopes};
   const Fresh fresh{q, k, v, {q_token, q_head}, {k_token, k_head}, {v_token, v_head}};
   switch (batch->dtype) {
-    case FLOAT32: return run_prefill<float>(*batch, fresh, keys, values, out, heads, scale, window);
-    case BFLOAT16: return run_prefill<Bf16>(*batch, fresh, keys, values, out, heads, scale, window);
-    default: return run_prefill<Half>(*batch, fresh, keys, values, out, heads, scale, window);
+    case FLOAT32: return run_prefill<float>(*batch, fresh, keys, values, out, heads, rule);
+    case BFLOAT16: return run_prefill<Bf16>(*batch, fresh, keys, values, out, heads, rule);
+    default: return run_prefill<Half>(*batch, fresh, keys, values, out, heads, rule);
   }
 }
 

@@ -86,15 +86,16 @@ static inline F adapt(F value, const Vectors<T>& vectors, int64_t column, Count 
   return value;
 }
 
-template <class T>
-static void rms_norm_row(const T* x, const T* weight, float eps, T* out, int64_t size, const Vectors<T>& vectors) {
+// A weight of the rows' own type multiplies what is rounded; a float multiplies before that.
+template <class T, class W>
+static void rms_norm_row(const T* x, const W* weight, float eps, T* out, int64_t size, const Vectors<T>& vectors) {
   const float squares = sum_row(size, [&](int64_t i, auto count) {
     const F v = take(x + i, count);
     return v * v;
   });
   const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
   for_vectors(size, [&](int64_t i, auto count) {
-    const F normed = rounded<T>(take(x + i, count) * scale);
+    const F normed = rounded<W>(take(x + i, count) * scale);
     put(out + i, adapt(normed * take(weight + i, count), vectors, i, count), count);
   });
 }
@@ -133,7 +134,7 @@ static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step
   });
 }
 
-template <class T>
+template <class T, class W>
 static void run_rms_norm(const Rows<T>& rows, const void* residual, const void* weight, float eps, void* normed,
                          void* total, const Lora* lora, int64_t target) {
   for_rows(rows, lora, target, [&](int64_t row, const Vectors<T>& vectors) {
@@ -144,7 +145,7 @@ static void run_rms_norm(const Rows<T>& rows, const void* residual, const void* 
       add_row(x, (const T*)residual + at, sums, rows.size);
       x = sums;
     }
-    rms_norm_row(x, (const T*)weight, eps, (T*)normed + at, rows.size, vectors);
+    rms_norm_row(x, (const W*)weight, eps, (T*)normed + at, rows.size, vectors);
   });
 }
 
@@ -158,14 +159,15 @@ static void run_layer_norm(const Rows<T>& rows, const void* weight, const void* 
 }
 
 // Normalise each row of `x + residual` by its root mean square. `residual`, `total` (that sum) and `lora` may be null;
-// they and `normed` have no gaps. With `lora` there is one head for each token.
+// they and `normed` have no gaps. A wide weight is of floats. With `lora` there is one head for each token.
 EXPORT(rms_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
-                 const void* weight, const float* eps, void* normed, void* total, int64_t tokens, int64_t heads,
-                 int64_t size, const Lora* lora, int64_t target) {
+                 const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens,
+                 int64_t heads, int64_t size, const Lora* lora, int64_t target) {
   const auto run = [&](auto of) {
     using T = decltype(of);
     const Rows<T> rows{(const T*)x, token_stride, head_stride, tokens, heads, size};
-    run_rms_norm<T>(rows, residual, weight, *eps, normed, total, lora, target);
+    if (is_wide) run_rms_norm<T, float>(rows, residual, weight, *eps, normed, total, lora, target);
+    else run_rms_norm<T, T>(rows, residual, weight, *eps, normed, total, lora, target);
   };
   if (dtype == FLOAT32) run(float());
   else if (dtype == BFLOAT16) run(Bf16());

@@ -1,0 +1,1 @@
+"""Decoders whose queries, keys and values come of one matrix, in groups of heads; several know positions by ALiBi."""

@@ -1,0 +1,1 @@
+"""Relatives of Llama: each overrides what differs."""
