@@ -181,6 +181,7 @@ class Exchange:
                 first_id=self.generations[0].request.request_id if self.generations else None,
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
+                structure=options.structure,
             )
             generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             self.generations.append(generations[-1])

@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 
 from lorax_server.server.http.foreign_fields import CHAT, COMPLETIONS
 from lorax_server.server.routes.lorax_schemas import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
+from lorax_server.server.routes.tool_schemas import ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
@@ -110,6 +111,13 @@ class Message(Schema):
     name: str | None = None
     tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def has_only_text(self) -> bool:
+        others = (self.name, self.tool_calls, self.tool_call_id, self.reasoning_content, self.reasoning)
+        return all(value is None for value in others)
 
 
 class ChatCompletionRequest(CommonRequest):
@@ -125,9 +133,13 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     add_generation_prompt: bool | None = True
-    tools: Many[dict[str, Any]] | None = Field(default=None, description="Not yet: only with `tool_choice` of `none`")
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="`none`; others not yet")
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
     tool_prompt: str | None = None
+    separate_reasoning: bool | None = Field(
+        default=None, description="Give what is in `<think>` as `reasoning_content`; null: as the server is set"
+    )
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -196,13 +208,15 @@ class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(Schema):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletionResponse(_Answer):
@@ -215,13 +229,15 @@ class ChatDelta(Schema):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(Schema):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatCompletionChunk(_Answer):

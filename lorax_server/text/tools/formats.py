@@ -3,19 +3,13 @@
 import re
 from collections.abc import Callable, Mapping
 
-from lorax_server.text.tools.grammar import GrammarWriter
+from lorax_server.text.tools.grammar import ToolFormat
 from lorax_server.text.tools.granite import GraniteFormat
 from lorax_server.text.tools.hermes import HermesFormat
 from lorax_server.text.tools.llama_json import LlamaJsonFormat
 from lorax_server.text.tools.mistral import MistralFormat
-from lorax_server.text.tools.parser import CallFormat
 from lorax_server.text.tools.plain_json import PlainJsonFormat
 from lorax_server.text.tools.pythonic import PythonicFormat
-
-
-class ToolFormat(CallFormat, GrammarWriter):
-    """All that is known of a format."""
-
 
 FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "hermes": HermesFormat,

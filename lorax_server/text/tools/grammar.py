@@ -2,13 +2,18 @@
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from lorax_server.text.tools.parser import CallFormat
 
 ANY = r"(.|\n)*"
 BLANK = r"[ \n]*"
 OBJECT_START = rf'(\[{BLANK})?\{{{BLANK}"(name|type)"'  # of an answer that is a call as JSON
-LENIENT = {"x-guidance": {"lenient": True}}  # keywords that cannot be enforced are not: nobody asked for that
+OPTIONS = "x-guidance"  # a keyword of llguidance's own
+# A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
+WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 
 TokenId = Callable[[str], int | None]
 """Finds the token of a name."""
@@ -39,7 +44,7 @@ class FunctionSchema(NamedTuple):
 
     name: str
     parameters: dict[str, Any]
-    is_strict: bool  # what of the schema cannot be enforced is refused
+    is_strict: bool  # keywords of the schema that cannot be enforced are refused, and not left out
 
 
 class CallGrammar(NamedTuple):
@@ -50,14 +55,22 @@ class CallGrammar(NamedTuple):
     schema: dict[str, Any]
 
 
-class GrammarWriter(Protocol):
-    """The part of a format that writes grammars."""
+class CallRules(NamedTuple):
+    """What the rules of calls are made of."""
 
-    openers: tuple[str, ...]
-    start_pattern: str
+    calls: Sequence[CallGrammar]
+    is_parallel: bool  # several calls are possible
+    marks: Marks
+
+
+class ToolFormat(CallFormat):
+    """A format whose calls can also be asked for."""
+
+    start_pattern: str = ""
     """Matches the start of an answer that is a call without an opener; empty if there is none such."""
 
-    def write_rules(self, calls: Sequence[CallGrammar], is_parallel: bool, marks: Marks) -> str:
+    @abstractmethod
+    def write_rules(self, rules: CallRules) -> str:
         """Write the rule `calls`, which is what follows the first opener if there is one, and those that it needs.
 
         The rules of arguments are there already.
@@ -87,14 +100,14 @@ def write_objects(calls: Sequence[CallGrammar], word: str, rule: str = "object",
     return f"{rule}: {' | '.join(choices)}\n"
 
 
-def write_list(calls: Sequence[CallGrammar], word: str, is_parallel: bool) -> str:
+def write_list(rules: CallRules, word: str) -> str:
     """Write the rules `list` and `object`."""
-    more = ' (", " object)*' if is_parallel else ""
+    calls, more = rules.calls, ' (", " object)*' if rules.is_parallel else ""
     return f'list: first{more} "]"\n{write_objects(calls, word, "first", "[")}{write_objects(calls, word)}'
 
 
 def write_required(
-    form: GrammarWriter, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
 ) -> str:
     """Write the grammar of an answer that must be calls, after the model's reasoning if there is any."""
     before, rules = _write_thought(thought, marks, " BLANKS?")
@@ -103,9 +116,19 @@ def write_required(
 
 
 def write_optional(
-    form: GrammarWriter, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+    form: ToolFormat,
+    functions: Sequence[FunctionSchema],
+    is_parallel: bool,
+    marks: Marks,
+    thought: Thought | None,
+    text: str = "",
 ) -> str:
-    """Write the grammar of an answer that is free, but for the calls once they have begun."""
+    """Write the grammar of an answer that is free but for its calls. `text` is a grammar of what is not free then."""
+    if text:
+        before, rules = _write_thought(thought, marks, " BLANKS?")
+        opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
+        rules += f"text: %lark {{\n{text}\n}}\n{_write_calls(form, functions, is_parallel, marks)}"
+        return f"start: {before}(text | {opener}calls)\n{rules}"
     before, rules = _write_thought(thought, marks)
     wrong = [f"{ANY}{_escape(opener)}{ANY}" for opener in form.openers]
     if form.start_pattern:
@@ -119,13 +142,14 @@ def write_optional(
     return f"start: {before}{free}\nTEXT: {text}\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
 
 
-def _write_calls(form: GrammarWriter, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks) -> str:
+def _write_calls(form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks) -> str:
     calls, rules = [], []
     for index, function in enumerate(functions):
-        schema = function.parameters if function.is_strict else {**function.parameters, **LENIENT}
+        options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
+        schema = {**function.parameters, OPTIONS: options}
         calls.append(CallGrammar(function.name, f"arguments_{index}", schema))
         rules.append(f"arguments_{index}: %json {json.dumps(schema)}\n")
-    return form.write_rules(calls, is_parallel, marks) + "".join(rules) + "BLANKS: /[ \\n]+/\n"
+    return form.write_rules(CallRules(calls, is_parallel, marks)) + "".join(rules) + "BLANKS: /[ \\n]+/\n"
 
 
 def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:

@@ -1,8 +1,6 @@
 """Granite 3 and Phi-4: a list of calls after `<|tool_call|>`; Granite's first models have a single one."""
 
-from collections.abc import Sequence
-
-from lorax_server.text.tools.grammar import CallGrammar, Marks, write_list
+from lorax_server.text.tools.grammar import CallRules, ToolFormat, write_list
 from lorax_server.text.tools.json_section import JsonSection
 from lorax_server.text.tools.parser import Section, ToolSet
 
@@ -10,14 +8,12 @@ OPENER, CLOSER = "<|tool_call|>", "<|/tool_call|>"
 OTHER_OPENERS = ("<tool_call>", "<function_call>")
 
 
-class GraniteFormat:
+class GraniteFormat(ToolFormat):
     openers = (OPENER, *OTHER_OPENERS)
-    starts = ""
-    start_pattern = ""
     markers = (OPENER, CLOSER, *OTHER_OPENERS)
 
-    def make_section(self, opener: str, tools: ToolSet) -> Section:
+    def make_section(self, tools: ToolSet) -> Section:
         return JsonSection(tools, CLOSER)
 
-    def write_rules(self, calls: Sequence[CallGrammar], is_parallel: bool, marks: Marks) -> str:
-        return f"calls: list\n{write_list(calls, 'arguments', is_parallel)}"
+    def write_rules(self, rules: CallRules) -> str:
+        return f"calls: list\n{write_list(rules, 'arguments')}"

@@ -104,7 +104,7 @@ def make_call(value: Any, text: str | None = None) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise MalformedCallError
-    arguments = next((value[word] for word in ARGUMENTS if value.get(word) is not None), {})
+    arguments: Any = next((value[word] for word in ARGUMENTS if value.get(word) is not None), {})
     if isinstance(arguments, str):  # some models write them as a text that is JSON
         arguments, text = load(arguments), arguments
     return Call(name, _to_arguments(arguments, text))

@@ -1,8 +1,6 @@
 """Mistral: `[TOOL_CALLS]` and a list of calls, or, by newer models, `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-from collections.abc import Sequence
-
-from lorax_server.text.tools.grammar import CallGrammar, Marks, write_list, write_text
+from lorax_server.text.tools.grammar import CallRules, ToolFormat, write_list, write_text
 from lorax_server.text.tools.json_section import JsonSection
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
 
@@ -20,7 +18,7 @@ class MistralSection(JsonSection):
 
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         character = text[at]
-        if self._has_begun or character.isspace() and not self._name:
+        if self._has_begun or (character.isspace() and not self._name):
             return super().take(text, at, events)
         if character == "{" and self._name:
             return self._take_name(text, at, events)
@@ -41,18 +39,18 @@ class MistralSection(JsonSection):
         return self._take_object(text, at, events)
 
 
-class MistralFormat:
+class MistralFormat(ToolFormat):
     openers = (OPENER,)
-    starts = ""
-    start_pattern = ""
     markers = (OPENER, ID, ARGUMENTS)
+    has_short_ids = True
 
-    def make_section(self, opener: str, tools: ToolSet) -> Section:
+    def make_section(self, tools: ToolSet) -> Section:
         return MistralSection(tools)
 
-    def write_rules(self, calls: Sequence[CallGrammar], is_parallel: bool, marks: Marks) -> str:
+    def write_rules(self, rules: CallRules) -> str:
+        marks, is_parallel = rules.marks, rules.is_parallel
         if marks.has_token(ARGUMENTS):  # the token that newer tokenizers have
             more = f" ({marks.write(OPENER)} call)*" if is_parallel else ""
-            named = [f"{write_text(call.name)} {marks.write(ARGUMENTS)} {call.rule}" for call in calls]
+            named = [f"{write_text(call.name)} {marks.write(ARGUMENTS)} {call.rule}" for call in rules.calls]
             return f"calls: call{more}\ncall: {' | '.join(named)}\n"
-        return f'calls: " "? list\n{write_list(calls, "arguments", is_parallel)}'
+        return f'calls: " "? list\n{write_list(rules, "arguments")}'

@@ -4,8 +4,8 @@ A call that is not well formed, or names a function that was not offered, comes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Set
+from typing import NamedTuple
 
 MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
 
@@ -93,18 +93,21 @@ class Section(ABC):
         return not text.strip()
 
 
-class CallFormat(Protocol):
+class CallFormat(ABC):
     """The form of calls that models of a family write."""
 
-    openers: tuple[str, ...]
+    openers: tuple[str, ...] = ()
     """Texts that begin a section wherever they are."""
-    starts: str
+    starts: str = ""
     """Characters that begin a section as the first of an answer."""
-    markers: tuple[str, ...]
+    markers: tuple[str, ...] = ()
     """Texts that may be special tokens, which are not shown otherwise."""
+    has_short_ids: bool = False
+    """Templates want ids of calls with nine letters and digits."""
 
-    def make_section(self, opener: str, tools: ToolSet) -> Section:
-        """Begin to read what follows an opener, or, where that is empty, the start of the answer."""
+    @abstractmethod
+    def make_section(self, tools: ToolSet) -> Section:
+        """Begin to read what follows an opener, or the start of an answer."""
 
 
 class ToolParser:
@@ -153,7 +156,7 @@ class ToolParser:
                 return ""
             self._is_start = False
             if first[0] in self._form.starts:
-                self._open("", text[: len(text) - len(first)])
+                self._open(text[: len(text) - len(first)])
                 return first
         openers = self._form.openers
         found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
@@ -164,7 +167,7 @@ class ToolParser:
         opener = next(opener for opener in openers if text.startswith(opener, found))
         start, end = _find_blanks(text, found), found + len(opener)
         self._add_text(text[:start], events)
-        self._open(opener, text[start:end])
+        self._open(text[start:end])
         return text[end:]
 
     def _find_held(self, text: str) -> int:
@@ -186,9 +189,9 @@ class ToolParser:
 
     # --- Sections -----------------------------------------------------------------------------------------------------
 
-    def _open(self, opener: str, text: str) -> None:
+    def _open(self, text: str) -> None:
         self._opener = text
-        self._section = self._form.make_section(opener, self._tools)
+        self._section = self._form.make_section(self._tools)
 
     def _read_section(self, text: str, events: list[ParsedEvent]) -> str:
         """Read more of the section; return the text after it."""

@@ -4,11 +4,10 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import CallGrammar, Marks, write_text
+from lorax_server.text.tools.grammar import CallGrammar, CallRules, ToolFormat, write_text
 from lorax_server.text.tools.json_object import Call
 from lorax_server.text.tools.json_section import add_call
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
@@ -127,25 +126,25 @@ def _read_value(node: ast.expr) -> Any:
     raise MalformedCallError
 
 
-class PythonicFormat:
+class PythonicFormat(ToolFormat):
     openers = (OPENER,)
     starts = "["
     start_pattern = r"\[[ \n]*[a-zA-Z_][a-zA-Z0-9_.]*\("
     markers = (OPENER,)
 
-    def make_section(self, opener: str, tools: ToolSet) -> Section:
+    def make_section(self, tools: ToolSet) -> Section:
         return PythonicSection(tools)
 
-    def write_rules(self, calls: Sequence[CallGrammar], is_parallel: bool, marks: Marks) -> str:
-        more = ' (", " call)*' if is_parallel else ""
-        rules = [f'calls: first{more} "]"\n']
+    def write_rules(self, rules: CallRules) -> str:
+        calls, more = rules.calls, ' (", " call)*' if rules.is_parallel else ""
+        lines = [f'calls: first{more} "]"\n']
         for rule, before in (("first", "["), ("call", "")):
             heads = [write_text(f"{before}{call.name}(") for call in calls]
             choices = [f'{head} keywords_{index} ")"' for index, head in enumerate(heads)]
-            rules.append(f"{rule}: {' | '.join(choices)}\n")
+            lines.append(f"{rule}: {' | '.join(choices)}\n")
         for index, call in enumerate(calls):
-            rules += _write_keywords(f"keywords_{index}", call)
-        return "".join(rules)
+            lines += _write_keywords(f"keywords_{index}", call)
+        return "".join(lines)
 
 
 def _write_keywords(rule: str, call: CallGrammar) -> list[str]:

@@ -68,7 +68,10 @@ class ThoughtSplitter:
             self._add(text[:place].rstrip(), text[:end], parts)
             self._is_thought, self._drops_blanks = False, True
             return text[end:]
-        start = next((at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])), len(text))
+        start = next(
+            (at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])),
+            len(text),
+        )
         sure = text[:start].rstrip()
         self._held = text[len(sure) :]
         self._add(sure, sure, parts)
