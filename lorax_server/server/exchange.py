@@ -63,6 +63,7 @@ class Exchange:
         self._is_stale = False  # the adapter's newest version cannot be served, so that an older one answers
         self._is_scoring = False
         self._num_logprobs = 0  # upper bound of those in the answers
+        self.write_failure: Callable[[Problem], bytes] = lambda problem: event(problem.body(self.path))  # in a stream
 
     # --- Around a route's work ----------------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class Exchange:
             async for piece in events:
                 yield piece
         except Exception as error:
-            yield event(self._note(error).body(self.path))
+            yield self.write_failure(self._note(error))
         finally:
             first.cancel()
             await events.aclose()

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.service import Service
-from lorax_server.server.tools.answer_plan import plan_answer
+from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
 from lorax_server.server.tools.conversation import prepare_calls
 from lorax_server.server.tools.messages import MessageWriter, make_writers, show_markers
 from lorax_server.server.tools.offer import ToolOffer, make_offer
@@ -43,8 +43,29 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
+class PreparedChat(NamedTuple):
+    """A chat whose answers can begin."""
+
+    generations: list[RemoteGeneration]
+    prompt: str
+    plan: AnswerPlan | None  # None: answers are nothing but text
+
+
 async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
     openai.note_adapter(exchange, body)
+    generations, prompt, plan = await prepare(exchange, body)
+    writers = make_writers(plan, prompt, generations)
+    if body.stream:
+        frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
+        write = partial(_write_deltas, body, generations, writers)
+        return await openai.stream_choices(exchange, body, frame, write)
+    await finish_all(generations)
+    frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
+    return await exchange.write(lambda: _write(exchange, body, frame, writers))
+
+
+async def prepare(exchange: Exchange, body: ChatCompletionRequest) -> PreparedChat:
+    """Check a chat, and make its prompt and its generations."""
     service, options = exchange.service, _to_options(exchange.service, body)
     offer = make_offer(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     await exchange.admit(len(options.seeds), bool(body.stream))
@@ -55,15 +76,7 @@ async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
     if plan is not None:
         structure = plan.write_structure(model.tokenizer, prompt, options.structure)
         options, model = replace(options, structure=structure), show_markers(model, plan)
-    generations = await exchange.prepare(model, prompt, options)
-    writers = make_writers(plan, prompt, generations)
-    if body.stream:
-        frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
-        write = partial(_write_deltas, body, generations, writers)
-        return await openai.stream_choices(exchange, body, frame, write)
-    await finish_all(generations)
-    frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
-    return await exchange.write(lambda: _write(exchange, body, frame, writers))
+    return PreparedChat(await exchange.prepare(model, prompt, options), prompt, plan)
 
 
 def _separates(service: Service, body: ChatCompletionRequest) -> bool:
@@ -154,7 +167,7 @@ def _write(
         if writers:
             message = writers[index].write_message(generation.text)
             reason = writers[index].finish_reason(reason)
-        logprobs = _logprobs(body, generation, generation.events)
+        logprobs = write_logprobs(body, generation, generation.events)
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     usage = openai.count_usage(exchange)
     return json_response(
@@ -173,7 +186,7 @@ def _write_deltas(
     """Write choices: the role at first, new text, and the end."""
     deltas = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
     text = "".join([token_event.text for token_event in token_events])
-    logprobs = _logprobs(body, generations[index], token_events)
+    logprobs = write_logprobs(body, generations[index], token_events)
     reason = openai.finish_reason(token_events[-1].finish_reason)
     news = [{"content": text}] if text else []
     if writers:
@@ -195,7 +208,7 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(
+def write_logprobs(
     body: ChatCompletionRequest, generation: RemoteGeneration, token_events: list[TokenEvent]
 ) -> dict[str, Any] | None:
     if not body.logprobs:

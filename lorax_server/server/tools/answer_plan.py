@@ -126,6 +126,10 @@ class AnswerReader:
         self._parser = parser
         self._separates = separates
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._splitter is not None and self._splitter.is_thought
+
     def feed(self, text: str) -> list[ParsedEvent]:
         if self._splitter is None:
             return self._read(text)

@@ -56,7 +56,7 @@ class CallGrammar(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """What the rules of calls are made of."""
+    """Parts that the rules of calls are made of."""
 
     calls: Sequence[CallGrammar]
     is_parallel: bool  # several calls are possible

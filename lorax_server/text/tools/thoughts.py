@@ -22,7 +22,7 @@ class ThoughtSplitter:
     def __init__(self, has_begun: bool = False) -> None:
         self._held = ""
         self._is_start = not has_begun
-        self._is_thought = has_begun
+        self.is_thought = has_begun
         self._drops_blanks = has_begun
 
     def feed(self, text: str) -> list[Part]:
@@ -30,7 +30,7 @@ class ThoughtSplitter:
         text, self._held = self._held + text, ""
         if self._is_start:
             text = self._open(text, parts)
-        if self._is_thought and text:
+        if self.is_thought and text:
             text = self._think(text, parts)
         if text:
             self._add(text, text, parts)
@@ -39,7 +39,7 @@ class ThoughtSplitter:
     def finish(self) -> list[Part]:
         """Return what was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return [Part(held.rstrip() if self._is_thought else held, held, self._is_thought)] if held else []
+        return [Part(held.rstrip() if self.is_thought else held, held, self.is_thought)] if held else []
 
     def _open(self, text: str, parts: list[Part]) -> str:
         first = text.lstrip()
@@ -57,7 +57,7 @@ class ThoughtSplitter:
         return text
 
     def _begin(self, raw: str, parts: list[Part]) -> None:
-        self._is_start, self._is_thought, self._drops_blanks = False, True, True
+        self._is_start, self.is_thought, self._drops_blanks = False, True, True
         parts.append(Part("", raw, True))
 
     def _think(self, text: str, parts: list[Part]) -> str:
@@ -66,7 +66,7 @@ class ThoughtSplitter:
         if place >= 0:
             end = place + len(CLOSER)
             self._add(text[:place].rstrip(), text[:end], parts)
-            self._is_thought, self._drops_blanks = False, True
+            self.is_thought, self._drops_blanks = False, True
             return text[end:]
         start = next(
             (at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])),
@@ -82,4 +82,4 @@ class ThoughtSplitter:
             text = text.lstrip()
             self._drops_blanks = not text
         if raw:
-            parts.append(Part(text, raw, self._is_thought))
+            parts.append(Part(text, raw, self.is_thought))
