@@ -63,7 +63,7 @@ class Exchange:
         self._is_stale = False  # the adapter's newest version cannot be served, so that an older one answers
         self._is_scoring = False
         self._num_logprobs = 0  # upper bound of those in the answers
-        self.write_failure: Callable[[Problem], bytes] = lambda problem: event(problem.body(self.path))  # in a stream
+        self.write_failure: Callable[[Problem], bytes] | None = None  # of a stream, if not as an event with the error
 
     # --- Around a route's work ----------------------------------------------------------------------------------------
 
@@ -245,7 +245,8 @@ class Exchange:
             async for piece in events:
                 yield piece
         except Exception as error:
-            yield self.write_failure(self._note(error))
+            problem = self._note(error)
+            yield event(problem.body(self.path)) if self.write_failure is None else self.write_failure(problem)
         finally:
             first.cancel()
             await events.aclose()

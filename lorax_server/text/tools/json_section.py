@@ -14,7 +14,7 @@ from lorax_server.text.tools.parser import (
 )
 
 
-class _Place(Enum):
+class _Awaited(Enum):
     """The part of a section that comes next."""
 
     OBJECT = auto()  # `{`, or `[` where nothing came before
@@ -34,24 +34,24 @@ class JsonSection(Section):
         self._tools = tools
         self._closer = closer
         self._separator = separator
-        self._place = _Place.OBJECT
+        self._awaited = _Awaited.OBJECT
         self._is_list = False
         self._has_separator = False  # after the last object
         self._num_closed = 0  # characters of the closer
         self._reader = ObjectReader()
 
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        if self._place is _Place.WITHIN:
+        if self._awaited is _Awaited.WITHIN:
             return self._take_object(text, at, events)
         character = text[at]
         if character.isspace() and not self._num_closed:
             return 1
-        if self._place is _Place.AFTER:
+        if self._awaited is _Awaited.AFTER:
             return self._take_after(character)
         if character == "{":
             self._begin(None)
             return self._take_object(text, at, events)
-        if character == "[" and self._place is _Place.OBJECT and not self._is_list:
+        if character == "[" and self._awaited is _Awaited.OBJECT and not self._is_list:
             self._is_list = True
             return 1
         raise MalformedCallError
@@ -61,7 +61,7 @@ class JsonSection(Section):
         return not left or self._closer.startswith(left) or left == self._separator
 
     def _begin(self, name: str | None) -> None:
-        self._reader, self._place = ObjectReader(name), _Place.WITHIN
+        self._reader, self._awaited = ObjectReader(name), _Awaited.WITHIN
 
     def _take_object(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         reader = self._reader
@@ -77,7 +77,7 @@ class JsonSection(Section):
         return count
 
     def _end_object(self, events: list[ParsedEvent], count: int) -> None:
-        self._place = _Place.AFTER
+        self._awaited = _Awaited.AFTER
         if self.is_open:
             events.append(CallEnds())
             self.is_open = False
@@ -95,7 +95,7 @@ class JsonSection(Section):
             if character not in ",]":
                 raise MalformedCallError
             if character == ",":
-                self._place = _Place.NEXT
+                self._awaited = _Awaited.NEXT
             else:
                 self._is_list, self.has_ended = False, not self._closer
             return 1

@@ -151,6 +151,9 @@ class ToolParser:
         text, self._held = self._held + text, ""
         if self._is_start:
             first = text.lstrip()
+            blanks = _find_blanks(text, len(text) - len(first))
+            self._add_text(text[:blanks], events)
+            text = text[blanks:]
             if not first:
                 self._held = text
                 return ""
