@@ -121,8 +121,8 @@ class ResponseWriter:
             part = item["content"][0]
             kind = f"response.{PARTS[item['type']]}.done"
             told = _pick(part, "text", "logprobs") if item["type"] == "message" else _pick(part, "text")
-            ended = self._item_event("response.content_part.done", content_index=0, part=_copy(part))
-            done = [self._item_event(kind, content_index=0, **told), ended]
+            done = [self._item_event(kind, content_index=0, **told)]
+            done.append(self._item_event("response.content_part.done", content_index=0, part=_copy(part)))
         done.append(self._event("response.output_item.done", output_index=self._place, item=_copy(item)))
         self._item = None
         return done
