@@ -70,7 +70,29 @@ class Sampler:
         assert history is not None or not self.needs_history, "these rows need to know how long they are"
         if self._whole is not None:
             return self._whole(logits, history, masks)
-        parts = self._parts if masks is None else self._divide_masked(masks)
+        if masks is not None:
+            return self._choose_masked(logits, history, masks)
+        return self._choose_parts(self._parts, logits, history, None)
+
+    def _choose_masked(self, logits: torch.Tensor, history: History | None, masks: TokenMasks) -> Sampled:
+        """Choose on a CPU: what is not allowed has no chance, and all else is as without masks.
+
+        Log probabilities that are raw are of the scores without masks. Alternatives that are raw need both scores.
+        """
+        masked = masks.rows.tolist()
+        raw = [row for row in masked if self._row_sampling[row].params.raw_logprobs]
+        if any(self._row_sampling[row].params.num_alternatives for row in raw):
+            return self._choose_parts(self._divide_masked(frozenset(masked)), logits, history, masks)
+        sampled = self._choose_parts(self._parts, masks.apply(logits), history, None)
+        if raw:
+            scores = logits if len(raw) == len(logits) else logits[raw]
+            rows = slice(None) if len(raw) == len(logits) else raw
+            sampled.logprobs[rows] = self._ops.find_logprobs(scores, sampled.token_ids[rows, None]).squeeze(-1)
+        return sampled
+
+    def _choose_parts(
+        self, parts: list[_Part], logits: torch.Tensor, history: History | None, masks: TokenMasks | None
+    ) -> Sampled:
         if len(parts) == 1:
             return self._choose_part(parts[0], logits, history, masks)
         token_ids = torch.empty(len(logits), dtype=torch.int64)
@@ -109,9 +131,8 @@ class Sampler:
             parts.append(_Part(way, rows, torch.tensor(rows, dtype=torch.int64), chooser))
         return parts
 
-    def _divide_masked(self, masks: TokenMasks) -> list[_Part]:
+    def _divide_masked(self, masked: frozenset[int]) -> list[_Part]:
         """Make the parts where rows with masks go the general way, as those of a structure do for many steps."""
-        masked = frozenset(masks.rows.tolist())
         if self._masked[0] != masked or not self._masked[1]:
             ways = [_Way.GENERAL if i in masked else _way_of(each) for i, each in enumerate(self._row_sampling)]
             self._masked = masked, self._divide(ways)
