@@ -95,7 +95,8 @@ class LLM:
         """Answer prompts, given as text or token ids, all together.
 
         `params`, `stop`, `adapter` and `structure` are for all of them, or lists with one for each; the adapter None is
-        the base model. `structures.grammars` makes structures. `progress` shows a bar; None: on a terminal. `on_error="return"` leaves an error in its completion
+        the base model. `structures.grammars` makes structures. `progress` shows a bar; None: on a terminal.
+        `on_error="return"` leaves an error in its completion
         instead of raising the first.
         """
         if on_error not in ("raise", "return"):
@@ -211,7 +212,11 @@ class LLM:
             stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
         request = Request(next(self._ids), ids, params or SamplingParams(), stop, identity)
         request = replace(request, prompt_logprobs=prompt_logprobs, structure=structure)
-        if structure is not None and isinstance(resolved, Resolved) and not tokenizer.shares_vocabulary(self._tokenizer):
+        if (
+            structure is not None
+            and isinstance(resolved, Resolved)
+            and not tokenizer.shares_vocabulary(self._tokenizer)
+        ):
             request = replace(request, adapter=resolved)
         run = Generation(request, tokenizer.detokenizer)
         run.completion.error = failure

@@ -43,7 +43,7 @@ class Executor(Protocol):
         without any."""
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
-        """Let the sequences of the last step choose their tokens, which waits for this. Errors are those of `submit`."""
+        """Let the sequences of the last step, which is masked, choose their tokens. Errors are those of `submit`."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""

@@ -153,12 +153,12 @@ class Scheduler:
         for index, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
             sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(index))
         outputs = []
-        for index, sequence in enumerate(done.sampled):
-            if sequence is None:
+        for index, sampled in enumerate(done.sampled):
+            if sampled is None:
                 continue
-            sequence.num_in_flight -= 1
-            if not sequence.finished:
-                outputs.append(self._take_token(sequence, result, index))
+            sampled.num_in_flight -= 1
+            if not sampled.finished:
+                outputs.append(self._take_token(sampled, result, index))
         self.counters.generated_tokens += len(outputs)
         return self.take_failed() + outputs
 

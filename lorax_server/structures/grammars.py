@@ -27,7 +27,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool) -> Structure:
     try:
         text = json.dumps({**schema, OPTIONS: {"whitespace_pattern": WHITESPACE}}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"the JSON schema cannot be written as JSON: {error or 'it is nested too deeply'}") from error
+        raise InputError(f"the JSON schema cannot be written as JSON: {error}") from error
     return _make(f"start: %json {text}")
 
 
@@ -36,7 +36,7 @@ def from_json_text(text: str) -> Structure:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the JSON schema is not JSON: {error or 'it is nested too deeply'}") from error
+        raise InputError(f"the JSON schema is not JSON: {error}") from error
     return from_json_schema(schema)
 
 

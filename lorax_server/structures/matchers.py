@@ -38,7 +38,8 @@ def _shorten(error: str) -> str:
     """Cut what quotes the grammar back at its sender, and say in words what the library says by a name."""
     if error.startswith("NoExtension"):
         return NO_TEXT
-    return error.split("\n   1 |")[0].removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR]
+    said, *_ = error.split("\n   1 |", maxsplit=1)
+    return said.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR]
 
 
 def compute_mask(vocabulary: Vocabulary, matcher: LLMatcher) -> tuple[Words, bool]:

@@ -1,7 +1,7 @@
 """The process that follows structures of one vocabulary: compiles grammars, and computes the masks of answers.
 
-A grammar is tried first in a child of this process, which may take `COMPILE_S` of CPU time and so much memory; what ends
-badly there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
+A grammar is tried first in a child of this process, which may take `COMPILE_S` of CPU time and so much memory; what
+ends badly there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
 """
 
 import os

@@ -1,7 +1,5 @@
 """The vocabulary of a tokenizer, as llguidance wants it."""
 
-from typing import cast
-
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -50,4 +48,4 @@ class Vocabulary:
         may_end = bool(words[word] >> bit & 1)
         if bit:
             words[word] &= (1 << bit) - 1  # bits beyond the model's tokens
-        return cast(Words, words[: self.num_words]), may_end
+        return words[: self.num_words], may_end

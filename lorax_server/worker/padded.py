@@ -153,7 +153,9 @@ class PaddedRunner:
         token_masks = None
         if masked:
             words = np.stack([masks[batch.requests[row].id] for row in masked])
-            token_masks = masks_to_device(StepMasks(np.array(masked), words), self._model.vocab_size, self._model.device)
+            token_masks = masks_to_device(
+                StepMasks(np.array(masked), words), self._model.vocab_size, self._model.device
+            )
         sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         outcomes = {}
