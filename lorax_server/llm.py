@@ -96,8 +96,7 @@ class LLM:
 
         `params`, `stop`, `adapter` and `structure` are for all of them, or lists with one for each; the adapter None is
         the base model. `structures.grammars` makes structures. `progress` shows a bar; None: on a terminal.
-        `on_error="return"` leaves an error in its completion
-        instead of raising the first.
+        `on_error="return"` leaves an error in its completion instead of raising the first.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error is 'raise' or 'return', not {on_error!r}")

@@ -41,13 +41,13 @@ def from_json_text(text: str) -> Structure:
 
 
 def from_regex(pattern: str) -> Structure:
-    """Ask for text that a regular expression matches as a whole. Rust's syntax; nothing may look around."""
+    r"""Ask for text that a regular expression matches as a whole. Rust's syntax, with \d, \w and \s of ASCII."""
     _check_size(pattern)
     if not pattern:
         raise InputError("the regular expression is empty")
     from llguidance import regex_to_lark  # noqa: PLC0415 - only who asks for a regex needs the library here
 
-    return _make(f"start: /{regex_to_lark(pattern)}/")
+    return _make(f"start: /{regex_to_lark(pattern, use_ascii='dws')}/")
 
 
 def from_choices(choices: Sequence[str]) -> Structure:

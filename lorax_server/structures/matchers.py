@@ -39,6 +39,7 @@ def _shorten(error: str) -> str:
     if error.startswith("NoExtension"):
         return NO_TEXT
     said, *_ = error.split("\n   1 |", maxsplit=1)
+    said = said.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return said.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR]
 
 
