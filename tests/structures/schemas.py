@@ -31,10 +31,15 @@ NOTHING: Schema = {"type": "null"}
 DATE = text(10, format="date")
 AMOUNT = {"type": "number", "minimum": 0, "maximum": 1000}
 MONEY = record(amount=AMOUNT, currency=one_of("EUR", "USD", "GBP"))
-ADDRESS = record("line2", street=text(), line2=text(), postcode=text(5, pattern="^[0-9]{5}$"), country=one_of("DE", "FR"))
+ADDRESS = record(
+    "line2", street=text(), line2=text(), postcode=text(5, pattern="^[0-9]{5}$"), country=one_of("DE", "FR")
+)
 PERSON = record(name=text(), age=whole(0, 120))
 TREE: Schema = {
-    "$defs": {"node": record("left", value=whole(), left={"anyOf": [{"$ref": "#/$defs/leaf"}, NOTHING]}), "leaf": PERSON},
+    "$defs": {
+        "node": record("left", value=whole(), left={"anyOf": [{"$ref": "#/$defs/leaf"}, NOTHING]}),
+        "leaf": PERSON,
+    },
     "$ref": "#/$defs/node",
 }
 
@@ -42,7 +47,9 @@ SCHEMAS: dict[str, Schema] = {
     "person": PERSON,
     "address": ADDRESS,
     "money": MONEY,
-    "sentiment": record(label=one_of("positive", "negative", "neutral"), score={"type": "number", "minimum": 0, "maximum": 1}),
+    "sentiment": record(
+        label=one_of("positive", "negative", "neutral"), score={"type": "number", "minimum": 0, "maximum": 1}
+    ),
     "entities": record(entities=several(record(text=text(), kind=one_of("person", "place", "date")))),
     "yes or no": record(answer=FLAG),
     "classification": one_of("bug", "feature", "question"),
@@ -72,7 +79,9 @@ SCHEMAS: dict[str, Schema] = {
     "translation": record(language={"type": "string", "pattern": "^[a-z]{2}$"}, text=text()),
     "review": record("comment", stars=whole(1, 5), comment=text()),
     "ticket": record(title=text(), priority=one_of("low", "high", None), labels=several(one_of("a", "b"))),
-    "contact": record("phone", mail=text(12, pattern="^[a-z]{1,4}@[a-z]{1,4}\\.de$"), phone=text(9, pattern="^\\+[0-9]{4,8}$")),
+    "contact": record(
+        "phone", mail=text(12, pattern="^[a-z]{1,4}@[a-z]{1,4}\\.de$"), phone=text(9, pattern="^\\+[0-9]{4,8}$")
+    ),
     "box": record(corner=several(whole(), 2, 2), size=record(width=whole(), height=whole())),
     "union": {"anyOf": [PERSON, record(company=text())]},
     "shape": {
@@ -83,12 +92,22 @@ SCHEMAS: dict[str, Schema] = {
     "tree": TREE,
     "references": {"$defs": {"p": PERSON}, **record(first={"$ref": "#/$defs/p"}, second={"$ref": "#/$defs/p"})},
     "definitions": {"definitions": {"p": MONEY}, **record(price={"$ref": "#/definitions/p"})},
-    "map": {"type": "object", "patternProperties": {"^[a-z]{1,3}$": whole()}, "additionalProperties": False, "maxProperties": 2},
+    "map": {
+        "type": "object",
+        "patternProperties": {"^[a-z]{1,3}$": whole()},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     "counts": {"type": "object", "additionalProperties": False, "properties": {"a": whole()}, "minProperties": 1},
     "even": {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 100},
     "above": {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 13},
     "share": record(share={"type": "number", "minimum": 0.25, "maximum": 0.75}),
-    "described": {"title": "T", "description": "d", "$comment": "c", **record(a={**whole(), "default": 1, "examples": [2]})},
+    "described": {
+        "title": "T",
+        "description": "d",
+        "$comment": "c",
+        **record(a={**whole(), "default": 1, "examples": [2]}),
+    },
     "settings": record("theme", theme=one_of("dark", "light"), size=whole(8, 32), beta=FLAG),
     "diagnosis": record(code=text(5, pattern="^[A-Z][0-9]{2}$"), sure=FLAG, notes=several(text(), 1)),
 }

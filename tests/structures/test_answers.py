@@ -222,6 +222,7 @@ def test_masks_that_are_late_hold_up_nobody(
     assert answers[0].token_ids == plain.token_ids
 
 
+@pytest.mark.slow  # transformers converts its tokenizer, twice
 def test_a_model_without_paging_answers_in_form(tmp_path: Path) -> None:
     folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
     with LLM(folder, device="cpu", max_rows=4) as padded:

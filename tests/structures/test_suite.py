@@ -1,5 +1,5 @@
-"""The JSON-Schema-Test-Suite, draft 2020-12: of every schema that is not refused, a valid instance can be generated token
-by token, and an invalid one cannot."""
+"""The JSON-Schema-Test-Suite, draft 2020-12: of every schema that is not refused, a valid instance can be generated
+token by token, and an invalid one cannot."""
 
 import gzip
 import json
@@ -23,7 +23,16 @@ SUITE = Path(__file__).with_name("json-schema-test-suite.json.gz")
 OTHER_ORDER = ("allOf", "valid", "same object with different property order is valid")
 OTHER_NUMBER = "float"  # 1.0 for 1
 REFUSED = {
-    *("$dynamicAnchor", "$dynamicRef", "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains"),
+    *(
+        "$dynamicAnchor",
+        "$dynamicRef",
+        "contains",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+        "maxContains",
+    ),
     *("minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
 }
 
