@@ -1,5 +1,6 @@
 """Grammars that are compiled, and answers that follow them token by token."""
 
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from lorax_server.structures.vocabulary import Vocabulary, Words
 MAX_COMPILED = 256
 MAX_ERROR = 600  # characters
 NO_TEXT = "no text has this form"
+TOKEN_S, SPENT_S = 0.01, 0.1  # of CPU time: for a token on average, and for all until the average counts
 
 
 class GrammarError(Exception):
@@ -89,14 +91,20 @@ class Follower:
         self._ending = ending
         self._matcher = compiled.matcher.deep_copy()
         self._num_tokens = 0
+        self._spent_s = 0.0
         self.first_mask = self._allow_end(compiled.words.copy(), compiled.may_end)
 
     def consume(self, token_id: int) -> Words:
         """Take a token, and return the mask of the next. Raise `GrammarError` where that takes too much."""
+        began_s = time.thread_time()
         self._num_tokens += 1
         if not self._matcher.consume_token(token_id):
             _check(self._matcher)
-        return self._allow_end(*compute_mask(self._vocabulary, self._matcher))
+        mask = self._allow_end(*compute_mask(self._vocabulary, self._matcher))
+        self._spent_s += time.thread_time() - began_s
+        if self._spent_s > max(SPENT_S, TOKEN_S * self._num_tokens):
+            raise GrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms a token; make the grammar smaller")
+        return mask
 
     def _allow_end(self, words: Words, may_end: bool) -> Words:
         if may_end:

@@ -27,14 +27,14 @@ from lorax_server.structures.vocabulary import Vocabulary, Words
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
-COMPILE_S = 0.5  # of CPU time
+COMPILE_S = 0.25  # of CPU time
 PATIENCE_S = 10.0  # for the same, on a busy machine
 COMPILE_BYTES = 2**30  # beyond what this process has
 NICENESS = 10  # of a child: steps go first
 MAX_TRIALS = 2  # at once
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"
-TOO_LARGE = "the grammar takes too much memory to compile; make it smaller"
+TOO_LARGE = "the grammar is too deep or too large to compile; make it smaller"
 
 
 class _Trial(NamedTuple):
