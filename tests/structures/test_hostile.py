@@ -74,9 +74,8 @@ def test_there_are_enough() -> None:
 def test_it_is_followed_or_refused_and_nobody_else_notices(name: str, follower: Follower) -> None:
     try:
         structure = CASES[name]()
-    except InputError as error:
-        assert str(error)
-        return
+    except InputError:
+        return  # before it reaches the engine
     other, random = follower.begin(from_regex("[a-z]{300,400}")), np.random.default_rng(0)
     assert follower.settle(other) is None
     hostile = follower.begin(structure)
