@@ -76,6 +76,12 @@ class TokenMasks(NamedTuple):
         bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
         return ((self.words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
+    def find_numbers(self, num_rows: int) -> torch.Tensor:
+        """Return [num_rows] the number of each row's mask; -1 where it has none."""
+        numbers = torch.full((num_rows,), -1, device=self.rows.device)
+        numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
+        return numbers
+
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy of [rows, vocabulary] scores, in which tokens that are not allowed have -infinity."""
         allowed, never = self.allowed(logits.shape[-1]), -math.inf
