@@ -170,6 +170,8 @@ class Exchange:
         self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)
         address = self._http.client.host if self._http.client is not None else ""
+        shares = options.structure is None or model.tokenizer.shares_vocabulary(service.tokenizers.base)
+        adapter = None if shares else model.adapter
         generations = []
         for seed in options.seeds:
             request = Request(
@@ -183,6 +185,7 @@ class Exchange:
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
                 structure=options.structure,
+                adapter=adapter,
             )
             generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             self.generations.append(generations[-1])

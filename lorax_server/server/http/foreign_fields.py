@@ -80,8 +80,7 @@ FOREIGN = (
     *_unsupported("SGLang", OPENAI, "no_stop_trim"),
     *_unsupported("SGLang, llama.cpp", EVERYWHERE, "json_schema"),
     *_unsupported("SGLang, vLLM", EVERYWHERE, "return_token_ids"),
-    *_unsupported("vLLM", EVERYWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *_unsupported("vLLM", EVERYWHERE, "structural_tag", "structured_outputs", "use_beam_search", "bad_words"),
+    *_unsupported("vLLM", EVERYWHERE, "structural_tag", "guided_whitespace_pattern", "use_beam_search", "bad_words"),
     *_unsupported("vLLM", EVERYWHERE, "allowed_token_ids", "logits_processors", "return_tokens_as_token_ids"),
     *_unsupported("vLLM", OPENAI, "include_stop_str_in_output", "truncate_prompt_tokens", "prompt_embeds"),
     *_unsupported("vLLM", (CHAT, RESPONSES), "chat_template", "continue_final_message", "add_special_tokens", "echo"),
@@ -119,6 +118,10 @@ FOREIGN = (
     ForeignField("eos_token_id", EVERYWHERE, "transformers", zero_asks=True),
     ForeignField("documents", (CHAT, RESPONSES), "vLLM", "chat_template_kwargs"),
     ForeignField("echo", (GENERATE,), "OpenAI", "return_full_text"),
+    *(
+        ForeignField(name, (GENERATE,), "vLLM", "response_format")
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+    ),
     ForeignField("skip_special_tokens", EVERYWHERE, "vLLM, SGLang", usual=(True,)),
     ForeignField("spaces_between_special_tokens", EVERYWHERE, "vLLM", usual=(True,)),
     ForeignField("prompt_logprobs", EVERYWHERE, "vLLM", zero_asks=True),

@@ -18,8 +18,14 @@ MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompts = Field(max_length=MAX_PROMPTS)
-PlainText = Annotated[
-    dict[str, Any], Field(json_schema_extra={"required": ["type"], "properties": {"type": {"const": "text"}}})
+Format = Annotated[
+    dict[str, Any],
+    Field(
+        json_schema_extra={
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+        }
+    ),
 ]
 
 
@@ -50,9 +56,15 @@ class CommonRequest(CommonOptions):
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="One of `json`, `regex`, `choice`, `grammar`, or `json_object`"
+    )
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark, or in GBNF")
 
-    # Not yet.
-    response_format: PlainText | None = None
+    response_format: Format | None = Field(default=None, description="The form of the answer's text")
 
     @property
     def wants_usage(self) -> bool:

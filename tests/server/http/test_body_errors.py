@@ -82,8 +82,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` has half of"),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
-        *(CHAT, chat(response_format={"type": "json_object"})),
-        *("response_format", "unsupported_parameter", "`response_format` 'json_object' is not supported yet"),
+        *(CHAT, chat(response_format={"type": "xml"})),
+        *("response_format", "unsupported_parameter", "`response_format` 'xml' is not known here"),
     ),
 }
 
