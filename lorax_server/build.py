@@ -18,6 +18,7 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
+from lorax_server.structures.structures import Structures
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.executor import build_executor
 from lorax_server.worker.memory import adapter_host_bytes
@@ -64,7 +65,7 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
         model_class=capabilities.model_class,
         num_threads=config.sources.num_threads,
     )
-    return Engine(executor, scheduler, pool, table, resolver)
+    return Engine(executor, scheduler, pool, table, resolver, Structures(config.model.path))
 
 
 def preload(engine: Engine, config: EngineConfig) -> None:

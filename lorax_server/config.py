@@ -15,6 +15,7 @@ from lorax_server.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZE = ("fp8-kv",)
 SOURCES = ("hub", "local", "s3")
+TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 T = TypeVar("T")
 
@@ -270,6 +271,12 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
     )
     tokenizer_config_path: Path | None = setting(None, "another tokenizer_config.json, for its chat template")
 
+    tool_parsers: tuple[str, ...] = setting(
+        (),
+        f"form in which the model calls functions, or adapter=form: {', '.join(TOOL_PARSERS)}",
+        none="chosen by the chat template",
+    )
+    separate_reasoning: bool = setting(False, "give reasoning in <think> as reasoning_content, unless a request says")
     adapters_dir: Path | None = setting(None, "folder whose subfolders are adapters, later ones too")
     static_adapter: tuple[str, str] | None = setting(None, "adapter of requests that name none")
     default_source: str = setting("hub", "source of adapters whose request names none", choices=SOURCES)
@@ -279,6 +286,10 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for parser in self.tool_parsers:
+            name = parser.rpartition("=")[2]
+            if name not in TOOL_PARSERS:
+                raise ConfigError(f"tool_parsers {name[:100]!r} is not one of {', '.join(TOOL_PARSERS)}")
         total = self.engine.max_length
         if self.max_input_length is not None and total is not None and self.max_input_length >= total:
             raise ConfigError(

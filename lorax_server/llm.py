@@ -31,9 +31,9 @@ from lorax_server.generation.generation import Completion, Generation, TokenEven
 from lorax_server.phases import Phases
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
-from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts
+from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts, spread
 from lorax_server.text.tokenizer import load_tokenizer
-from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
+from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams, Structure
 
 _T = TypeVar("_T")
 
@@ -87,29 +87,31 @@ class LLM:
         stop: StopParams | Sequence[StopParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        structure: Structure | Sequence[Structure | None] | None = None,
         prompt_logprobs: bool = False,
         progress: bool | None = None,
         on_error: str = "raise",
     ) -> list[Completion]:
         """Answer prompts, given as text or token ids, all together.
 
-        `params`, `stop` and `adapter` are for all of them, or lists with one for each; the adapter None is the base
-        model. `progress` shows a bar; None: on a terminal. `on_error="return"` leaves an error in its completion
-        instead of raising the first.
+        `params`, `stop`, `adapter` and `structure` are for all of them, or lists with one for each; the adapter None is
+        the base model. `structures.grammars` makes structures. `progress` shows a bar; None: on a terminal.
+        `on_error="return"` leaves an error in its completion instead of raising the first.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error is 'raise' or 'return', not {on_error!r}")
         listed = list_prompts(prompts)
-        adapter_ids = _spread(adapter, str, "adapters", len(listed))
-        samplings = _spread(params, SamplingParams, "params", len(listed))
-        stops = _spread(stop, StopParams, "stops", len(listed))
+        adapter_ids = spread(adapter, str, "adapters", len(listed))
+        samplings = spread(params, SamplingParams, "params", len(listed))
+        stops = spread(stop, StopParams, "stops", len(listed))
+        structures = spread(structure, Structure, "structures", len(listed))
         if progress is None:
             progress = sys.stderr.isatty() and len(listed) > 1
         runs: list[Generation] = []
         bar = tqdm(total=len(listed), unit="prompt", disable=not progress, dynamic_ncols=True)
         try:
             resolved = self._resolve_all(adapter_ids, on_error)
-            for arguments in zip(listed, resolved, samplings, stops, strict=True):
+            for arguments in zip(listed, resolved, samplings, stops, structures, strict=True):
                 runs.append(self._make_run(*arguments, prompt_logprobs))
             for run in runs:
                 self._start(run, on_error)
@@ -126,9 +128,10 @@ class LLM:
         stop: StopParams | None = None,
         *,
         adapter: str | None = None,
+        structure: Structure | None = None,
     ) -> Iterator[TokenEvent]:
         """Answer one prompt, token by token. Closing the iterator ends the request."""
-        run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, False)
+        run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
         try:
             self._start(run, "raise")
             while True:
@@ -191,6 +194,7 @@ class LLM:
         resolved: Resolved | LoraxError,
         params: SamplingParams | None,
         stop: StopParams | None,
+        structure: Structure | None,
         prompt_logprobs: bool,
     ) -> Generation:
         tokenizer, ids, identity, failure = self._tokenizer, [], "", None
@@ -205,8 +209,14 @@ class LLM:
         stop = stop or StopParams()
         if not stop.eos_token_ids:
             stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
-        sampling = params or SamplingParams()
-        request = Request(next(self._ids), ids, sampling, stop, identity, prompt_logprobs=prompt_logprobs)
+        request = Request(next(self._ids), ids, params or SamplingParams(), stop, identity)
+        request = replace(request, prompt_logprobs=prompt_logprobs, structure=structure)
+        if (
+            structure is not None
+            and isinstance(resolved, Resolved)
+            and not tokenizer.shares_vocabulary(self._tokenizer)
+        ):
+            request = replace(request, adapter=resolved)
         run = Generation(request, tokenizer.detokenizer)
         run.completion.error = failure
         return run
@@ -319,14 +329,6 @@ class LLM:
         while not future.done():
             self._step()
         return future.result()
-
-
-def _spread(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
-    """Return one value for each prompt, given one for all of them or a list."""
-    listed = [values] * count if values is None or isinstance(values, kind) else list(values)
-    if len(listed) != count:
-        raise InputError(f"{count} prompts, but {len(listed)} {what}")
-    return listed
 
 
 @contextmanager

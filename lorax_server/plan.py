@@ -102,7 +102,7 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     new_blocks: Ints  # [blocks, 3] row, index in its table, block
     adapter_ops: tuple[AdapterOp, ...] = ()  # done before the step, in this order
-    token_masks: npt.NDArray[np.int32] | None = None  # [sampled rows, ceil(vocab / 32)] a bit for each allowed token
+    is_masked: bool = False  # tokens are chosen when a `StepMasks` has come
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +112,14 @@ class StepPlan:
         """Return a plan that tells of the same rows and blocks, and computes nothing; the adapters' part is done."""
         none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
         numbers = replace(self, rows=none, starts=none, counts=none, adapter_indices=none)
-        return replace(numbers, samples=no, asks=no, adapter_ops=())
+        return replace(numbers, samples=no, asks=no, adapter_ops=(), is_masked=False)
+
+
+class StepMasks(NamedTuple):
+    """The tokens that some sequences of a step may choose from."""
+
+    rows: Ints  # among the sequences that `samples`
+    words: npt.NDArray[np.int32]  # [rows, words] a bit for each allowed token; tokens beyond are not allowed
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,13 @@ class Task(StrEnum):
 
 
 @dataclass(frozen=True)
+class Structure:
+    """The form that the text of an answer must have."""
+
+    grammar: str  # in llguidance's dialect of Lark
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt, and what the caller wants of it. The identity of its adapter always means the same content."""
 
@@ -122,11 +129,12 @@ class Request:
     stop: StopParams
     adapter_identity: str = ""  # the hash of its content; empty: the base model
     tenant: str = ""  # tenants share the engine fairly
-    first_id: int | None = None
-    """The request of the call's first answer, if this is a further answer: those give way to other calls."""
+    first_id: int | None = None  # of the call's first answer, if this is a further one: those give way to other calls
     salt: str = ""  # prompts share keys and values only with prompts of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
     task: Task = Task.GENERATE
+    structure: Structure | None = None
+    adapter: "Resolved | None" = None  # with a structure, if the adapter has a vocabulary of its own
 
 
 class FinishReason(IntEnum):

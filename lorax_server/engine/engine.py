@@ -1,10 +1,15 @@
 """The engine: takes requests, decides each step, hands it to an executor, and returns the outputs."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.entry import State
@@ -12,10 +17,13 @@ from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.errors import AdapterError, EngineError, LoraxError
-from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
+from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
+from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
+from lorax_server.structures.structures import Structures
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
+PATIENCE_S = 0.005  # for masks, while other sequences wait to choose
+ALONE_S = 0.05  # while no other does
 IDLE_S = 0.05  # the longest wait: another thread may have taken what woke it
 TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
 _TIER_OF_STATE = {State.DEVICE: "device", State.LOADING: "host", State.HOST: "host"}
@@ -33,6 +41,9 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> LoraxError | None:
         """Start a step. Return an error if there is no memory for its sequences: its result will be that of a step
         without any."""
+
+    def mask(self, masks: StepMasks) -> LoraxError | None:
+        """Let the sequences of the last step, which is masked, choose their tokens. Errors are those of `submit`."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step."""
@@ -58,7 +69,9 @@ class Engine:
         pool: BlockPool,
         table: AdapterTable,
         resolver: AdapterResolver,
+        structures: Structures | None = None,
     ) -> None:
+        """Without `structures`, requests for one are refused."""
         self.wake = threading.Event()
         self.start_seconds: Mapping[str, float] = {}  # that the start took, by phase
         self.capabilities = executor.capabilities
@@ -67,17 +80,21 @@ class Engine:
         self._pool = pool
         self._table = table
         self._resolver = resolver
+        self._structures = structures
         self._num_in_flight = 0
         self._resolved: deque[AdapterSpec] = deque()  # from any thread: adapters that the table has to know of
         self._loads: dict[str, list[Future[None]]] = {}  # by identity
         executor.on_news(self.wake.set)
+        if structures is not None:
+            structures.on_news = self.wake.set
 
     @property
     def is_busy(self) -> bool:
         """Tell whether `step` has something to do. Else nothing happens until `wake` is set, or time passes."""
         scheduler, table = self._scheduler, self._table
+        has_news = self._structures is not None and self._structures.has_news
         has_sequences = self._num_in_flight or scheduler.num_running or scheduler.num_ready
-        return bool(has_sequences or self._resolved or table.needs_step or table.has_news)
+        return bool(has_sequences or self._resolved or table.needs_step or table.has_news or has_news)
 
     @property
     def deadline_s(self) -> float | None:
@@ -110,11 +127,24 @@ class Engine:
     def add(self, request: Request) -> None:
         """Take a request. Raise if it cannot be served."""
         self._register_resolved()
-        self._scheduler.add(request)
+        if request.structure is None:
+            self._scheduler.add(request)
+            return
+        if self._structures is None:
+            raise NotSupportedError("structured output is not supported by this engine")
+        # Masks keep `min_new_tokens`, which gives way where the structure has come to its end.
+        self._scheduler.add(replace(request, stop=replace(request.stop, min_new_tokens=0)))
+        try:
+            self._structures.begin(request)
+        except BaseException:
+            self._scheduler.abort(request.request_id)
+            raise
 
     def abort(self, request_id: int) -> None:
         """Drop a request; it has no more outputs."""
         self._scheduler.abort(request_id)
+        if self._structures is not None:
+            self._structures.end(request_id)
 
     def load(self, identity: str, pin: bool | None = None) -> "Future[None]":
         """Bring a resolved adapter to the device. A pinned one stays there; None keeps its pin as it is."""
@@ -147,17 +177,28 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit the next step, and collect the one before, or the one before that."""
         self._handle_adapter_news()
+        self._handle_structure_news()
         plan = self._scheduler.schedule()
-        outputs = self._scheduler.take_failed()
+        outputs = self._take_failed()
         if plan is not None:
             problem = self._executor.submit(plan)
             self._num_in_flight += 1
+            if problem is None and plan.is_masked:
+                while self._num_in_flight > 1:  # masks follow the tokens that were chosen before
+                    outputs += self._collect()
+                problem = self._mask()
             if problem is not None:
                 self._scheduler.take_back(problem)
-                outputs += self._scheduler.take_failed()
+                outputs += self._take_failed()
         if self._num_in_flight and (plan is None or self._num_in_flight >= self.capabilities.depth):
-            outputs += self._scheduler.update(self._executor.collect())
-            self._num_in_flight -= 1
+            outputs += self._collect()
+        return outputs
+
+    def _collect(self) -> list[Output]:
+        outputs = self._scheduler.update(self._executor.collect())
+        self._num_in_flight -= 1
+        if self._structures is not None:
+            self._follow(self._structures, outputs)
         return outputs
 
     def status(self) -> EngineStatus:
@@ -179,6 +220,8 @@ class Engine:
     def close(self) -> None:
         """Stop the threads and workers, and fail all that still waits for an adapter."""
         self._resolver.close()
+        if self._structures is not None:
+            self._structures.close()
         self._executor.close()
         for identity in list(self._loads):
             self._settle_loads(identity, EngineError("the engine is stopped"))
@@ -232,7 +275,61 @@ class Engine:
             self._scheduler.adapter_failed(identity, error)
             self._settle_loads(identity, error)
 
+    # --- Structures ---------------------------------------------------------------------------------------------------
+
+    def _handle_structure_news(self) -> None:
+        if self._structures is None or not self._structures.has_news:
+            return
+        for request_id, error in self._structures.take_settled():
+            if error is None:
+                self._scheduler.structure_ready(request_id)
+            else:
+                self._scheduler.fail(request_id, error)
+
+    def _take_failed(self) -> list[Output]:
+        failed = self._scheduler.take_failed()
+        if failed and self._structures is not None:
+            self._follow(self._structures, failed)
+        return failed
+
+    def _follow(self, structures: Structures, outputs: Sequence[Output]) -> None:
+        """Tell structures of the tokens that were chosen, and of requests that have ended."""
+        tokens = []
+        for output in outputs:
+            if output.request_id not in structures:
+                continue
+            if output.finish_reason is not None or output.failure is not None:
+                structures.end(output.request_id)
+            else:
+                tokens += [(output.request_id, token.token_id) for token in output.tokens]
+        if tokens:
+            structures.advance(tokens)
+
+    def _mask(self) -> LoraxError | None:
+        """Give the last step its masks. A sequence whose mask is late chooses in a later step: others do not wait."""
+        assert self._structures is not None
+        step = self._scheduler.last_step
+        masked = step.list_masked()
+        patience_s = ALONE_S if len(masked) == len(step.sampled) else PATIENCE_S
+        if not self.capabilities.can_chunk:
+            patience_s = math.inf  # nothing can be computed again
+        masks = self._structures.gather([request_id for _, request_id in masked], patience_s)
+        ready = [(number, masks[request_id]) for number, request_id in masked if request_id in masks]
+        late = [number for number, request_id in masked if request_id not in masks]
+        problem = self._executor.mask(_stack(ready))
+        if problem is None and late:
+            step.postpone(late)
+        return problem
+
     def _settle_loads(self, identity: str, error: LoraxError | None) -> None:
         for done in self._loads.pop(identity, ()):
             if done.set_running_or_notify_cancel():
                 done.set_exception(error) if error is not None else done.set_result(None)
+
+
+def _stack(masks: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> StepMasks:
+    """Put masks of vocabularies of several sizes together."""
+    words = np.zeros((len(masks), max((len(mask) for _, mask in masks), default=1)), np.int32)
+    for place, (_, mask) in enumerate(masks):
+        words[place, : len(mask)] = mask
+    return StepMasks(np.array([number for number, _ in masks], np.int64), words)

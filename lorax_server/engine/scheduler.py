@@ -6,16 +6,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.table import AdapterTable
-from lorax_server.engine.admission import Backlog, Limits, check_request, find_token_problem, make_nan_error
+from lorax_server.engine.admission import Backlog, Limits, check_request, make_nan_error
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
+from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
-from lorax_server.errors import LoraxError, SourceError
+from lorax_server.errors import LoraxError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
 
@@ -41,10 +41,9 @@ class Scheduler:
         self._adapters = adapters
         self._clock = clock
         self._backlog = Backlog(limits, self.counters)
-        self._waiting = FairQueue(weights, limits.max_rows)  # sequences that wait for nothing but their turn
-        self._adapter_queue = AdapterQueue()
+        self._queues = Queues(limits, adapters, FairQueue(weights, limits.max_rows), self._fail, clock)
+        self._waiting = self._queues.ready
         self._failed: list[Output] = []  # not reported yet
-        self._unsettled: set[Sequence] = set()  # preempted while a token of theirs was in flight
         self._running: list[Sequence] = []  # by order key
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(limits.max_rows)))
@@ -66,7 +65,7 @@ class Scheduler:
 
     @property
     def num_waiting_for_adapters(self) -> int:
-        return len(self._adapter_queue)
+        return self._queues.num_waiting_for_adapters
 
     @property
     def has_work(self) -> bool:
@@ -75,8 +74,7 @@ class Scheduler:
     @property
     def deadline_s(self) -> float | None:
         """Seconds until `schedule` must be called though nothing has happened: a request gives up its adapter."""
-        deadline = self._adapter_queue.deadline
-        return None if deadline is None else max(0.0, deadline - self._clock())
+        return self._queues.deadline_s
 
     def add(self, request: Request) -> None:
         """Take a request. Raise if it could never run or would wait for too long."""
@@ -90,15 +88,27 @@ class Scheduler:
         self._backlog.num_tokens += sequence.expected_tokens
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
-        self._wait(sequence)
+        if request.structure is None:
+            self._queues.wait(sequence)
+        else:
+            self._queues.hold(sequence)
 
     def adapter_arrived(self, identity: str) -> None:
-        for sequence in self._adapter_queue.pop_all(identity):
-            self._enqueue(sequence)
+        self._queues.adapter_arrived(identity)
 
     def adapter_failed(self, identity: str, error: LoraxError) -> None:
-        for sequence in self._adapter_queue.pop_all(identity):
-            self._fail(sequence, error)
+        self._queues.adapter_failed(identity, error)
+
+    def structure_ready(self, request_id: int) -> None:
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._queues.let_go(sequence)
+
+    def fail(self, request_id: int, error: LoraxError) -> None:
+        """End a request in whatever state it is, with an error. Do nothing if it has ended already."""
+        if request_id in self._by_id:
+            self.abort(request_id)
+            self._failed.append(Output.failed(request_id, error))
 
     def abort(self, request_id: int) -> None:
         """Drop a request in whatever state it is. Do nothing if it has ended already."""
@@ -108,7 +118,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if there is nothing to do now."""
-        self._fail_late()
+        self._queues.fail_late()
         self._take_rows_back()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         long = []
@@ -143,10 +153,12 @@ class Scheduler:
         for index, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
             sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(index))
         outputs = []
-        for index, sequence in enumerate(done.sampled):
-            sequence.num_in_flight -= 1
-            if not sequence.finished:
-                outputs.append(self._take_token(sequence, result, index))
+        for index, sampled in enumerate(done.sampled):
+            if sampled is None:
+                continue
+            sampled.num_in_flight -= 1
+            if not sampled.finished:
+                outputs.append(self._take_token(sampled, result, index))
         self.counters.generated_tokens += len(outputs)
         return self.take_failed() + outputs
 
@@ -154,9 +166,12 @@ class Scheduler:
         """Undo the last step, for which there was no memory. Its largest sequence fails, the others come again."""
         step = self._in_flight.pop()
         self._in_flight.append(step.take_back(self._cache))
-        largest = step.find_largest()
-        self._end(largest)
-        self._failed.append(Output.failed(largest.request.request_id, error))
+        self.fail(step.find_largest().request.request_id, error)
+
+    @property
+    def last_step(self) -> SubmittedStep:
+        """The step that was submitted last."""
+        return self._in_flight[-1]
 
     def take_failed(self) -> list[Output]:
         """Return the failures that were not reported yet."""
@@ -174,9 +189,8 @@ class Scheduler:
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
-        elif self._unsettled and sequence in self._unsettled and not sequence.num_in_flight:
-            self._unsettled.remove(sequence)
-            self._wait(sequence)
+        else:
+            self._queues.let_go(sequence)
         output = Output(request_id, (SampledToken(token_id, logprob, result.alternatives.get(index)),), reason)
         return output if sequence.started is None else sequence.report_start(output)
 
@@ -209,7 +223,7 @@ class Scheduler:
 
     def _take_rows_back(self) -> None:
         """Preempt sequences beyond their share for waiting ones with less."""
-        head = self._next() if may_spare(self._running, self._waiting) else None
+        head = self._queues.next() if may_spare(self._running, self._waiting) else None
         if head is None:
             return
         # A step would probably have no blocks left for the head: then a free row is of no use to it.
@@ -223,13 +237,13 @@ class Scheduler:
         """Take a sequence's row and blocks; it waits. Its tokens stay, and are computed again where not cached."""
         self._leave(sequence)
         if sequence.num_in_flight:
-            self._unsettled.add(sequence)
+            self._queues.hold(sequence)
         else:
-            self._wait(sequence)
+            self._queues.wait(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
         """Add the next waiting sequence, if there are blocks for as much of it as the step has left."""
-        sequence = self._next()
+        sequence = self._queues.next()
         if sequence is None:
             return False
         self._cache.hold_prefix(sequence)
@@ -257,46 +271,6 @@ class Scheduler:
         return builder.build_plan(step.number, self._adapters.submit())
 
     # --- Coming and going ---------------------------------------------------------------------------------------------
-
-    def _wait(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn, or for its adapter first."""
-        identity = sequence.request.adapter_identity
-        if self._adapters.index_of(identity, sequence.has_begun) is not None:
-            self._enqueue(sequence)
-            return
-        timeout_s = None if sequence.has_begun else self.limits.adapter_timeout_s
-        sequence.adapter_wait_began = now = self._clock()
-        self._adapter_queue.push(sequence, math.inf if timeout_s is None else now + timeout_s)
-        self._adapters.bring(identity)
-
-    def _fail_late(self) -> None:
-        """Fail the sequences that have waited too long for their adapter."""
-        while (sequence := self._adapter_queue.pop_late(self._clock())) is not None:
-            limit_s = self.limits.adapter_timeout_s
-            self._fail(sequence, SourceError(f"the adapter did not arrive within {limit_s:g} s; try again"))
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        """Queue a sequence whose adapter is loaded, or fail it if its tokens do not fit the adapter's vocabulary."""
-        problem = None
-        if sequence.adapter_wait_began is not None:
-            sequence.adapter_wait_s += self._clock() - sequence.adapter_wait_began
-            sequence.adapter_wait_began = None
-        if not sequence.has_begun:
-            vocab_size = self._adapters.vocab_size(sequence.request.adapter_identity)
-            problem = find_token_problem(sequence.request, vocab_size)
-        if problem is None:
-            self._waiting.push(sequence)
-        else:
-            self._fail(sequence, problem)
-
-    def _next(self) -> Sequence | None:
-        """Return the next sequence that can run. Those whose adapter has left meanwhile wait for it again."""
-        while (sequence := self._waiting.peek()) is not None:
-            if self._adapters.index_of(sequence.request.adapter_identity, sequence.has_begun) is not None:
-                return sequence
-            self._waiting.remove(sequence)
-            self._wait(sequence)
-        return None
 
     def _enter(self, builder: StepBuilder, sequence: Sequence) -> None:
         request, identity = sequence.request, sequence.request.adapter_identity
@@ -335,10 +309,8 @@ class Scheduler:
         """Take a sequence from its row or queue."""
         if sequence.row is not None:
             self._leave(sequence)
-        elif sequence in self._unsettled:
-            self._unsettled.remove(sequence)
-        elif not self._adapter_queue.remove(sequence):
-            self._waiting.remove(sequence)
+        else:
+            self._queues.remove(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

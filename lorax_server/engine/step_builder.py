@@ -1,5 +1,6 @@
 """A step under construction."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class SubmittedStep(NamedTuple):
     num_tokens: int
     submitted_at: float
     scheduled: list[Scheduled]
-    sampled: list[Sequence]  # sequences that get a token
+    sampled: list[Sequence | None]  # sequences that get a token; None: it is chosen again by a later step
     asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
 
     def take_back(self, cache: KvCache) -> "SubmittedStep":
@@ -36,6 +37,24 @@ class SubmittedStep(NamedTuple):
             entry.sequence.num_in_flight -= entry.samples
             cache.take_back(entry.sequence, entry.start)
         return SubmittedStep(self.number, 0, self.submitted_at, [], [], [])
+
+    def list_masked(self) -> list[tuple[int, int]]:
+        """List the sampled sequences that need a mask: their numbers among all, and their requests."""
+        return [
+            (number, sequence.request.request_id)
+            for number, sequence in enumerate(self.sampled)
+            if sequence is not None and sequence.request.structure is not None and not sequence.finished
+        ]
+
+    def postpone(self, numbers: Iterable[int]) -> None:
+        """Take back the choice of some sampled sequences: a later step computes their last token again, and chooses."""
+        for number in numbers:
+            sequence = self.sampled[number]
+            assert sequence is not None
+            self.sampled[number] = None
+            sequence.num_in_flight -= 1
+            if sequence.row is not None:
+                sequence.num_computed -= 1
 
     def find_largest(self) -> Sequence:
         """Return the sequence that probably takes the most memory, of several such ones the last to come."""
@@ -59,6 +78,7 @@ class StepBuilder:
     sequences: set[Sequence] = field(default_factory=set)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    has_structures: bool = False  # of sequences that get a token
 
     def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
         """Add a number of tokens of a sequence that has a row, and the blocks for them."""
@@ -75,6 +95,7 @@ class StepBuilder:
         self.num_tokens += count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
+        self.has_structures |= samples and sequence.request.structure is not None
 
     def sum_tokens(self, first: int = 0) -> dict[tuple[str, str], int]:
         """Return the tokens of each tenant and adapter, of those sequences that were added from the `first` on."""
@@ -96,7 +117,7 @@ class StepBuilder:
         self.scheduled.sort(key=lambda entry: entry.sequence.adapter_index)
 
     def summarize(self, number: int, num_tokens: int, now: float) -> SubmittedStep:
-        sampled = [entry.sequence for entry in self.scheduled if entry.samples]
+        sampled: list[Sequence | None] = [entry.sequence for entry in self.scheduled if entry.samples]
         asking = [(entry.sequence, entry.start) for entry in self.scheduled if entry.asks]
         return SubmittedStep(number, num_tokens, now, self.scheduled, sampled, asking)
 
@@ -119,4 +140,5 @@ class StepBuilder:
             new_rows=tuple(self.new_rows),
             new_blocks=new_blocks,
             adapter_ops=adapter_ops,
+            is_masked=self.has_structures,
         )

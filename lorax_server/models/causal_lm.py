@@ -27,6 +27,7 @@ from lorax_server.models.pretrained import (
 )
 from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
 from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
+from lorax_server.sampling.batch import TokenMasks
 from lorax_server.sampling.sampler import History
 from lorax_server.types import Alternatives
 
@@ -144,7 +145,7 @@ class CausalLM(Model):
         return generations, batch
 
     @torch.inference_mode()
-    def compute(self, batch: CausalLMBatch) -> Computed:
+    def compute(self, batch: CausalLMBatch, masks: TokenMasks | None = None) -> Computed:
         """Choose the next token of every row. The batch stays as it is."""
         is_first = batch.past_key_values is None
         logits, caches = self.forward(
@@ -154,7 +155,7 @@ class CausalLM(Model):
             batch.past_key_values,
             only_last=not (is_first and any(request.prefill_logprobs for request in batch.requests)),
         )
-        return Computed(self._choose(batch, logits[:, -1]), logits, caches)
+        return Computed(self._choose(batch, logits[:, -1], masks), logits, caches)
 
     @torch.inference_mode()
     def advance(self, batch: CausalLMBatch, token_ids: torch.Tensor, caches: list[LayerCache]) -> None:
@@ -175,7 +176,7 @@ class CausalLM(Model):
     def _no_adapters(self) -> AdapterError:
         return AdapterError(f"{self.model_id}: only models with an implementation of our own are served with adapters")
 
-    def _choose(self, batch: CausalLMBatch, logits: torch.Tensor) -> Sampled:
+    def _choose(self, batch: CausalLMBatch, logits: torch.Tensor, masks: TokenMasks | None) -> Sampled:
         choosers = batch.next_token_choosers
         if self._sampler is None or self._sampler[0] != choosers:
             sampler = Sampler([chooser.row_sampling for chooser in choosers], logits.shape[-1], logits.device)
@@ -186,7 +187,7 @@ class CausalLM(Model):
         token_ids = None
         if sampler.needs_tokens:
             token_ids = pad_sequence([ids[:, 0] for ids in batch.all_input_ids], batch_first=True).to(logits.device)
-        return sampler(logits, History(lengths[0], lengths[1], token_ids))
+        return sampler(logits, History(lengths[0], lengths[1], token_ids), masks)
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
         """Advance a row's text and stop rules by a token. Return the text it adds, and whether its token is special."""

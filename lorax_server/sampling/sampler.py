@@ -27,7 +27,7 @@ class _Way(Enum):
 
 
 class _Part(NamedTuple):
-    """The rows that are chosen in one way; those of `GENERAL` may have masks."""
+    """The rows that are chosen in one way."""
 
     way: _Way
     rows: list[int]
@@ -52,7 +52,6 @@ class Sampler:
         # Of a batch that is chosen as a whole, on a GPU.
         self._whole: RowSampler | GeneralSampler | None = None
         self._parts: list[_Part] = []
-        self._masked: tuple[frozenset[int], list[_Part]] = frozenset(), []  # the parts when these rows had masks
         if torch.device(device).type == "cpu":
             self._parts = self._divide(ways)
         elif ops.choose_rows is not None and vocab_size <= MAX_VOCAB:
@@ -70,15 +69,14 @@ class Sampler:
         assert history is not None or not self.needs_history, "these rows need to know how long they are"
         if self._whole is not None:
             return self._whole(logits, history, masks)
-        parts = self._parts if masks is None else self._divide_masked(masks)
-        if len(parts) == 1:
-            return self._choose_part(parts[0], logits, history, masks)
+        if len(self._parts) == 1:
+            return self._choose_part(self._parts[0], logits, history, masks)
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         logprobs, alternatives = torch.empty(len(logits)), None
-        for part in parts:
+        for part in self._parts:
             places = part.places
             own_history = None if history is None else history.take(places)
-            own_masks = masks.take(places, len(logits)) if masks is not None and part.way is _Way.GENERAL else None
+            own_masks = None if masks is None else masks.take(places, len(logits))
             sampled = self._choose_part(part, logits[places], own_history, own_masks)
             token_ids[places], logprobs[places] = sampled.token_ids, sampled.logprobs
             if sampled.alternatives is not None:
@@ -88,12 +86,24 @@ class Sampler:
     def _choose_part(
         self, part: _Part, logits: torch.Tensor, history: History | None, masks: TokenMasks | None
     ) -> Sampled:
-        if part.chooser is None:
-            return Sampled(*self._ops.choose_greedy(logits), None)
         if isinstance(part.chooser, GeneralSampler):
             return part.chooser(logits, history, masks)
-        assert history is not None
-        return part.chooser(logits, history)
+        if part.chooser is None:
+            chosen = (masks.words, masks.find_numbers(len(logits))) if masks is not None else ()
+            sampled = Sampled(*self._ops.choose_greedy(logits, *chosen), None)
+        else:
+            assert history is not None
+            sampled = part.chooser(logits if masks is None else masks.apply(logits), history)
+        if masks is not None:
+            self._take_raw_logprobs(part, logits, sampled)
+        return sampled
+
+    def _take_raw_logprobs(self, part: _Part, logits: torch.Tensor, sampled: Sampled) -> None:
+        """Take the log probabilities of rows that ask for raw ones from the scores without masks."""
+        raw = [place for place, row in enumerate(part.rows) if self._row_sampling[row].params.raw_logprobs]
+        if raw:
+            rows = slice(None) if len(raw) == len(part.rows) else torch.tensor(raw)
+            sampled.logprobs[rows] = self._ops.find_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
 
     def _divide(self, ways: Sequence[_Way]) -> list[_Part]:
         """Make the parts of a batch on a CPU."""
@@ -108,14 +118,6 @@ class Sampler:
                 chooser = GeneralSampler(own, self._vocab_size)
             parts.append(_Part(way, rows, torch.tensor(rows, dtype=torch.int64), chooser))
         return parts
-
-    def _divide_masked(self, masks: TokenMasks) -> list[_Part]:
-        """Make the parts where rows with masks go the general way, as those of a structure do for many steps."""
-        masked = frozenset(masks.rows.tolist())
-        if self._masked[0] != masked or not self._masked[1]:
-            ways = [_Way.GENERAL if i in masked else _way_of(each) for i, each in enumerate(self._row_sampling)]
-            self._masked = masked, self._divide(ways)
-        return self._masked[1]
 
 
 def _way_of(sampling: RowSampling) -> _Way:

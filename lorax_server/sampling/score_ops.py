@@ -10,13 +10,20 @@ import torch
 from lorax_server.kernels import Ops
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.hopper.sampling import ChosenRows, RowBatch, RowInputs
+from lorax_server.sampling.batch import TokenMasks
 from lorax_server.sampling.processors import find_likeliest, log_softmax
 
 
 class ChooseGreedy(Protocol):
-    """Returns [rows] the likeliest token, the first of equals, and [rows] float32 its log probability."""
+    """Returns [rows] the likeliest token, the first of equals, and [rows] float32 its log probability.
 
-    def __call__(self, logits: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+    Of [masks, words] int32 a row has that of its number, [rows] int64, and chooses as if all tokens whose bits are not
+    set had -infinity; a negative number is of none.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None, /
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class FindLogprobs(Protocol):
@@ -56,8 +63,13 @@ class ScoreOps(NamedTuple):
     choose_rows: ChooseRows | None = None  # where a GPU has it, it takes the place of all others
 
 
-def choose_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_greedy(
+    logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.detach().float()
+    if words is not None and numbers is not None:
+        rows = torch.nonzero(numbers >= 0).flatten()
+        scores = TokenMasks(rows, words[numbers[rows]]).apply(scores)
     token_ids = find_likeliest(scores)
     return token_ids, log_softmax(scores).gather(-1, token_ids[:, None]).squeeze(-1)
 

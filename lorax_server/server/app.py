@@ -18,6 +18,7 @@ from lorax_server.server.http.middleware import RequestMiddleware, methods_at
 from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
+from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
 
 OPENAPI_PATH = "/api-doc/openapi.json"
@@ -36,7 +37,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     routes: list[BaseRoute] = []
-    modules = [lorax, completions, chat, info, adapters, playground]
+    modules = [lorax, completions, chat, responses, info, adapters, playground]
     for module in (*modules, replica) if service.config.replica_key else modules:
         router = module.make_router(service)
         app.include_router(router)

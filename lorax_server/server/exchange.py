@@ -63,6 +63,7 @@ class Exchange:
         self._is_stale = False  # the adapter's newest version cannot be served, so that an older one answers
         self._is_scoring = False
         self._num_logprobs = 0  # upper bound of those in the answers
+        self.write_failure: Callable[[Problem], bytes] | None = None  # of a stream, if not as an event with the error
 
     # --- Around a route's work ----------------------------------------------------------------------------------------
 
@@ -169,6 +170,8 @@ class Exchange:
         self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)
         address = self._http.client.host if self._http.client is not None else ""
+        shares = options.structure is None or model.tokenizer.shares_vocabulary(service.tokenizers.base)
+        adapter = None if shares else model.adapter
         generations = []
         for seed in options.seeds:
             request = Request(
@@ -181,6 +184,8 @@ class Exchange:
                 first_id=self.generations[0].request.request_id if self.generations else None,
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
+                structure=options.structure,
+                adapter=adapter,
             )
             generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             self.generations.append(generations[-1])
@@ -243,7 +248,8 @@ class Exchange:
             async for piece in events:
                 yield piece
         except Exception as error:
-            yield event(self._note(error).body(self.path))
+            problem = self._note(error)
+            yield event(problem.body(self.path)) if self.write_failure is None else self.write_failure(problem)
         finally:
             first.cancel()
             await events.aclose()

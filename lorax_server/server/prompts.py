@@ -8,7 +8,7 @@ from lorax_server.server.checks import check_text
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import SamplingParams, StopParams
+from lorax_server.types import SamplingParams, StopParams, Structure
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class RequestOptions:
     prompt_logprobs: bool = False
     is_scoring: bool = False  # only the prompt matters; the one token that is generated is not shown
     salt: str = ""
+    structure: Structure | None = None
 
     def count_logprobs(self, num_prompt_tokens: int, num_tokens: int, is_streamed: bool) -> int:
         """Count the log probabilities that are in memory at once. A stream has those of its tokens one by one."""

@@ -87,19 +87,21 @@ class Tokenizers:
             return work()
         return await (self._of_base if is_of_base else self._of_others).run(work)
 
-    def template_of(self, tokenizer: TextTokenizer) -> str | None:
-        """Return the adapter's own chat template, else that of the base model."""
-        return tokenizer.chat_templates.get("default") or self.base.chat_templates.get("default")
+    def template_of(self, tokenizer: TextTokenizer, has_tools: bool = False) -> str | None:
+        """Return the adapter's own chat template, else that of the base model. Some have another one for tools."""
+        names = ("tool_use", "default") if has_tools else ("default",)
+        templates = [each.chat_templates.get(name) for each in (tokenizer, self.base) for name in names]
+        return next((template for template in templates if template), None)
 
     async def render(self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """Write messages as one prompt, by the adapter's template if it has one."""
-        source = self.template_of(tokenizer)
+        source = self.template_of(tokenizer, bool(variables.get("tools")))
         if source is None:
             raise NoTemplateError(
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "--tokenizer-config-path and a file that has one"
             )
-        is_of_base = source == self.base.chat_templates.get("default")
+        is_of_base = source in self.base.chat_templates.values()
         renderer = self._renderer if is_of_base else self._adapter_renderer
         return await renderer.render(ChatTemplate(source, tokenizer.special_tokens), messages, **variables)
 

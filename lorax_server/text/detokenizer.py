@@ -9,7 +9,7 @@ is out, and decoding continues from the tokens from `prefix_offset` on.
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +42,9 @@ class Detokenizer(Protocol):
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
         """Decode the rest where no token follows. An incomplete character becomes U+FFFD."""
+
+    def showing(self, token_ids: Set[int]) -> "Detokenizer":
+        """Return a detokenizer to which these special tokens are text."""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -103,6 +106,9 @@ class ByteDetokenizer(Detokenizer):
         self._special = special
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}  # of tokens that are whole characters; others have an empty one
+
+    def showing(self, token_ids: Set[int]) -> "ByteDetokenizer":
+        return ByteDetokenizer(self._name_of, self._scheme, self._special - token_ids)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         return self._context(prompt_ids, len(prompt_ids)), len(prompt_ids)
@@ -225,6 +231,9 @@ class WindowDetokenizer(Detokenizer):
         self._special = special
         self._vocabulary = vocabulary
         self._text_ids = vocabulary - special  # an id may be neither: the rows that pad an embedding have one too
+
+    def showing(self, token_ids: Set[int]) -> "WindowDetokenizer":
+        return WindowDetokenizer(self._decode, self._special - token_ids, self._vocabulary)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         end = len(prompt_ids)

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
 MAX_ID = 2**31 - 1
+_T = TypeVar("_T")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:
@@ -32,3 +33,11 @@ def encode_prompt(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
 def _is_id(value: Any) -> bool:
     """Accept integers of Python and numpy, and tensors of one integer."""
     return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
+def spread(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
+    """Return one value for each prompt, given one for all of them or a list."""
+    listed = [values] * count if values is None or isinstance(values, kind) else list(values)
+    if len(listed) != count:
+        raise InputError(f"{count} prompts, but {len(listed)} {what}")
+    return listed

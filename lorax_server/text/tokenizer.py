@@ -68,6 +68,7 @@ class TextTokenizer:
         self.special_tokens = special_tokens  # by their names in templates
         self.chat_templates = chat_templates  # by name; "default" is the usual one
         self.detokenizer: Detokenizer = make_detokenizer(backend)
+        self._showing: dict[frozenset[int], Detokenizer] = {}  # by the special tokens that are shown
         self.eos_token_ids = self._find_eos()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._reach = longest_reach(backend)
@@ -119,6 +120,17 @@ class TextTokenizer:
         other = copy.copy(self)
         other.special_tokens, other.chat_templates = special_tokens, chat_templates
         other.eos_token_ids = other._find_eos()
+        return other
+
+    def showing(self, names: Sequence[str]) -> "TextTokenizer":
+        """Return a tokenizer with the same tokens, of which some special ones are text where they are decoded."""
+        ids = (self._backend.token_to_id(name) for name in names)
+        shown = frozenset(each for each in ids if each is not None and self.detokenizer.is_special(each))
+        if not shown:
+            return self
+        other = copy.copy(self)
+        other.detokenizer = self._showing.get(shown) or self.detokenizer.showing(shown)
+        self._showing[shown] = other.detokenizer
         return other
 
     def shares_vocabulary(self, other: "TextTokenizer") -> bool:

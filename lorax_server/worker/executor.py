@@ -23,7 +23,7 @@ from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
 from lorax_server.machine import give_back_memory, share_arenas
 from lorax_server.phases import Phases
-from lorax_server.plan import Capabilities, Prepared, StepPlan, StepResult
+from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
 from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,17 @@ class GroupExecutor:
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
         """Start a step on all ranks. A rank without memory for it ends them all: they cannot undo it together."""
-        message = pickle.dumps(plan, protocol=5)
+        return self._do(plan, lambda: self._worker.submit(plan))
+
+    def mask(self, masks: StepMasks) -> LoraxError | None:
+        return self._do(masks, lambda: self._worker.mask(masks))
+
+    def _do(self, order: StepPlan | StepMasks, work: Callable[[], LoraxError | None]) -> LoraxError | None:
+        message = pickle.dumps(order, protocol=5)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
-            return self._worker.submit(plan)
+            return work()
         except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
             raise self._explain(error) from error
 
@@ -160,7 +166,11 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
         share_arenas()
         worker = _join(config, rank, meeting)
         while True:
-            worker.submit(receive_plan(connection))
+            plan = receive_plan(connection)
+            worker.submit(plan)
+            if plan.is_masked:
+                masks: StepMasks = pickle.loads(connection.recv_bytes())
+                worker.mask(masks)
             worker.take_prepared()
             worker.forget()
     except EOFError:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.plan import Ints, StepPlan
-from lorax_server.sampling.sampler import RowSampling
+from lorax_server.plan import Ints, StepMasks, StepPlan
+from lorax_server.sampling.sampler import RowSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 
@@ -154,6 +154,14 @@ def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> tor
     """Copy to a device. To a GPU this takes pinned memory, or the host would wait; a CPU has the memory already."""
     host = torch.from_numpy(column)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def masks_to_device(masks: StepMasks, vocab_size: int, device: torch.device) -> TokenMasks:
+    """Take masks to the device, as wide as its scores."""
+    words = np.zeros((len(masks.rows), -(-vocab_size // 32)), np.int32)
+    width = min(words.shape[1], masks.words.shape[1])
+    words[:, :width] = masks.words[:, :width]
+    return TokenMasks(to_device(masks.rows, device), to_device(words, device))
 
 
 def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence[torch.Tensor]:

@@ -1,8 +1,11 @@
 """Runs the steps of any HuggingFace model, in a padded batch that sequences join and leave."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorax_server.config import EngineConfig
@@ -11,9 +14,10 @@ from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
 from lorax_server.models.pretrained import max_positions, resolve_pad_token
 from lorax_server.models.registry import find_relatives
-from lorax_server.plan import Capabilities, NewRow, StepPlan, StepResult
+from lorax_server.plan import Capabilities, NewRow, StepMasks, StepPlan, StepResult
 from lorax_server.sampling import NextTokenChooser
 from lorax_server.types import Alternatives, StopParams
+from lorax_server.worker.inputs import masks_to_device
 from lorax_server.worker.memory import find_max_rows
 
 logger = logging.getLogger(__name__)
@@ -82,6 +86,12 @@ class _Outcome(NamedTuple):
     prompt_alternatives: list[Alternatives] | None = None
 
 
+class MaskedPlan(NamedTuple):
+    """A step that waits for masks."""
+
+    plan: StepPlan
+
+
 class PaddedRunner:
     """A model and its running batch.
 
@@ -96,13 +106,22 @@ class PaddedRunner:
         self._batch: CausalLMBatch | None = None
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Nothing is under way afterwards: the ticket for `collect` is the result itself."""
+    def submit(self, plan: StepPlan) -> StepResult | MaskedPlan:
+        """Compute a step. Nothing is under way afterwards: the ticket for `collect` is the result itself. A masked step
+        is computed when its masks are here."""
         _check(plan)
+        return MaskedPlan(plan) if plan.is_masked else self._run(plan, {})
+
+    @torch.inference_mode()
+    def mask(self, ticket: MaskedPlan, masks: StepMasks) -> StepResult:
+        rows = ticket.plan.rows[masks.rows].tolist()
+        return self._run(ticket.plan, dict(zip(rows, masks.words, strict=True)))
+
+    def _run(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> StepResult:
         batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
         outcomes: dict[int, _Outcome] = {}
         for batch in batches:
-            outcomes.update(self._step(batch))
+            outcomes.update(self._step(batch, masks))
         self._batch = CausalLMBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
         return _make_result(plan, outcomes)
 
@@ -137,10 +156,17 @@ class PaddedRunner:
             self._model.device,
         )
 
-    def _step(self, batch: CausalLMBatch) -> dict[int, _Outcome]:
+    def _step(self, batch: CausalLMBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _Outcome]:
         """Choose a token for each row of the batch, and make it ready for the next step."""
         is_first = batch.past_key_values is None
-        sampled, logits, caches = self._model.compute(batch)
+        masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
+        token_masks = None
+        if masked:
+            words = np.stack([masks[batch.requests[row].id] for row in masked])
+            token_masks = masks_to_device(
+                StepMasks(np.array(masked), words), self._model.vocab_size, self._model.device
+            )
+        sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         outcomes = {}
         rows = zip(batch.requests, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)

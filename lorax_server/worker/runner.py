@@ -12,13 +12,13 @@ from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.kernels import HostLengths
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Ints, Load, Move, StepPlan, StepResult, Unload
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TopTokens
+from lorax_server.plan import AdapterOp, Ints, Load, Move, StepMasks, StepPlan, StepResult, Unload
+from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks, TopTokens
 from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, to_device
+from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, masks_to_device, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -58,6 +58,15 @@ class Ticket(NamedTuple):
     done: torch.cuda.Event | None = None
 
 
+class MaskedTicket(NamedTuple):
+    """A step that waits for masks, to choose from its scores."""
+
+    plan: StepPlan
+    tokens: StepTokens
+    logits: torch.Tensor
+    prompts: ScoredPrompts | None
+
+
 class PagedRunner:
     """One rank's model, its cache and its tables."""
 
@@ -88,8 +97,8 @@ class PagedRunner:
         self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step, by the adapters of its tokens
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Ticket:
-        """Start a step. On a GPU this returns before the step is done."""
+    def submit(self, plan: StepPlan) -> Ticket | MaskedTicket:
+        """Start a step. On a GPU this returns before the step is done. A masked one goes up to the scores."""
         if plan.adapter_ops:
             self._forget_adapters(plan.adapter_ops)
         self._tables.write_new(plan)
@@ -98,9 +107,19 @@ class PagedRunner:
         tokens = locate_tokens(plan, self._layout)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
-        sampled = self._choose(plan, tokens, hidden) if len(tokens.layout.last) else None
+        logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
+        sampled = None if logits is None or plan.is_masked else self._choose(plan, tokens, logits)
         prompts = self._score_prompts(plan, tokens, hidden) if True in plan.asks.tolist() else None
+        if logits is not None and plan.is_masked:
+            return MaskedTicket(plan, tokens, logits, prompts)
         return self._fetch(Ticket(plan.step, sampled, prompts))
+
+    @torch.inference_mode()
+    def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
+        """Choose the tokens of a masked step."""
+        token_masks = masks_to_device(masks, ticket.logits.shape[-1], self._device) if len(masks.rows) else None
+        sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
+        return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step."""
@@ -195,9 +214,10 @@ class PagedRunner:
         logits: torch.Tensor = self._model.lm_head(hidden, self._adapt_tokens(adapter_indices, counts))[0]
         return logits
 
-    def _choose(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> Sampled:
+    def _choose(
+        self, plan: StepPlan, tokens: StepTokens, logits: torch.Tensor, masks: TokenMasks | None = None
+    ) -> Sampled:
         tables = self._tables
-        logits = self._score(hidden, tokens.layout.last, plan, tokens)
         rows, host_lengths = plan.rows, tokens.lengths
         if not tokens.layout.samples_all:
             rows, host_lengths = rows[plan.samples], host_lengths[plan.samples]
@@ -207,7 +227,7 @@ class PagedRunner:
         if sampler.needs_history:
             token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
             history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
-        sampled = sampler(logits, history)
+        sampled = sampler(logits, history, masks)
         tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
         return sampled
 

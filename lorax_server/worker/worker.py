@@ -13,7 +13,7 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
-from lorax_server.errors import BusyError, ConfigError, LoraxError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, LoraxError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import find_max_rank, select_ops
 from lorax_server.kernels.cpu.ops import CpuOps
@@ -29,6 +29,7 @@ from lorax_server.plan import (
     Move,
     Prepare,
     Prepared,
+    StepMasks,
     StepPlan,
     StepResult,
     Unload,
@@ -61,6 +62,9 @@ class Runner(Protocol):
     """Runs steps, one after the other."""
 
     def submit(self, plan: StepPlan) -> Any: ...
+
+    def mask(self, ticket: Any, masks: StepMasks) -> Any:
+        """Let a masked step choose its tokens; the ticket that is returned replaces its own."""
 
     def collect(self, ticket: Any) -> StepResult: ...
 
@@ -103,17 +107,24 @@ class Worker:
             return self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> LoraxError | None:
-        if plan.token_masks is not None:
-            raise NotSupportedError("token masks are not supported yet")
         for op in plan.adapter_ops:
             self._do(op)
         if self._memory is not None:
             for index in set(plan.adapter_indices.tolist()) - {0}:
                 self._memory.wait_for(index)
-        if self._start(plan):
+        return self._run(lambda: self._tickets.append(self._runner.submit(plan)), plan)
+
+    def mask(self, masks: StepMasks) -> LoraxError | None:
+        """Let the last step choose its tokens. Errors are those of `submit`."""
+        ticket = self._tickets.pop()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return self._run(lambda: self._tickets.append(self._runner.mask(ticket, masks)), ticket.plan)
+
+    def _run(self, work: Callable[[], None], plan: StepPlan) -> LoraxError | None:
+        if self._try(work):
             return None
         torch.cuda.empty_cache()
-        if self._start(plan):
+        if self._try(work):
             return None
         logger.warning("a step of %d tokens in %d sequences has no memory", plan.num_tokens, len(plan.rows))
         self._tickets.append(self._runner.submit(plan.without_sequences()))
@@ -122,10 +133,11 @@ class Worker:
             "shorter prompt, fewer alternatives, no log probabilities of the prompt"
         )
 
-    def _start(self, plan: StepPlan) -> bool:
-        """Submit a step; False if there is no memory. The error must be gone before the next try: it holds tensors."""
+    def _try(self, work: Callable[[], None]) -> bool:
+        """Do a part of a step; False if there is no memory. The error must be gone before the next try: it holds
+        tensors."""
         try:
-            self._tickets.append(self._runner.submit(plan))
+            work()
         except RuntimeError as error:
             if not self._can_retry or not lacks_memory(error):
                 raise

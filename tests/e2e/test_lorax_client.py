@@ -271,9 +271,9 @@ def test_every_way_of_merging(world: World, client: Both) -> None:
         ({"adapter_id": "first", "adapter_source": "s3"}, GenerationError, "source 's3' is not enabled"),
         ({"adapter_id": "first", "adapter_source": "pbase"}, GenerationError, "source 'pbase' is not enabled"),
         (
-            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            {"response_format": {"type": "json_object", "schema": {"not": {}}}, "ignore_eos_token": False},
             ValidationError,
-            "`response_format` 'json_object' is not supported yet",
+            'Unimplemented keys: \\["not"\\]',
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -348,7 +348,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
     [
         ({"tools": [TOOL]}, "`tools` is not supported yet"),
         ({"tools": [TOOL], "stream": True}, "`tools` is not supported yet"),
-        ({"response_format": {"type": "json_object"}}, "`response_format` 'json_object' is not supported yet"),
+        ({"response_format": {"type": "xml"}}, "`response_format` 'xml' is not known here"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "image_url"),
         ({"temperature": 2.5}, "`temperature` must be >= 0 and <= 2"),
         ({"top_p": 0.0}, "top_p"),

@@ -17,7 +17,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
-from lorax_server.errors import BusyError, ConfigError, EngineError, NotSupportedError
+from lorax_server.errors import BusyError, ConfigError, EngineError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
@@ -68,14 +68,6 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
         "new_blocks": np.zeros((0, 3), np.int64),
     }
     return StepPlan(step, **given | columns, adapter_ops=tuple(ops))
-
-
-def test_token_masks_are_refused_until_they_can_be_obeyed() -> None:
-    record = Record()
-    worker = Worker(Capabilities(97, 2, 8, 2, 4), record)
-    with pytest.raises(NotSupportedError, match="token masks"):
-        worker.submit(make_plan(1, token_masks=np.zeros((0, 1), np.int32)))
-    assert record.said == []
 
 
 @dataclass

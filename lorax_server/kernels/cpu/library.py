@@ -28,7 +28,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm": (N, P, N, N, P, P, N, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
     "gate": (N, N, P, N, P, N, N),
-    "choose_greedy": (N, P, N, N, N, P, P),
+    "choose_greedy": (N, P, N, N, N, P, N, P, P, P),
     "find_logprobs": (N, P, N, N, N, P, P, N, P),
     "find_best": (N, P, N, N, N, N, P, P),
     "rotary": (P, N, N, N, N, P, P, N, N),

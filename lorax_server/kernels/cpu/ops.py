@@ -116,8 +116,10 @@ class CpuOps:
             self._library = library
         return recorder.finish(output)
 
-    def choose_greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return sampling.choose_greedy(self._library, logits)
+    def choose_greedy(
+        self, logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.choose_greedy(self._library, logits, words, numbers)
 
     def find_logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None

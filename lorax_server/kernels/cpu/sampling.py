@@ -9,17 +9,32 @@ import torch
 from lorax_server.kernels.cpu.library import DTYPES, Library
 
 
-def choose_greedy(library: Library, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_greedy(
+    library: Library,
+    logits: torch.Tensor,
+    words: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [rows] the likeliest token of each row, and [rows] its log probability, float32.
 
     Of equals it is the first. A row with a NaN chooses the first of those, as torch does; its log probability is NaN.
+    With `words`, [masks, words] int32, a row chooses among the tokens of the mask whose number, [rows] int64, it has;
+    a negative number is of no mask.
     """
     logits = _lay_out(logits)
     rows, vocabulary = logits.shape
+    masks: tuple[int | None, int, int | None] = (None, 0, None)
+    if words is not None and numbers is not None:
+        words, numbers = words.contiguous(), numbers.contiguous()
+        if words.dtype != torch.int32 or numbers.dtype != torch.int64 or numbers.shape != (rows,):
+            raise ValueError(f"masks of {rows} rows are int32, and their numbers int64")
+        if words.shape[1] * 32 < vocabulary or int(numbers.max()) >= len(words):
+            raise ValueError(f"{len(words)} masks of {words.shape[1]} words are too few for {vocabulary} tokens")
+        masks = words.data_ptr(), words.shape[1], numbers.data_ptr()
     token_ids = torch.empty(rows, dtype=torch.int64)
     logprobs = torch.empty(rows, dtype=torch.float32)
     library.choose_greedy(
-        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary),
+        *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, vocabulary, *masks),
         *(token_ids.data_ptr(), logprobs.data_ptr()),
     )
     return token_ids, logprobs

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError, NotSupportedError
 
-GENERATE, CHAT, COMPLETIONS = "generate", "chat", "completions"
-OPENAI = (CHAT, COMPLETIONS)
+GENERATE, CHAT, COMPLETIONS, RESPONSES = "generate", "chat", "completions", "responses"
+OPENAI = (CHAT, COMPLETIONS, RESPONSES)
 EVERYWHERE = (GENERATE, *OPENAI)
 
 
@@ -69,6 +69,8 @@ FOREIGN = (
     *_unsupported("LoRAX, TGI", OPENAI, "parameters", "watermark", "truncate", "return_full_text"),
     *_unsupported("OpenAI", OPENAI, "functions", "audio", "web_search_options"),
     *_unsupported("OpenAI, TGI", (GENERATE, COMPLETIONS), "tools"),
+    *_unsupported("OpenAI", (RESPONSES,), "previous_response_id", "conversation", "background", "prompt", "moderation"),
+    *_unsupported("OpenAI", (RESPONSES,), "context_management", "messages", "logprobs"),
     *_unsupported("OpenAI, vLLM", EVERYWHERE, "suffix"),
     *_unsupported("TGI", EVERYWHERE, "top_n_tokens"),
     *_unsupported("TGI, llama.cpp", EVERYWHERE, "grammar"),
@@ -78,11 +80,10 @@ FOREIGN = (
     *_unsupported("SGLang", OPENAI, "no_stop_trim"),
     *_unsupported("SGLang, llama.cpp", EVERYWHERE, "json_schema"),
     *_unsupported("SGLang, vLLM", EVERYWHERE, "return_token_ids"),
-    *_unsupported("vLLM", EVERYWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *_unsupported("vLLM", EVERYWHERE, "structural_tag", "structured_outputs", "use_beam_search", "bad_words"),
+    *_unsupported("vLLM", EVERYWHERE, "structural_tag", "guided_whitespace_pattern", "use_beam_search", "bad_words"),
     *_unsupported("vLLM", EVERYWHERE, "allowed_token_ids", "logits_processors", "return_tokens_as_token_ids"),
     *_unsupported("vLLM", OPENAI, "include_stop_str_in_output", "truncate_prompt_tokens", "prompt_embeds"),
-    *_unsupported("vLLM", (CHAT,), "chat_template", "continue_final_message", "add_special_tokens", "echo"),
+    *_unsupported("vLLM", (CHAT, RESPONSES), "chat_template", "continue_final_message", "add_special_tokens", "echo"),
     *_unsupported("vLLM", (GENERATE,), "stop_token_ids"),
     *_unsupported(
         "llama.cpp", EVERYWHERE, "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "samplers"
@@ -97,14 +98,17 @@ FOREIGN = (
     ForeignField("n", (GENERATE,), "OpenAI", usual=(1,)),
     ForeignField("top_n_sigma", EVERYWHERE, "llama.cpp", usual=(-1,)),
     ForeignField("repeat_penalty", EVERYWHERE, "llama.cpp", "repetition_penalty", usual=(1,)),
-    ForeignField("best_of", (CHAT,), "vLLM", usual=(1,)),
+    ForeignField("best_of", (CHAT, RESPONSES), "vLLM", usual=(1,)),
     ForeignField("do_sample", OPENAI, "TGI, transformers", "temperature", usual=(True,)),
     ForeignField("logprobs", (GENERATE,), "OpenAI", "details"),
     ForeignField("top_logprobs", (GENERATE,), "OpenAI", "return_k_alternatives"),
-    ForeignField("max_new_tokens", OPENAI, "LoRAX, TGI", "max_tokens"),
+    ForeignField("max_new_tokens", (CHAT, COMPLETIONS), "LoRAX, TGI", "max_tokens"),
+    ForeignField("max_new_tokens", (RESPONSES,), "LoRAX, TGI", "max_output_tokens"),
+    ForeignField("max_completion_tokens", (RESPONSES,), "OpenAI", "max_output_tokens"),
     ForeignField("max_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
     ForeignField("max_completion_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
-    ForeignField("n_predict", OPENAI, "llama.cpp", "max_tokens", usual=(-1,)),
+    ForeignField("n_predict", (CHAT, COMPLETIONS), "llama.cpp", "max_tokens", usual=(-1,)),
+    ForeignField("n_predict", (RESPONSES,), "llama.cpp", "max_output_tokens", usual=(-1,)),
     ForeignField("n_predict", (GENERATE,), "llama.cpp", "max_new_tokens", usual=(-1,)),
     ForeignField("min_new_tokens", OPENAI, "transformers, SGLang", "min_tokens"),
     ForeignField("min_tokens", (GENERATE,), "vLLM", "min_new_tokens"),
@@ -112,8 +116,12 @@ FOREIGN = (
     ForeignField("stop_sequences", EVERYWHERE, "TGI's clients", "stop"),
     ForeignField("stop_strings", EVERYWHERE, "transformers", "stop"),
     ForeignField("eos_token_id", EVERYWHERE, "transformers", zero_asks=True),
-    ForeignField("documents", (CHAT,), "vLLM", "chat_template_kwargs"),
+    ForeignField("documents", (CHAT, RESPONSES), "vLLM", "chat_template_kwargs"),
     ForeignField("echo", (GENERATE,), "OpenAI", "return_full_text"),
+    *(
+        ForeignField(name, (GENERATE,), "vLLM", "response_format")
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+    ),
     ForeignField("skip_special_tokens", EVERYWHERE, "vLLM, SGLang", usual=(True,)),
     ForeignField("spaces_between_special_tokens", EVERYWHERE, "vLLM", usual=(True,)),
     ForeignField("prompt_logprobs", EVERYWHERE, "vLLM", zero_asks=True),

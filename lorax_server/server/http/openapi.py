@@ -11,6 +11,7 @@ from lorax_server.server.http.middleware import PUBLIC
 from lorax_server.server.http.problems import OPENAI_PREFIX
 from lorax_server.server.routes.lorax_schemas import ErrorResponse, StreamResponse
 from lorax_server.server.routes.openai_schemas import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
+from lorax_server.server.routes.responses.schemas import ResponseEvent
 from lorax_server.server.service import Service
 
 REFERENCE = "#/components/schemas/{model}"
@@ -29,6 +30,7 @@ STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "/generate_stream": (StreamResponse, ErrorResponse),
     "/v1/completions": (CompletionChunk, OpenAIErrorResponse),
     "/v1/chat/completions": (ChatCompletionChunk, OpenAIErrorResponse),
+    "/v1/responses": (ResponseEvent, OpenAIErrorResponse),
 }
 
 
@@ -37,12 +39,13 @@ def describe_limits(app: FastAPI, service: Service) -> None:
     document = app.openapi()
     config, schemas = service.config, document["components"]["schemas"]
     max_id = service.tokenizers.base.num_ids - 1
-    limits = dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_tokens"), service.max_total_tokens - 1)
+    lengths = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
+    limits = dict.fromkeys(lengths, service.max_total_tokens - 1)
     limits |= dict.fromkeys(("return_k_alternatives", "logprobs", "top_logprobs"), config.max_logprobs)
     limits |= dict.fromkeys(("n", "best_of"), config.max_choices)
     limits["truncate"] = service.max_input_length
     limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # of token ids
-    for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest"):
+    for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
         for field in limits.keys() & fields.keys():
             _limit(fields[field], "integer", "maximum", limits[field])

@@ -34,7 +34,14 @@ COMPLETION_FIELDS = CHAT_FIELDS | {
     "best_of": "best_of",
     "decoder_input_details": "echo",
 }
-FIELDS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
+RESPONSE_FIELDS = CHAT_FIELDS | {
+    "inputs": "input",
+    "messages": "input",
+    "max_new_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+FIELDS = {"/v1/responses": RESPONSE_FIELDS, "/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
 FIELD = re.compile(r"`(\w+)`")
 PARAM = re.compile(r"`([\w.\[\]]+)`")  # the first field that a message names is the one it is about
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

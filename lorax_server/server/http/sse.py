@@ -24,6 +24,10 @@ def event(content: Any) -> bytes:
     return b"data: " + encode_json(content) + b"\n\n"
 
 
+def named_event(name: str, content: Any) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
 def write_events(contents: Iterable[Any]) -> bytes:
     return b"".join(map(event, contents))
 

@@ -3,14 +3,14 @@
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.checks import check, not_yet
+from lorax_server.server.checks import check
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import CHAT
@@ -19,6 +19,10 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.service import Service
+from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
+from lorax_server.server.tools.conversation import prepare_calls
+from lorax_server.server.tools.messages import MessageWriter, make_writers, show_markers
+from lorax_server.server.tools.offer import ToolOffer, make_offer
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
@@ -39,26 +43,49 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
+class PreparedChat(NamedTuple):
+    """A chat whose answers can begin."""
+
+    generations: list[RemoteGeneration]
+    prompt: str
+    plan: AnswerPlan | None  # None: answers are nothing but text
+
+
 async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
     openai.note_adapter(exchange, body)
-    options = _to_options(exchange.service, body)
-    await exchange.admit(len(options.seeds), bool(body.stream))
-    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
-    prompt = await _render(exchange.service, model.tokenizer, body)
-    generations = await exchange.prepare(model, prompt, options)
+    generations, prompt, plan = await prepare(exchange, body)
+    writers = make_writers(plan, prompt, generations)
     if body.stream:
         frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
-        write = partial(_write_deltas, body, generations)
+        write = partial(_write_deltas, body, generations, writers)
         return await openai.stream_choices(exchange, body, frame, write)
     await finish_all(generations)
     frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
-    return await exchange.write(lambda: _write(exchange, body, frame))
+    return await exchange.write(lambda: _write(exchange, body, frame, writers))
+
+
+async def prepare(exchange: Exchange, body: ChatCompletionRequest) -> PreparedChat:
+    """Check a chat, and make its prompt and its generations."""
+    service, options = exchange.service, _to_options(exchange.service, body)
+    offer = make_offer(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
+    await exchange.admit(len(options.seeds), bool(body.stream))
+    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
+    template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
+    plan = plan_answer(service.config, exchange.record.adapter_id, template, offer, _separates(service, body))
+    prompt = await _render(service, model.tokenizer, template, body, offer)
+    if plan is not None:
+        structure = plan.write_structure(model.tokenizer, prompt, options.structure)
+        options, model = replace(options, structure=structure), show_markers(model, plan)
+    return PreparedChat(await exchange.prepare(model, prompt, options), prompt, plan)
+
+
+def _separates(service: Service, body: ChatCompletionRequest) -> bool:
+    asked = body.separate_reasoning
+    return service.config.separate_reasoning if asked is None else asked
 
 
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
     openai.refuse_unsupported(CHAT, body)
-    not_yet(body.tools and body.tool_choice != "none", "`tools`")  # with "none", no answer may use them
-    not_yet(body.tool_choice not in (None, "", "none", "auto"), "`tool_choice`")
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
@@ -80,8 +107,9 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
     return replace(options, add_special_tokens=False, logprobs=bool(body.logprobs))
 
 
-async def _render(service: Service, tokenizer: TextTokenizer, body: ChatCompletionRequest) -> str:
-    template = service.tokenizers.template_of(tokenizer) or ""
+async def _render(
+    service: Service, tokenizer: TextTokenizer, template: str, body: ChatCompletionRequest, offer: ToolOffer | None
+) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # spelt as LoRAX does
     variables = dict(body.chat_template_kwargs or {})
@@ -90,8 +118,12 @@ async def _render(service: Service, tokenizer: TextTokenizer, body: ChatCompleti
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    if offer is not None:
+        variables["tools"] = offer.rendered
     has_developer = "developer" in template
     messages = [_message(index, message, has_developer) for index, message in enumerate(body.messages)]
+    if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
+        messages = prepare_calls(messages)
     return await service.tokenizers.render(tokenizer, messages, **variables)
 
 
@@ -101,10 +133,9 @@ def _message(index: int, message: Message, has_developer: bool) -> dict[str, Any
     `developer`, OpenAI's newer name of `system`, is for templates that know it.
     """
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
-    if content is None and not message.tool_calls:
-        content = ""
+    content = content or ""  # templates add to it
     role = "system" if message.role == "developer" and not has_developer else message.role
-    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
+    if message.has_only_text:
         return {"role": role, "content": content}  # the usual form, of which there may be thousands
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
     return {"role": role, "content": content, **others}
@@ -126,16 +157,18 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def _write(exchange: Exchange, body: ChatCompletionRequest, frame: dict[str, Any]) -> Response:
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": generation.text, "refusal": None},
-            "logprobs": _logprobs(body, generation, generation.events),
-            "finish_reason": openai.finish_reason(generation.completion.finish_reason),
-        }
-        for index, generation in enumerate(exchange.generations)
-    ]
+def _write(
+    exchange: Exchange, body: ChatCompletionRequest, frame: dict[str, Any], writers: list[MessageWriter]
+) -> Response:
+    choices = []
+    for index, generation in enumerate(exchange.generations):
+        message: dict[str, Any] = {"role": "assistant", "content": generation.text, "refusal": None}
+        reason = openai.finish_reason(generation.completion.finish_reason)
+        if writers:
+            message = writers[index].write_message(generation.text)
+            reason = writers[index].finish_reason(reason)
+        logprobs = write_logprobs(body, generation, generation.events)
+        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     usage = openai.count_usage(exchange)
     return json_response(
         frame | {"choices": choices, "usage": usage}, 200, exchange.headers(usage["completion_tokens"])
@@ -145,17 +178,25 @@ def _write(exchange: Exchange, body: ChatCompletionRequest, frame: dict[str, Any
 def _write_deltas(
     body: ChatCompletionRequest,
     generations: list[RemoteGeneration],
+    writers: list[MessageWriter],
     index: int,
     token_events: list[TokenEvent],
     is_first: bool,
 ) -> list[dict[str, Any]]:
-    """Write up to three choices: the role at first, new text, and the end."""
+    """Write choices: the role at first, new text, and the end."""
     deltas = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
     text = "".join([token_event.text for token_event in token_events])
-    logprobs = _logprobs(body, generations[index], token_events)
-    if text or logprobs is not None:
-        deltas.append(_delta(index, {"content": text}, logprobs))
+    logprobs = write_logprobs(body, generations[index], token_events)
     reason = openai.finish_reason(token_events[-1].finish_reason)
+    news = [{"content": text}] if text else []
+    if writers:
+        news = writers[index].write_deltas(text, is_last=reason is not None)
+        reason = writers[index].finish_reason(reason)
+    if logprobs is not None and not news:
+        news = [{"content": ""}]
+    for new in news:
+        deltas.append(_delta(index, new, logprobs))
+        logprobs = None  # once is enough
     if reason is not None:
         deltas.append(_delta(index, {}, None, reason))
     return deltas
@@ -167,7 +208,7 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(
+def write_logprobs(
     body: ChatCompletionRequest, generation: RemoteGeneration, token_events: list[TokenEvent]
 ) -> dict[str, Any] | None:
     if not body.logprobs:

@@ -41,7 +41,7 @@ WRITTEN = 4  # listing tokens takes so many times as long as making them
 MANY = 4096  # tokens that are encoded as JSON at once
 PROBE_S = 5.0  # a probe's success holds so long: callers without a key cannot keep the engine at work
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
-NO_RESPONSES = "the responses API is not supported; use /v1/chat/completions"
+NO_RESPONSES = "responses are not stored, so that none can be asked for; POST /v1/responses answers"
 NOT_YET = {
     "/embed": "embeddings are",
     "/v1/embeddings": "embeddings are",
@@ -91,13 +91,12 @@ def make_router(service: Service) -> APIRouter:
 
     for path in NOT_YET:
         router.post(path, include_in_schema=False)(refuse)
-    for path in ("/v1/responses", "/v1/responses/{rest:path}"):
-        router.api_route(path, methods=METHODS, include_in_schema=False)(_refuse_responses)
+    router.api_route("/v1/responses/{rest:path}", methods=METHODS, include_in_schema=False)(_refuse_responses)
     return router
 
 
 def _refuse_responses() -> Response:
-    """Say what to use instead: some SDKs call this route by default, and report only that nothing was found."""
+    """Say why there is none: SDKs report only that nothing was found."""
     raise HTTPException(HTTPStatus.NOT_FOUND, NO_RESPONSES)
 
 

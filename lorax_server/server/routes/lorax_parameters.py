@@ -7,12 +7,13 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.adapters.resolver import MAX_MERGED
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
-from lorax_server.server.checks import check, check_stops, not_yet, pick_sampling, to_bias
+from lorax_server.server.checks import check, check_stops, pick_sampling, to_bias
 from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
 from lorax_server.server.service import Service
-from lorax_server.types import Merge, SamplingParams, StopParams
+from lorax_server.structures.asked import choose_structure
+from lorax_server.types import Merge, SamplingParams, StopParams, Structure
 
 
 def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> Choice:
@@ -52,7 +53,6 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         not (is_streamed and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
-    _refuse_format(parameters.response_format)
     refuse_foreign(GENERATE, parameters.model_extra, vars(parameters))
     sampling = SamplingParams(
         **pick_sampling(parameters),
@@ -76,14 +76,15 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         truncate=truncate,
         logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
+        structure=_choose_structure(parameters.response_format),
     )
 
 
-def _refuse_format(response_format: ResponseFormat | None) -> None:
-    """Refuse every format but `text`, which asks for nothing. LoRAX took it for JSON."""
-    if response_format is not None:
-        is_text = response_format.type.lower() == "text" and response_format.schema_ is None
-        not_yet(not is_text, f"`response_format` {response_format.type[:32]!r}")
+def _choose_structure(response_format: ResponseFormat | None) -> Structure | None:
+    """Return the form of the answer. The type counts, which LoRAX ignored: `text` asks for nothing."""
+    if response_format is None:
+        return None
+    return choose_structure(response_format.model_dump(by_alias=True), None, {})
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:

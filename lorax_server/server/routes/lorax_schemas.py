@@ -25,7 +25,6 @@ Bias = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
-Nothing = Annotated[Any, Field(json_schema_extra={"type": "null"})]
 Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
 TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
 
@@ -64,10 +63,10 @@ class MergedAdapters(Schema):
 
 
 class ResponseFormat(Schema):
-    """Only `text` is possible yet, which asks for nothing."""
+    """The form of the answer: JSON, by a schema if there is one. `text` asks for nothing."""
 
-    type: str = Field(json_schema_extra={"enum": ["text"]})
-    schema_: Nothing = Field(default=None, alias="schema")
+    type: str = Field(json_schema_extra={"enum": ["text", "json_object", "json_schema"]})
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     json_schema: dict[str, Any] | None = None
 
 

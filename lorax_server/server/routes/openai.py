@@ -13,7 +13,7 @@ from lorax_server.generation.candidates import candidate_seed
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import HUB
 from lorax_server.server.access.model_names import Choice, ModelNames, Named
-from lorax_server.server.checks import MAX_BIASES, check, check_stops, not_yet, pick_sampling, to_bias
+from lorax_server.server.checks import MAX_BIASES, check, check_stops, pick_sampling, to_bias
 from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.foreign_fields import refuse_foreign
@@ -22,6 +22,7 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
+from lorax_server.structures.asked import choose_structure
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams
 
 TAG = "OpenAI Compatible"
@@ -67,10 +68,6 @@ def _choose(body: CommonRequest, names: ModelNames) -> Choice:
 
 
 def refuse_unsupported(route: str, body: CommonRequest) -> None:
-    response_format = body.response_format
-    if response_format is not None:
-        kind = response_format.get("type")
-        not_yet(kind != "text", f"`response_format` {str(kind)[:32]!r}")
     refuse_foreign(route, body.model_extra, vars(body))
 
 
@@ -106,7 +103,9 @@ def to_options(
     )
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     seeds = [candidate_seed(seed, index) for index in range(count)]
-    return RequestOptions(sampling, stop, seeds, may_shorten=max_new_tokens is None, salt=body.cache_salt or "")
+    structure = choose_structure(body.response_format, body.structured_outputs, vars(body))
+    may_shorten = max_new_tokens is None
+    return RequestOptions(sampling, stop, seeds, may_shorten, salt=body.cache_salt or "", structure=structure)
 
 
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:

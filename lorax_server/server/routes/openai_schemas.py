@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 
 from lorax_server.server.http.foreign_fields import CHAT, COMPLETIONS
 from lorax_server.server.routes.lorax_schemas import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
+from lorax_server.server.routes.tool_schemas import ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
@@ -17,8 +18,14 @@ MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompts = Field(max_length=MAX_PROMPTS)
-PlainText = Annotated[
-    dict[str, Any], Field(json_schema_extra={"required": ["type"], "properties": {"type": {"const": "text"}}})
+Format = Annotated[
+    dict[str, Any],
+    Field(
+        json_schema_extra={
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+        }
+    ),
 ]
 
 
@@ -49,9 +56,15 @@ class CommonRequest(CommonOptions):
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="One of `json`, `regex`, `choice`, `grammar`, or `json_object`"
+    )
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark, or in GBNF")
 
-    # Not yet.
-    response_format: PlainText | None = None
+    response_format: Format | None = Field(default=None, description="The form of the answer's text")
 
     @property
     def wants_usage(self) -> bool:
@@ -110,6 +123,13 @@ class Message(Schema):
     name: str | None = None
     tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def has_only_text(self) -> bool:
+        others = (self.name, self.tool_calls, self.tool_call_id, self.reasoning_content, self.reasoning)
+        return all(value is None for value in others)
 
 
 class ChatCompletionRequest(CommonRequest):
@@ -125,9 +145,13 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     add_generation_prompt: bool | None = True
-    tools: Many[dict[str, Any]] | None = Field(default=None, description="Not yet: only with `tool_choice` of `none`")
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="`none`; others not yet")
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
     tool_prompt: str | None = None
+    separate_reasoning: bool | None = Field(
+        default=None, description="Give what is in `<think>` as `reasoning_content`; null: as the server is set"
+    )
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -196,13 +220,15 @@ class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(Schema):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletionResponse(_Answer):
@@ -215,13 +241,15 @@ class ChatDelta(Schema):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(Schema):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatCompletionChunk(_Answer):

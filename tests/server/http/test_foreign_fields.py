@@ -218,6 +218,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 def test_tools_that_must_not_be_used_pass(routes: Templated) -> None:
     assert ask(routes, CHAT, tools=[TOOL], tool_choice="none").status == 200
+    # The template of these routes shows no tools to the model.
     for fields in ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "auto"}, {"tool_choice": "required"}):
         refused = ask(routes, CHAT, **fields)
         assert (refused.status, refused.json["error"]["param"]) == (400, next(iter(fields)))
@@ -227,7 +228,7 @@ def test_tools_that_must_not_be_used_pass(routes: Templated) -> None:
 def test_a_developer_is_a_system_where_a_template_knows_none(
     template: str, role: str, routes: Templated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes.service.tokenizers, "template_of", lambda _: template)
+    monkeypatch.setattr(routes.service.tokenizers, "template_of", lambda *_: template)
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "ask"}]
     assert ask(routes, CHAT, messages=messages).status == 200
     assert [message["role"] for message in routes.rendered[-1][0]] == [role, "user"]

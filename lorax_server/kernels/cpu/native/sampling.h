@@ -32,19 +32,55 @@ static Peak find_peak(const T* scores, int64_t count, float sharpness) {
   return {most, total};
 }
 
+// Copy scores, those that a mask does not allow as minus infinity. A mask has a bit for each, the first the lowest.
+template <class T>
+static void copy_allowed(const T* scores, const uint32_t* mask, int64_t count, float* to) {
+  const F least = spread(-INFINITY);
+  for (int64_t at = 0; at < count; at += 32) {
+    const uint32_t allowed = mask[at / 32];
+    if (allowed == 0 || at + 32 > count) {
+      for (int64_t i = 0; i < 32; i += VL) store(to + at + i, least);
+      for (uint32_t left = allowed; left != 0; left &= left - 1) {
+        const int64_t i = at + __builtin_ctz(left);
+        if (i < count) to[i] = read(scores + i);
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < 32; i += VL) store(to + at + i, load(scores + at + i));
+    for (uint32_t left = ~allowed; left != 0; left &= left - 1) to[at + __builtin_ctz(left)] = -INFINITY;
+  }
+}
+
+struct MaskedRows {
+  const uint32_t* words = nullptr;  // [masks, width]
+  int64_t width = 0;
+  const int64_t* numbers = nullptr;  // [rows] of each row's mask; negative: it has none
+
+  const uint32_t* of(int64_t row) const {
+    return words == nullptr || numbers[row] < 0 ? nullptr : words + numbers[row] * width;
+  }
+};
+
 template <class T>
 struct Scores {
   const T* from;
   int64_t stride, rows, vocabulary;
   const float* temperatures = nullptr;  // of each row; null for 1
+  MaskedRows masks = {};
   int64_t parts = (vocabulary + SCORES_AT_ONCE - 1) / SCORES_AT_ONCE;
 
   const T* row(int64_t index) const { return from + index * stride; }
   float sharpness(int64_t index) const { return temperatures == nullptr ? 1.0f : 1.0f / temperatures[index]; }
 
   Peak peak_of(int64_t index, int64_t part) const {
-    const int64_t at = part * SCORES_AT_ONCE;
-    return find_peak(row(index) + at, std::min(SCORES_AT_ONCE, vocabulary - at), sharpness(index));
+    const int64_t at = part * SCORES_AT_ONCE, count = std::min(SCORES_AT_ONCE, vocabulary - at);
+    const uint32_t* mask = masks.of(index);
+    if (mask == nullptr) return find_peak(row(index) + at, count, sharpness(index));
+    const uint32_t *first = mask + at / 32, *last = mask + (at + count + 31) / 32;
+    if (std::all_of(first, last, [](uint32_t word) { return word == 0; })) return {-INFINITY, 0.0f};
+    alignas(64) float allowed[SCORES_AT_ONCE];
+    copy_allowed(row(index) + at, first, count, allowed);
+    return find_peak(allowed, count, sharpness(index));
   }
 
   // [rows, parts]
@@ -71,13 +107,15 @@ struct Scores {
   // The first NaN, which torch takes for the largest, or the first of the largest.
   int64_t find_first(int64_t index, const Peak* peaks, Peak whole) const {
     const T* scores = row(index);
+    const uint32_t* mask = masks.of(index);
+    const auto is_allowed = [&](int64_t i) { return mask == nullptr || (mask[i / 32] >> (i % 32) & 1) != 0; };
     if (whole.total != whole.total)
       for (int64_t i = 0; i < vocabulary; i++)
-        if (read(scores + i) != read(scores + i)) return i;
+        if (read(scores + i) != read(scores + i) && is_allowed(i)) return i;
     int64_t part = 0;
     while (part + 1 < parts && peaks[part].best != whole.best) part++;
     int64_t i = part * SCORES_AT_ONCE;
-    while (i + 1 < vocabulary && read(scores + i) != whole.best) i++;
+    while (i + 1 < vocabulary && (read(scores + i) != whole.best || !is_allowed(i))) i++;
     return i;
   }
 
@@ -86,7 +124,7 @@ struct Scores {
     for (int64_t index = 0; index < rows; index++, peaks += parts) {
       const Peak whole = join(peaks, 1.0f);
       ids[index] = find_first(index, peaks, whole);
-      logprobs[index] = 0.0f - whole.total;
+      logprobs[index] = whole.best == -INFINITY && masks.of(index) != nullptr ? NAN : 0.0f - whole.total;
     }
   }
 
@@ -102,12 +140,13 @@ struct Scores {
   }
 };
 
-// Choose the token with the largest score of each row, the first of equals, and write its log probability.
-EXPORT(choose_greedy)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* ids,
-                      float* logprobs) {
+// Choose the token with the largest score of each row, the first of equals, and write its log probability. Rows that have
+// one of the `words` choose as if all tokens that it does not allow had minus infinity; `words` may be null.
+EXPORT(choose_greedy)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+                      const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    Scores<T>{(const T*)scores, stride, rows, vocabulary}.choose(ids, logprobs);
+    Scores<T>{(const T*)scores, stride, rows, vocabulary, nullptr, {words, width, numbers}}.choose(ids, logprobs);
   };
   if (dtype == FLOAT32) run(float());
   else if (dtype == BFLOAT16) run(Bf16());

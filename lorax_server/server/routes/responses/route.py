@@ -1,0 +1,190 @@
+"""The route: a request becomes a chat, and its answer a response."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorax_server.errors import NotSupportedError
+from lorax_server.generation.generation import TokenEvent
+from lorax_server.server.checks import check, not_yet
+from lorax_server.server.exchange import Exchange
+from lorax_server.server.generations import RemoteGeneration
+from lorax_server.server.http.foreign_fields import RESPONSES, refuse_foreign
+from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.sse import Shortcut, named_event
+from lorax_server.server.routes import chat, openai
+from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, CommonRequest
+from lorax_server.server.routes.responses.items import to_messages, to_tool
+from lorax_server.server.routes.responses.output import Event, ResponseWriter
+from lorax_server.server.routes.responses.schemas import ResponseObject, ResponsesRequest
+from lorax_server.server.service import Service
+from lorax_server.types import FinishReason
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes as it is, so that there is nothing to encrypt
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=[openai.TAG])
+
+    @router.post("/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERRORS)
+    async def respond(http: Request, body: ResponsesRequest) -> Response:
+        """Answer items. With `stream` the events are those of OpenAI's responses. Nothing is stored."""
+        exchange = Exchange(service, http)
+        return await exchange.answer(_respond(exchange, body))
+
+    return router
+
+
+async def _respond(exchange: Exchange, body: ResponsesRequest) -> Response:
+    openai.note_adapter(exchange, body)
+    _refuse_unsupported(body)
+    asked = _to_chat(body)
+    prepared = await chat.prepare(exchange, asked)
+    (generation,), plan = prepared.generations, prepared.plan
+    reader = plan.make_reader(prepared.prompt, generation.request.structure is not None) if plan else None
+    writer = ResponseWriter(_make_frame(exchange, body), plan, reader)
+    if body.stream:
+        exchange.write_failure = lambda problem: _write_events([writer.fail(problem.message)])
+        shortcut = Shortcut()
+        generation.use(shortcut, lambda token_events: _write_events(_feed(writer, asked, generation, token_events)))
+        return await exchange.stream(_stream(exchange, asked, generation, writer), shortcut)
+    await generation.finish()
+    return await exchange.write(lambda: _write(exchange, asked, generation, writer))
+
+
+# --- The request ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(body: ResponsesRequest) -> None:
+    refuse_foreign(RESPONSES, body.model_extra, vars(body))
+    if body.store:
+        raise NotSupportedError("`store`: this server keeps no responses; leave it out, or set it to false")
+    not_yet(body.truncation not in (None, "disabled"), "`truncation`")
+    for name, other in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
+        if getattr(body, name) is not None:
+            raise NotSupportedError(f"`{name}` is not known here; use `{other}` instead")
+    check(body.n in (None, 1), "`n`: a response is one answer")
+    if body.text is not None:
+        not_yet(body.text.verbosity not in (None, "medium"), "`text.verbosity`")
+    for each in body.include or ():
+        not_yet(each not in INCLUDED, f"`include` of {each[:64]!r}")
+
+
+def _to_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+    """Write the same request as a chat."""
+    fields = body.model_dump(include=set(CommonRequest.model_fields), exclude_unset=True)
+    fields |= {"messages": to_messages(body.instructions, body.input)}
+    fields |= {"max_completion_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
+    if body.tools:
+        fields["tools"] = [to_tool(index, tool) for index, tool in enumerate(body.tools)]
+    fields["tool_choice"] = body.tool_choice
+    if LOGPROBS in (body.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None:
+        fields["separate_reasoning"] = True
+        variables |= {} if body.reasoning.effort is None else {"reasoning_effort": body.reasoning.effort}
+    fields["chat_template_kwargs"] = variables
+    form = body.text.format if body.text is not None else None
+    if form is not None and form.get("type") != "text":
+        fields["response_format"] = _to_response_format(form)
+    return ChatCompletionRequest.model_validate(fields)
+
+
+def _to_response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+# --- The answer -------------------------------------------------------------------------------------------------------
+
+
+def _make_frame(exchange: Exchange, body: ResponsesRequest) -> dict[str, Any]:
+    """Return the fields of the response that do not change."""
+    model = body.adapter_id or body.model or exchange.service.model_names.primary
+    text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True)
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None} if body.reasoning is None else body.reasoning.model_dump(),
+        "store": False,
+        "temperature": body.temperature,
+        "text": text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _feed(
+    writer: ResponseWriter, asked: ChatCompletionRequest, generation: RemoteGeneration, token_events: list[TokenEvent]
+) -> list[Event]:
+    text = "".join([token_event.text for token_event in token_events])
+    logprobs = chat.write_logprobs(asked, generation, token_events)
+    return writer.feed(text, len(token_events), logprobs["content"] if logprobs is not None else ())
+
+
+def _end(exchange: Exchange, generation: RemoteGeneration, writer: ResponseWriter) -> list[Event]:
+    is_cut = generation.completion.finish_reason is FinishReason.LENGTH
+    return writer.end(is_cut, _count_usage(exchange, writer))
+
+
+def _count_usage(exchange: Exchange, writer: ResponseWriter) -> dict[str, Any]:
+    usage = openai.count_usage(exchange)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": writer.num_thought_tokens},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _write(
+    exchange: Exchange, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
+) -> Response:
+    for token_event in generation.events:
+        _feed(writer, asked, generation, [token_event])
+    _end(exchange, generation, writer)
+    return json_response(writer.response, 200, exchange.headers(writer.response["usage"]["output_tokens"]))
+
+
+async def _stream(
+    exchange: Exchange, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
+) -> AsyncGenerator[bytes, None]:
+    events: list[Event] = []
+    has_begun = False
+    async with aclosing(generation.stream()) as stream:
+        async for token_events in stream:
+            if not has_begun:
+                events, has_begun = writer.begin(), True
+                events[0]["response"] |= exchange.first_event
+            events += _feed(writer, asked, generation, token_events)
+            if token_events and token_events[-1].finish_reason is not None:
+                events += _end(exchange, generation, writer)
+            yield _write_events(events)
+            events = []
+
+
+def _write_events(events: list[Event]) -> bytes:
+    return b"".join([named_event(event["type"], event) for event in events])

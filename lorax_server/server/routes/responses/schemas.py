@@ -1,0 +1,101 @@
+"""Bodies of OpenAI's responses. Items of the conversation are checked where they become messages."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from lorax_server.server.http.foreign_fields import RESPONSES
+from lorax_server.server.routes.lorax_schemas import Many, OpenSchema, Schema, refusing
+from lorax_server.server.routes.openai_schemas import MAX_MESSAGES, CommonRequest
+from lorax_server.server.routes.tool_schemas import ToolChoice
+
+FUNCTION_TOOL = {
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "parameters": {"type": "object"},
+    },
+}
+FunctionTools = Annotated[
+    Many[Annotated[dict[str, Any], Field(json_schema_extra=FUNCTION_TOOL)]], Field(max_length=128)
+]
+Items = Annotated[Many[dict[str, Any]], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
+
+
+class TextOptions(OpenSchema):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = Field(default=None, json_schema_extra={"enum": ["medium", None]})
+
+
+class ReasoningOptions(Schema):
+    """Asking for it separates the reasoning from the answer; `effort` is a variable of the template."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(CommonRequest):
+    """Items to answer. Nothing is stored."""
+
+    model_config = ConfigDict(json_schema_extra=refusing(RESPONSES))
+
+    input: str | Items
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    tools: FunctionTools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Many[str] | None = None
+    top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = Field(default=None, description="Not true: this server keeps nothing")
+    truncation: str | None = Field(default=None, json_schema_extra={"enum": ["disabled", None]})
+    max_tool_calls: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+class OutputItem(OpenSchema):
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class InputTokensDetails(Schema):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Schema):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Schema):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(OpenSchema):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[OutputItem]
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(OpenSchema):
+    """An event of a stream, of one of OpenAI's types. The last one has the whole response."""
+
+    type: str
+    sequence_number: int

@@ -1,0 +1,1 @@
+"""Structured output: answers whose text has a form that the request asks for."""

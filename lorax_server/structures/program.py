@@ -1,0 +1,250 @@
+"""The process that follows structures of one vocabulary: compiles grammars, and computes the masks of answers.
+
+A grammar is tried first in a child of this process, which may take `COMPILE_S` of CPU time and so much memory; what
+ends badly there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
+"""
+
+import os
+import pickle
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from cachetools import TTLCache
+
+from lorax_server.errors import LoraxError
+from lorax_server.structures import wire
+from lorax_server.structures.matchers import Compiled, CompiledGrammars, Ending, Follower, GrammarError
+from lorax_server.structures.vocabulary import Vocabulary, Words
+from lorax_server.text.adapter_tokenizers import AdapterTokenizers
+from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
+
+COMPILE_S = 0.25  # of CPU time
+PATIENCE_S = 10.0  # for the same, on a busy machine
+COMPILE_BYTES = 2**30  # beyond what this process has
+NICENESS = 10  # of a child: steps go first
+MAX_TRIALS = 2  # at once
+REFUSED_S, MAX_REFUSED = 60.0, 1024
+TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"
+TOO_LARGE = "the grammar is too deep or too large to compile; make it smaller"
+
+
+class _Trial(NamedTuple):
+    grammar: str
+    process_id: int
+    answer: int  # the file descriptor of the child's words
+    began: float
+
+
+class Program:
+    """One thread reads messages and computes masks; another one compiles."""
+
+    def __init__(self, connection: Connection, vocabulary: Vocabulary) -> None:
+        self._connection = connection
+        self._vocabulary = vocabulary
+        self._grammars = CompiledGrammars()
+        self._refused: TTLCache[str, str] = TTLCache(MAX_REFUSED, REFUSED_S)
+        self._followers: dict[int, Follower] = {}
+        self._waiting: dict[str, list[wire.Begin]] = {}  # by grammar, in the order of arrival
+        self._untried: list[str] = []
+        self._trials: dict[int, _Trial] = {}  # by descriptor
+        self._num_compiling = 0
+        self._to_compile: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[tuple[str, Compiled | str]] = queue.SimpleQueue()
+        self._wake, self._waker = os.pipe()
+
+    def run(self) -> None:
+        """Serve until the engine closes the connection."""
+        threading.Thread(target=self._compile_all, daemon=True).start()
+        while True:
+            patience_s = PATIENCE_S / 10 if self._trials else None
+            for ready in wait([self._connection, self._wake, *self._trials], patience_s):
+                if ready is self._connection:
+                    self._read()
+                elif ready == self._wake:
+                    os.read(self._wake, 4096)
+                    self._take_compiled()
+                elif isinstance(ready, int):
+                    self._end_trial(self._trials.pop(ready))
+            self._end_late()
+            self._try_next()
+
+    # --- Messages -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
+        match message:
+            case wire.Begin():
+                self._begin(message)
+            case wire.Advance(tokens):
+                self._advance(tokens)
+            case wire.End(request_id):
+                self._followers.pop(request_id, None)
+
+    def _send(self, message: wire.FromProgram) -> None:
+        self._connection.send_bytes(pickle.dumps(message, protocol=5))
+
+    def _send_masks(self, masks: dict[int, Words]) -> None:
+        if masks:
+            self._send(wire.Masks(list(masks), np.stack(list(masks.values())).tobytes()))
+
+    def _begin(self, begin: wire.Begin) -> None:
+        compiled, refusal = self._grammars.get(begin.grammar), self._refused.get(begin.grammar)
+        if compiled is not None:
+            self._follow(begin, compiled)
+        elif refusal is not None:
+            self._send(wire.Failed(begin.request_id, refusal))
+        else:
+            if begin.grammar not in self._waiting:
+                self._untried.append(begin.grammar)
+            self._waiting.setdefault(begin.grammar, []).append(begin)
+
+    def _follow(self, begin: wire.Begin, compiled: Compiled) -> None:
+        if not any(token_id < self._vocabulary.num_ids for token_id in begin.eos):
+            self._send(wire.Failed(begin.request_id, "the model has no token that ends an answer"))
+            return
+        ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
+        follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending)
+        self._send_masks({begin.request_id: follower.first_mask})
+
+    def _advance(self, tokens: list[tuple[int, int]]) -> None:
+        masks = {}
+        for request_id, token_id in tokens:
+            follower = self._followers.get(request_id)
+            if follower is None:
+                continue
+            try:
+                masks[request_id] = follower.consume(token_id)
+            except GrammarError as error:
+                del self._followers[request_id]
+                self._send(wire.Failed(request_id, f"the answer cannot go on in this form: {error}"))
+        self._send_masks(masks)
+
+    # --- Trials -------------------------------------------------------------------------------------------------------
+
+    def _try_next(self) -> None:
+        """Start trials. Not while the other thread compiles: a child would have its locks, and nobody to open them."""
+        while self._untried and not self._num_compiling and len(self._trials) < MAX_TRIALS:
+            grammar = self._untried.pop(0)
+            answer, words = os.pipe()
+            process_id = os.fork()
+            if process_id == 0:
+                _try(self._vocabulary, grammar, words)
+            os.close(words)
+            self._trials[answer] = _Trial(grammar, process_id, answer, time.monotonic())
+
+    def _end_trial(self, trial: _Trial) -> None:
+        words = b""
+        while part := os.read(trial.answer, 4096):
+            words += part
+        os.close(trial.answer)
+        _, status = os.waitpid(trial.process_id, 0)
+        if words == b"+":
+            self._num_compiling += 1
+            self._to_compile.put(trial.grammar)
+        elif words:
+            self._refuse(trial.grammar, words[1:].decode())
+        else:
+            self._refuse(trial.grammar, TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE)
+
+    def _end_late(self) -> None:
+        for trial in [t for t in self._trials.values() if time.monotonic() - t.began > PATIENCE_S]:
+            os.kill(trial.process_id, signal.SIGKILL)
+            del self._trials[trial.answer]
+            os.close(trial.answer)
+            os.waitpid(trial.process_id, 0)
+            for begin in self._waiting.pop(trial.grammar):
+                self._send(wire.Failed(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True))
+
+    def _refuse(self, grammar: str, message: str) -> None:
+        self._refused[grammar] = message
+        for begin in self._waiting.pop(grammar):
+            self._send(wire.Failed(begin.request_id, message))
+
+    # --- Compiling ----------------------------------------------------------------------------------------------------
+
+    def _compile_all(self) -> None:
+        while True:
+            grammar = self._to_compile.get()
+            result: Compiled | str
+            try:
+                result = Compiled.of(self._vocabulary, grammar)
+            except GrammarError as error:
+                result = str(error)
+            self._compiled.put((grammar, result))
+            os.write(self._waker, b".")
+
+    def _take_compiled(self) -> None:
+        while not self._compiled.empty():
+            grammar, result = self._compiled.get()
+            self._num_compiling -= 1
+            if isinstance(result, str):
+                self._refuse(grammar, result)
+                continue
+            self._grammars[grammar] = result
+            for begin in self._waiting.pop(grammar):
+                self._follow(begin, result)
+
+
+def _try(vocabulary: Vocabulary, grammar: str, words: int) -> None:
+    """Compile a grammar in this child, say how it went, and end."""
+    try:
+        os.nice(NICENESS)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            limit = _data_bytes() + COMPILE_BYTES
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        Compiled.of(vocabulary, grammar)
+        os.write(words, b"+")
+    except GrammarError as error:
+        os.write(words, b"-" + str(error).encode(errors="replace"))
+    except BaseException as error:  # a panic of the library
+        os.write(words, b"-" + f"{type(error).__name__}: {error}"[:400].encode(errors="replace"))
+    finally:
+        os._exit(0)
+
+
+def _data_bytes() -> int:
+    """Return the memory that this process has taken and RLIMIT_DATA counts; 0 where that cannot be read."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    except (OSError, StopIteration, ValueError):
+        return 2**40
+
+
+def _load(start: wire.Start) -> TextTokenizer:
+    folder = Path(start.model)
+    base = load_tokenizer(folder)
+    if start.adapter is None:
+        return base
+    tokenizers = AdapterTokenizers(base, folder)
+    try:
+        return tokenizers.find(start.adapter)
+    finally:
+        tokenizers.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends this process itself
+    connection = Connection(int(sys.argv[1]))
+    with suppress(EOFError, ConnectionError):
+        try:
+            vocabulary = Vocabulary(_load(wire.Start(*pickle.loads(connection.recv_bytes()))))
+        except LoraxError as error:
+            connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
+            return
+        Program(connection, vocabulary).run()
+
+
+if __name__ == "__main__":
+    main()

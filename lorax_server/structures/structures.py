@@ -1,0 +1,173 @@
+"""Structures of the engine's requests: which of them wait, and the tokens that each may choose next."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lorax_server.errors import BusyError, InputError, LoraxError
+from lorax_server.structures import wire
+from lorax_server.structures.process import StructureProcess
+from lorax_server.types import Request, Resolved
+
+MAX_PROCESSES = 8  # vocabularies: each has a process
+HANG_S = 30.0  # without a mask: the process is ended
+Words = npt.NDArray[np.int32]
+_Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
+
+
+class Settled(NamedTuple):
+    """A request whose first mask is there, or one that fails."""
+
+    request_id: int
+    error: LoraxError | None = None
+
+
+class Structures:
+    """Hands answers to processes, one for each vocabulary, and collects their masks. Belongs to the engine's thread."""
+
+    def __init__(self, model: Path, on_news: Callable[[], None] = lambda: None) -> None:
+        """`on_news` is called, on any thread, when `take_settled` has something to return."""
+        self.on_news = on_news
+        self._model = model
+        self._processes: dict[_Key, StructureProcess] = {}  # the one used last at the end
+        self._of_request: dict[int, StructureProcess] = {}
+        self._changed = threading.Condition()  # guards the next three, which reading threads change
+        self._masks: dict[int, Words | None] = {}  # None: there will be none
+        self._begun: set[int] = set()
+        self._settled: deque[Settled] = deque()
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._of_request
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._settled)
+
+    def begin(self, request: Request) -> None:
+        """Have a request's structure compiled; `take_settled` tells when it can begin. Raise if it cannot be."""
+        assert request.structure is not None
+        stop = request.stop
+        if stop.ignore_eos:
+            raise InputError("`ignore_eos_token` cannot be used here: an answer with a structure ends where that does")
+        if not stop.eos_token_ids:
+            raise InputError("structured output needs a model with a token that ends answers")
+        process = self._find_process(request.adapter)
+        process.request_ids.add(request.request_id)
+        self._of_request[request.request_id] = process
+        eos, others = tuple(sorted(stop.eos_token_ids)), tuple(sorted(stop.stop_token_ids))
+        process.send(wire.Begin(request.request_id, request.structure.grammar, eos, others, stop.min_new_tokens))
+        if process.is_gone:  # since a moment ago
+            self._take(process, None)
+
+    def take_settled(self) -> list[Settled]:
+        settled = []
+        while self._settled:
+            settled.append(self._settled.popleft())
+        return [each for each in settled if each.request_id in self._of_request]
+
+    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """Note the tokens that were chosen, by request: the masks of the next ones are computed meanwhile."""
+        parts: dict[StructureProcess, list[tuple[int, int]]] = {}
+        with self._changed:
+            for request_id, token_id in tokens:
+                if self._masks.pop(request_id, None) is not None:
+                    parts.setdefault(self._of_request[request_id], []).append((request_id, token_id))
+        for process, part in parts.items():
+            process.asked_at = process.asked_at or time.monotonic()
+            process.send(wire.Advance(part))
+
+    def end(self, request_id: int) -> None:
+        """Forget a request, in whatever state it is."""
+        process = self._of_request.pop(request_id, None)
+        if process is not None:
+            process.request_ids.discard(request_id)
+            process.send(wire.End(request_id))
+            with self._changed:
+                self._masks.pop(request_id, None)
+                self._begun.discard(request_id)
+
+    def gather(self, request_ids: Collection[int], patience_s: float) -> dict[int, Words]:
+        """Return the masks of these requests, those that are there within so many seconds."""
+        until = time.monotonic() + patience_s
+        with self._changed:
+            while any(each not in self._masks for each in request_ids):
+                left_s = until - time.monotonic()
+                self._end_hanging()
+                if left_s <= 0:
+                    break
+                self._changed.wait(min(left_s, HANG_S))
+            masks = {each: self._masks.get(each) for each in request_ids}
+        return {request_id: mask for request_id, mask in masks.items() if mask is not None}
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+        self._of_request.clear()
+
+    def _find_process(self, adapter: Resolved | None) -> StructureProcess:
+        key: _Key = (None, (), ())
+        if adapter is not None:
+            key = adapter.folder, tuple(adapter.tokenizer_files), tuple(map(tuple, adapter.tokenizer_stamps))
+        process = self._processes.pop(key, None)
+        if process is not None and process.is_gone:
+            process.close()
+            process = None
+        if process is None:
+            self._make_room()
+            process = StructureProcess(wire.Start(str(self._model), adapter), self._take)
+        self._processes[key] = process
+        return process
+
+    def _make_room(self) -> None:
+        idle = [key for key, process in self._processes.items() if not process.request_ids]
+        if len(self._processes) >= MAX_PROCESSES:
+            if not idle:
+                raise BusyError(f"answers of {MAX_PROCESSES} vocabularies have structures now; try again")
+            self._processes.pop(idle[0]).close()
+
+    def _end_hanging(self) -> None:
+        now = time.monotonic()
+        for process in self._processes.values():
+            if process.asked_at is not None and now - process.asked_at > HANG_S:
+                process.kill()  # its reader notices
+
+    def _take(self, process: StructureProcess, message: wire.FromProgram | None) -> None:
+        """Take a message of a process, on its thread."""
+        with self._changed:
+            match message:
+                case wire.Masks(request_ids, data):
+                    process.asked_at = None
+                    self._take_masks(request_ids, data)
+                case wire.Failed(request_id, text, is_busy):
+                    self._fail(request_id, BusyError(text) if is_busy else InputError(text))
+                case wire.Unusable(text):
+                    self._fail_all(process, InputError(text))
+                case None:
+                    self._fail_all(process, BusyError("the process that follows structures has ended; try again"))
+            has_news = bool(self._settled)
+            self._changed.notify_all()
+        if has_news:
+            self.on_news()
+
+    def _take_masks(self, request_ids: list[int], data: bytes) -> None:
+        words = np.frombuffer(data, np.int32).reshape(len(request_ids), -1)
+        for request_id, mask in zip(request_ids, words, strict=True):
+            self._masks[request_id] = mask
+            if request_id not in self._begun:
+                self._begun.add(request_id)
+                self._settled.append(Settled(request_id))
+
+    def _fail(self, request_id: int, error: LoraxError) -> None:
+        self._masks[request_id] = None
+        self._settled.append(Settled(request_id, error))
+
+    def _fail_all(self, process: StructureProcess, error: LoraxError) -> None:
+        for request_id in list(process.request_ids):
+            self._fail(request_id, error)

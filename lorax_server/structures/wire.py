@@ -1,0 +1,59 @@
+"""Messages between the engine and a process that follows structures, pickled tuples of plain values."""
+
+from typing import NamedTuple
+
+from lorax_server.types import Resolved
+
+
+class Begin(NamedTuple):
+    """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `Failed`."""
+
+    request_id: int
+    grammar: str
+    eos: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
+    min_new_tokens: int
+
+
+class Advance(NamedTuple):
+    """Take the tokens that a step has chosen."""
+
+    tokens: list[tuple[int, int]]  # request_id, token_id
+
+
+class End(NamedTuple):
+    request_id: int
+
+
+ToProgram = Begin | Advance | End
+
+
+class Masks(NamedTuple):
+    """The tokens that may come next in some answers."""
+
+    request_ids: list[int]
+    words: bytes  # [requests, words] int32
+
+
+class Failed(NamedTuple):
+    """An answer that cannot have its form, or cannot go on; it is followed no longer."""
+
+    request_id: int
+    message: str
+    is_busy: bool = False  # the machine was too busy, and the grammar is not to blame
+
+
+class Unusable(NamedTuple):
+    """The last message: the tokenizer cannot be used."""
+
+    message: str
+
+
+FromProgram = Masks | Failed | Unusable
+
+
+class Start(NamedTuple):
+    """The first message to the program: whose tokenizer it has."""
+
+    model: str  # the base model's folder
+    adapter: Resolved | None

@@ -1,0 +1,40 @@
+"""The formats by name, and the one that a chat template asks for."""
+
+import re
+from collections.abc import Callable, Mapping
+
+from lorax_server.text.tools.grammar import ToolFormat
+from lorax_server.text.tools.granite import GraniteFormat
+from lorax_server.text.tools.hermes import HermesFormat
+from lorax_server.text.tools.llama_json import LlamaJsonFormat
+from lorax_server.text.tools.mistral import MistralFormat
+from lorax_server.text.tools.plain_json import PlainJsonFormat
+from lorax_server.text.tools.pythonic import PythonicFormat
+
+FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
+    "hermes": HermesFormat,
+    "llama3_json": LlamaJsonFormat,
+    "pythonic": PythonicFormat,
+    "mistral": MistralFormat,
+    "granite": GraniteFormat,
+    "json": PlainJsonFormat,
+}
+# The first that a template has decides. Calls in XML are not read: their template decides for none.
+SIGNS: tuple[tuple[str, str], ...] = (
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"<function=", ""),
+    (r"<\|tool_call\|>|<function_call>", "granite"),
+    (r"<tool_call>", "hermes"),
+    (r"<\|python_start\|>|\[func_name1\(|\[function_name\(", "pythonic"),
+    (r"<\|python_tag\|>|<\|start_header_id\|>", "llama3_json"),
+)
+
+
+def renders_tools(template: str) -> bool:
+    """Tell whether a chat template shows tools to the model."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def choose_format(template: str) -> str:
+    """Name the format that a template's model writes calls in; empty if it is none that can be read."""
+    return next((name for sign, name in SIGNS if re.search(sign, template)), "json")

@@ -1,0 +1,169 @@
+"""Grammars that an answer must follow where calls are asked for, in llguidance's dialect of Lark."""
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lorax_server.text.tools.parser import CallFormat
+
+ANY = r"(.|\n)*"
+BLANK = r"[ \n]*"
+OBJECT_START = rf'(\[{BLANK})?\{{{BLANK}"(name|type)"'  # of an answer that is a call as JSON
+OPTIONS = "x-guidance"  # a keyword of llguidance's own
+# A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
+WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+
+TokenId = Callable[[str], int | None]
+"""Finds the token of a name."""
+
+
+class Marks:
+    """Writes markers: as text, or as the token that the vocabulary has for it.
+
+    Such a token is no text to a grammar. Whether it counts as special is for the reader of the grammar to say, so both
+    are written.
+    """
+
+    def __init__(self, token_to_id: TokenId) -> None:
+        self._token_to_id = token_to_id
+
+    def has_token(self, text: str) -> bool:
+        return self._token_to_id(text) is not None
+
+    def token(self, text: str) -> str:
+        return f"<[{self._token_to_id(text)}]>"
+
+    def write(self, text: str) -> str:
+        return f"({self.token(text)} | {write_text(text)})" if self.has_token(text) else write_text(text)
+
+
+class FunctionSchema(NamedTuple):
+    """A function and the schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any]
+    is_strict: bool  # keywords of the schema that cannot be enforced are refused, and not left out
+
+
+class CallGrammar(NamedTuple):
+    """A function, and the rule that its arguments follow."""
+
+    name: str
+    rule: str
+    schema: dict[str, Any]
+
+
+class CallRules(NamedTuple):
+    """Parts that the rules of calls are made of."""
+
+    calls: Sequence[CallGrammar]
+    is_parallel: bool  # several calls are possible
+    marks: Marks
+
+
+class ToolFormat(CallFormat):
+    """A format whose calls can also be asked for."""
+
+    start_pattern: str = ""
+    """Matches the start of an answer that is a call without an opener; empty if there is none such."""
+
+    @abstractmethod
+    def write_rules(self, rules: CallRules) -> str:
+        """Write the rule `calls`, which is what follows the first opener if there is one, and those that it needs.
+
+        The rules of arguments are there already.
+        """
+
+
+class Thought(NamedTuple):
+    """The reasoning that may come before calls."""
+
+    opener: str
+    closer: str
+    has_begun: bool  # in the prompt
+
+
+def write_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def write_objects(calls: Sequence[CallGrammar], word: str, rule: str = "object", before: str = "") -> str:
+    """Write a rule: a call as a JSON object, whose arguments are named `word`, with a text before it.
+
+    What begins an answer has to be one text with what follows: a grammar's lexer takes the longest, which may be that
+    of free text.
+    """
+    heads = [before + json.dumps({"name": call.name}, ensure_ascii=False)[:-1] + f', "{word}": ' for call in calls]
+    choices = [f'{write_text(head)} {call.rule} "}}"' for head, call in zip(heads, calls, strict=True)]
+    return f"{rule}: {' | '.join(choices)}\n"
+
+
+def write_list(rules: CallRules, word: str) -> str:
+    """Write the rules `list` and `object`."""
+    calls, more = rules.calls, ' (", " object)*' if rules.is_parallel else ""
+    return f'list: first{more} "]"\n{write_objects(calls, word, "first", "[")}{write_objects(calls, word)}'
+
+
+def write_required(
+    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+) -> str:
+    """Write the grammar of an answer that must be calls, after the model's reasoning if there is any."""
+    before, rules = _write_thought(thought, marks, " BLANKS?")
+    opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
+    return f"start: {before}{opener}calls\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
+
+
+def write_optional(
+    form: ToolFormat,
+    functions: Sequence[FunctionSchema],
+    is_parallel: bool,
+    marks: Marks,
+    thought: Thought | None,
+    text: str = "",
+) -> str:
+    """Write the grammar of an answer that is free but for its calls. `text` is a grammar of what is not free then."""
+    if text:
+        before, rules = _write_thought(thought, marks, " BLANKS?")
+        opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
+        rules += f"text: %lark {{\n{text}\n}}\n{_write_calls(form, functions, is_parallel, marks)}"
+        return f"start: {before}(text | {opener}calls)\n{rules}"
+    before, rules = _write_thought(thought, marks)
+    wrong = [f"{ANY}{_escape(opener)}{ANY}" for opener in form.openers]
+    if form.start_pattern:
+        free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
+        wrong.append(f"{form.start_pattern}{ANY}")
+    else:
+        opener, first = form.openers[0], r"(.|\n)"
+        free = f"(TEXT | trigger calls{f' | TEXT? {marks.token(opener)} calls' if marks.has_token(opener) else ''})?"
+        rules += f"trigger[lazy]: /{ANY}{_escape(opener)}/\n"
+    text = " & ".join([f"/{first}{ANY}/", *(f"~/{pattern}/" for pattern in wrong)])
+    return f"start: {before}{free}\nTEXT: {text}\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
+
+
+def _write_calls(form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks) -> str:
+    calls, rules = [], []
+    for index, function in enumerate(functions):
+        options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
+        schema = {**function.parameters, OPTIONS: options}
+        calls.append(CallGrammar(function.name, f"arguments_{index}", schema))
+        rules.append(f"arguments_{index}: %json {json.dumps(schema)}\n")
+    return form.write_rules(CallRules(calls, is_parallel, marks)) + "".join(rules) + "BLANKS: /[ \\n]+/\n"
+
+
+def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:
+    """Write the reference to a thought, with what follows it, and its rules."""
+    if thought is None:
+        return "", ""
+    closer, opener = _escape(thought.closer), "" if thought.has_begun else marks.write(thought.opener)
+    rest, rules = "reasons", f"reasons[lazy]: /{ANY}{closer}/\n"
+    if marks.has_token(thought.closer):
+        rest = f"(reasons | REASONS? {marks.token(thought.closer)})"
+        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY}{closer}{ANY}/\n"
+    return (f"{rest}{after} " if thought.has_begun else f"({opener} {rest}{after})? "), rules
+
+
+def _escape(text: str) -> str:
+    """Write text for a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,232 @@
+"""From text as it grows to events: text, and calls of functions. Any cut of the text gives the same events in sum.
+
+A call that is not well formed, or names a function that was not offered, comes back as text: nothing is lost.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import NamedTuple
+
+MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
+
+
+class TextPiece(NamedTuple):
+    """More text of the answer."""
+
+    text: str
+
+
+class ThoughtPiece(NamedTuple):
+    """More text of the model's reasoning."""
+
+    text: str
+
+
+class CallBegins(NamedTuple):
+    """A call whose function is known. All `ArgumentsPiece`s up to `CallEnds` are its own."""
+
+    name: str
+
+
+class ArgumentsPiece(NamedTuple):
+    """More of the JSON text of a call's arguments."""
+
+    text: str
+
+
+class CallEnds(NamedTuple):
+    """The arguments of the call are complete, or cut off by the end of the answer."""
+
+
+ParsedEvent = TextPiece | ThoughtPiece | CallBegins | ArgumentsPiece | CallEnds
+
+
+class MalformedCallError(Exception):
+    """Text that cannot be a call."""
+
+    def __init__(self, num_taken: int = 0) -> None:
+        super().__init__()
+        self.num_taken = num_taken  # characters that were read of the last text
+        self.num_left = 0  # that were not
+
+
+class ToolSet(NamedTuple):
+    """The functions that an answer may call."""
+
+    names: Set[str]
+    is_enforced: bool = False
+    """A grammar vouches for all calls, so that arguments need not wait until they are known to be right."""
+
+
+class Section(ABC):
+    """The text from an opener on: one call or several."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []  # text since the last call ended
+        self.has_ended = False
+        self.is_open = False  # a call has begun whose arguments are sent as they come
+        self.unread = ""  # text that was taken and is not the section's
+
+    def read(self, text: str, events: list[ParsedEvent]) -> str:
+        """Read text up to the section's end, or up to a character that cannot be there; return what is left."""
+        at = 0
+        while at < len(text) and not self.has_ended:
+            num_events = len(events)
+            try:
+                count = self.take(text, at, events)
+            except MalformedCallError as error:
+                self.taken.append(text[at : at + error.num_taken])
+                error.num_left = len(text) - at - error.num_taken
+                raise
+            self.taken.append(text[at : at + count])
+            at += count
+            if len(events) > num_events and isinstance(events[-1], CallEnds):
+                self.taken = []
+        return self.unread + text[at:]
+
+    @abstractmethod
+    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+        """Take at least one character from `at` on, or end the section; return how many."""
+
+    def forgives(self, text: str) -> bool:
+        """Tell whether text after the last call says nothing where the answer ends."""
+        return not text.strip()
+
+
+class CallFormat(ABC):
+    """The form of calls that models of a family write."""
+
+    openers: tuple[str, ...] = ()
+    """Texts that begin a section wherever they are."""
+    starts: str = ""
+    """Characters that begin a section as the first of an answer."""
+    markers: tuple[str, ...] = ()
+    """Texts that may be special tokens, which are not shown otherwise."""
+    has_short_ids: bool = False
+    """Templates want ids of calls with nine letters and digits."""
+
+    @abstractmethod
+    def make_section(self, tools: ToolSet) -> Section:
+        """Begin to read what follows an opener, or the start of an answer."""
+
+
+class ToolParser:
+    """Reads one answer."""
+
+    def __init__(self, form: CallFormat, tools: ToolSet) -> None:
+        self._form = form
+        self._tools = tools
+        self._held = ""  # text that may belong to an opener, or to blanks before one
+        self._section: Section | None = None
+        self._opener = ""  # of the section, with the blanks before it
+        self._is_start = bool(form.starts)
+        self._is_after_call = False
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        """Take more text; return what is certain."""
+        events: list[ParsedEvent] = []
+        while text:
+            text = self._read_text(text, events) if self._section is None else self._read_section(text, events)
+        return events
+
+    def finish(self) -> list[ParsedEvent]:
+        """Return what was held back, at the end of the answer."""
+        events: list[ParsedEvent] = []
+        section = self._section
+        if section is None:
+            self._add_text(self._held, events)
+        elif section.is_open:
+            events.append(CallEnds())
+        else:
+            text = "".join(section.taken)
+            if self._opener or not section.forgives(text):
+                self._add_text(self._opener + text, events)
+        self._held, self._section = "", None
+        return events
+
+    # --- Text ---------------------------------------------------------------------------------------------------------
+
+    def _read_text(self, text: str, events: list[ParsedEvent]) -> str:
+        """Read up to the next section; return the text from there on."""
+        text, self._held = self._held + text, ""
+        if self._is_start:
+            first = text.lstrip()
+            blanks = _find_blanks(text, len(text) - len(first))
+            self._add_text(text[:blanks], events)
+            text = text[blanks:]
+            if not first:
+                self._held = text
+                return ""
+            self._is_start = False
+            if first[0] in self._form.starts:
+                self._open(text[: len(text) - len(first)])
+                return first
+        openers = self._form.openers
+        found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
+        if found < 0:
+            self._held = text[self._find_held(text) :]
+            self._add_text(text[: len(text) - len(self._held)], events)
+            return ""
+        opener = next(opener for opener in openers if text.startswith(opener, found))
+        start, end = _find_blanks(text, found), found + len(opener)
+        self._add_text(text[:start], events)
+        self._open(text[start:end])
+        return text[end:]
+
+    def _find_held(self, text: str) -> int:
+        """Find the start of text that may belong to an opener, and of the blanks before it."""
+        openers = self._form.openers
+        if not openers:
+            return len(text)
+        for start in range(max(0, len(text) - max(map(len, openers)) + 1), len(text)):
+            if any(opener.startswith(text[start:]) for opener in openers):
+                return _find_blanks(text, start)
+        return _find_blanks(text, len(text))
+
+    def _add_text(self, text: str, events: list[ParsedEvent]) -> None:
+        if self._is_after_call:
+            text = text.lstrip()
+        if text:
+            self._is_after_call = False
+            events.append(TextPiece(text))
+
+    # --- Sections -----------------------------------------------------------------------------------------------------
+
+    def _open(self, text: str) -> None:
+        self._opener = text
+        self._section = self._form.make_section(self._tools)
+
+    def _read_section(self, text: str, events: list[ParsedEvent]) -> str:
+        """Read more of the section; return the text after it."""
+        section, count = self._section, len(events)
+        assert section is not None
+        left = text
+        try:
+            left = section.read(text, events)
+            is_wrong = False
+        except MalformedCallError as error:
+            is_wrong, left = True, text[len(text) - error.num_left :]
+        if any(isinstance(event, CallEnds) for event in events[count:]):
+            self._opener, self._is_after_call = "", True
+        if is_wrong:
+            self._fail(section, events)
+        elif section.has_ended:
+            self._section = None
+        return left
+
+    def _fail(self, section: Section, events: list[ParsedEvent]) -> None:
+        """Give back the text of a call that is none, unless parts of it are out already."""
+        self._section = None
+        if section.is_open:
+            self._is_after_call = True
+            events.append(CallEnds())
+        else:
+            self._add_text(self._opener + "".join(section.taken), events)
+
+
+def _find_blanks(text: str, end: int) -> int:
+    """Find the start of the blanks before `end`, of which at most `MAX_DROPPED` count."""
+    start = end
+    while start > max(0, end - MAX_DROPPED) and text[start - 1].isspace():
+        start -= 1
+    return start

@@ -1,0 +1,85 @@
+"""The reasoning of a model before its answer, between `<think>` and `</think>`."""
+
+from typing import NamedTuple
+
+OPENER, CLOSER = "<think>", "</think>"
+
+
+class Part(NamedTuple):
+    """More text, of the reasoning or of the answer. `raw` has also the marks and blanks between the two."""
+
+    text: str
+    raw: str
+    is_thought: bool
+
+
+class ThoughtSplitter:
+    """Divides an answer that may begin with a thought. Any cut of the text gives the same parts in sum.
+
+    `has_begun` tells that the prompt has the opener already.
+    """
+
+    def __init__(self, has_begun: bool = False) -> None:
+        self._held = ""
+        self._is_start = not has_begun
+        self.is_thought = has_begun
+        self._drops_blanks = has_begun
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        text, self._held = self._held + text, ""
+        if self._is_start:
+            text = self._open(text, parts)
+        if self.is_thought and text:
+            text = self._think(text, parts)
+        if text:
+            self._add(text, text, parts)
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Return what was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return [Part(held.rstrip() if self.is_thought else held, held, self.is_thought)] if held else []
+
+    def _open(self, text: str, parts: list[Part]) -> str:
+        first = text.lstrip()
+        if OPENER.startswith(first):  # not decided yet
+            self._held = text
+            if first == OPENER:
+                self._held = ""
+                self._begin(text, parts)
+            return ""
+        if first.startswith(OPENER):
+            end = len(text) - len(first) + len(OPENER)
+            self._begin(text[:end], parts)
+            return text[end:]
+        self._is_start = False
+        return text
+
+    def _begin(self, raw: str, parts: list[Part]) -> None:
+        self._is_start, self.is_thought, self._drops_blanks = False, True, True
+        parts.append(Part("", raw, True))
+
+    def _think(self, text: str, parts: list[Part]) -> str:
+        """Read a thought; return the text after it."""
+        place = text.find(CLOSER)
+        if place >= 0:
+            end = place + len(CLOSER)
+            self._add(text[:place].rstrip(), text[:end], parts)
+            self.is_thought, self._drops_blanks = False, True
+            return text[end:]
+        start = next(
+            (at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])),
+            len(text),
+        )
+        sure = text[:start].rstrip()
+        self._held = text[len(sure) :]
+        self._add(sure, sure, parts)
+        return ""
+
+    def _add(self, text: str, raw: str, parts: list[Part]) -> None:
+        if self._drops_blanks:
+            text = text.lstrip()
+            self._drops_blanks = not text
+        if raw:
+            parts.append(Part(text, raw, self.is_thought))

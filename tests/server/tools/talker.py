@@ -1,0 +1,105 @@
+"""The routes of a server in front of an engine that says what it is told to, with real templates."""
+
+import asyncio
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from lorax_server.engine.remote import messages
+from lorax_server.server.tokenizers import Tokenizers
+from lorax_server.text.template_program import Program, RenderLimits
+from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.types import FinishReason, Request
+from tests.server.bench import settle
+from tests.server.fake_server import Reply, Routes
+from tests.text.tokenizers import byte_level
+
+LENGTH = 100_000
+EOS = "<|im_end|>"
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", EOS)
+# A template in the style of Qwen's, which shows all that a conversation can have.
+HERMES = """\
+{%- if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '</tools>' }}{% endif %}
+{#- calls are in <tool_call> #}
+{%- for message in messages %}
+{{- '<' + message.role + '>' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ':' + (call.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{%- if message.role == 'tool' %}{{ '(' + message.name + ' ' + message.tool_call_id + ')' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% if think %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Look it up",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@cache
+def _tokenizer() -> TextTokenizer:
+    backend = Tokenizer.from_str(byte_level(500).tokenizer.to_str())
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    return TextTokenizer(backend, {}, {})
+
+
+class Talker(Routes):
+    """Says `says`, token by token. `asked` has the engine's requests, `prompts` their texts."""
+
+    def __init__(self, says: str = "Hello.", template: str = HERMES, **config: Any) -> None:
+        super().__init__(["poet"], **config)
+        base = _tokenizer().with_parts({"eos_token": EOS}, {"default": template})
+        service = self.service
+        service.tokenizers = Tokenizers(base, Path("nowhere"))
+        service.tokenizers.render = self._render  # type: ignore[method-assign]
+        service.max_total_tokens = service.max_input_length = LENGTH
+        self.says = says
+        self.ends = FinishReason.EOS_TOKEN
+        self.prompts: list[str] = []
+
+    async def _render(self, tokenizer: TextTokenizer, chat: list[dict[str, Any]], /, **variables: Any) -> str:
+        """Render in this process: the program that does so in its own."""
+        template = self.service.tokenizers.template_of(tokenizer, bool(variables.get("tools")))
+        frame = {"source": template, "messages": chat, "variables": variables}
+        reply = json.loads(Program(RenderLimits(10**6, 2**30, 10.0)).answer(json.dumps(frame).encode()))
+        assert "error" not in reply, reply
+        self.prompts.append(reply["text"])
+        return str(reply["text"])
+
+    def _obey(self, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Add):
+            messages.encode(message)
+            self.engine.sent.append(message)
+            self.answering = asyncio.create_task(self._say(message.request))
+        else:
+            super()._obey(message)
+
+    async def _say(self, request: Request) -> None:
+        end = EOS if self.ends is FinishReason.EOS_TOKEN else ""
+        *ids, last = self.service.tokenizers.base.encode(self.says + end, add_special_tokens=False)
+        for token_id in ids:
+            self.engine.give(request.request_id, token_id)
+            await settle()
+        self.engine.give(request.request_id, last, end=self.ends)
+
+    def chat(self, **fields: Any) -> Reply:
+        body = {"model": "", "messages": [{"role": "user", "content": "ask"}], **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def respond(self, **fields: Any) -> Reply:
+        return self.post("/v1/responses", {"model": "", "input": "ask", **fields})
+
+    @property
+    def grammar(self) -> str:
+        """The grammar of the last request; empty if it had none."""
+        structure = self.engine.added[-1].structure
+        return "" if structure is None else structure.grammar

@@ -1,0 +1,252 @@
+"""Answers with a structure, of tiny random models: whatever they would rather say, the form is kept."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lorax_server.engine import engine
+from lorax_server.errors import BusyError, InputError
+from lorax_server.generation.generation import Completion
+from lorax_server.llm import LLM
+from lorax_server.structures.grammars import from_choices, from_grammar, from_json_schema, from_regex
+from lorax_server.types import FinishReason, SamplingParams, StopParams, Structure
+from tests.models.tiny import SERVED, make_model, make_tokenizer, save
+from tests.structures.schemas import PERSON, SCHEMAS
+from tests.test_llm import SMALL, World, write_adapter
+
+LONG = StopParams(max_new_tokens=100)
+SETTINGS: dict[str, Any] = SMALL | {"max_rows": 8, "cache_bytes": 2**20, "max_step_tokens": 64}
+WORDS = from_regex("([a-z]{1,8} ){2,6}end")
+FORMS: dict[str, Structure] = {
+    "json": from_json_schema(PERSON),
+    "regex": from_regex(r"[a-c]{3,5}-\d{1,3}"),
+    "choice": from_choices(["yes", "no", "perhaps, or 日本語"]),
+    "lark": from_grammar('start: "x" y\ny: "1" | "2" z\nz: /[a-z]/'),
+    "gbnf": from_grammar('root ::= "on" | "off" tail\ntail ::= [0-9] | "!"'),
+}
+PATTERNS = {
+    "regex": r"[a-c]{3,5}-[0-9]{1,3}",
+    "choice": "yes|no|perhaps, or 日本語",
+    "lark": "x(1|2[a-z])",
+    "gbnf": "on|off([0-9]|!)",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def llm(world: World) -> Iterator[LLM]:
+    with LLM(world.model, world.adapters, **SETTINGS) as made:
+        yield made
+
+
+def drawn(count: int, first: int = 0) -> list[SamplingParams]:
+    return [SamplingParams(do_sample=True, seed=first + seed) for seed in range(count)]
+
+
+def check(completion: Completion, schema: dict[str, Any]) -> None:
+    assert completion.finish_reason is FinishReason.EOS_TOKEN, completion.text
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.validate(json.loads(completion.text), schema, jsonschema.Draft202012Validator, format_checker=checker)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_kept(form: str, llm: LLM) -> None:
+    for answer in llm.generate(["the quick"] * 8, drawn(8), LONG, structure=FORMS[form]):
+        if form == "json":
+            check(answer, PERSON)
+        else:
+            assert answer.finish_reason is FinishReason.EOS_TOKEN
+            assert re.fullmatch(PATTERNS[form], answer.text)
+
+
+def check_schemas(llm: LLM, count: int) -> None:
+    names = [name for name in SCHEMAS for _ in range(count)]
+    structures = [from_json_schema(SCHEMAS[name]) for name in names]
+    answers = llm.generate(["the lazy dog"] * len(names), drawn(len(names)), LONG, structure=structures)
+    ended = 0
+    for name, answer in zip(names, answers, strict=True):
+        if answer.finish_reason is FinishReason.EOS_TOKEN:
+            ended += 1
+            check(answer, SCHEMAS[name])
+    assert ended > 0.9 * len(names)  # others are longer than the model can answer
+
+
+def test_answers_of_many_schemas_are_valid(llm: LLM) -> None:
+    check_schemas(llm, 1)
+
+
+@pytest.mark.slow
+def test_a_thousand_answers_are_valid(llm: LLM) -> None:
+    check_schemas(llm, 20)
+
+
+def test_rows_without_a_structure_are_not_touched(llm: LLM) -> None:
+    prompts, params = ["the quick brown fox"] * 4, [SamplingParams(), SamplingParams(), *drawn(2)]
+    alone = llm.generate(prompts[::2], params[::2], LONG)
+    mixed = llm.generate(prompts, params, LONG, structure=[None, FORMS["json"]] * 2)
+    for one, other in zip(alone, mixed[::2], strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_a_greedy_answer_that_has_the_form_already_stays_as_it_is(llm: LLM) -> None:
+    stop = StopParams(max_new_tokens=8)
+    for prompt in ("the quick brown fox", "hello", "and the world"):
+        (plain,) = llm.generate(prompt, stop=stop)
+        if "\ufffd" in plain.text:
+            continue
+        params = [SamplingParams(), SamplingParams(raw_logprobs=True)]
+        answer, raw = llm.generate([prompt] * 2, params, stop, structure=from_choices([plain.text, "other"]))
+        assert answer.token_ids == raw.token_ids == plain.token_ids
+        # After the mask by default: what is not allowed has no probability. Raw ones are the model's own.
+        assert raw.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+        assert all(masked >= own - 1e-4 for masked, own in zip(answer.logprobs, plain.logprobs, strict=True))
+
+
+def test_adapters_answer_in_form(llm: LLM, world: World) -> None:
+    names = [*world.adapters, None]
+    answers = llm.generate(["hello"] * 4, drawn(4), LONG, adapter=names, structure=FORMS["json"])
+    for answer in answers:
+        check(answer, PERSON)
+
+
+def test_an_adapter_with_a_larger_vocabulary_answers_in_form(world: World, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(['{"name":', "ADDED"] + [f"<added-{i}>" for i in range(25)])
+    base = make_model(SERVED["llama"]())
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    folder = write_adapter(base, tmp_path / "larger", 3, modules_to_save=["embed_tokens", "lm_head"])
+    tokenizer.save_pretrained(folder)
+    added = tokenizer.convert_tokens_to_ids('{"name":')
+    form = from_json_schema(PERSON)
+    with LLM(world.model, {"larger": folder}, **SETTINGS) as llm:
+        params = SamplingParams(logit_bias={added: 50.0})
+        drawn_answer, biased, plain = llm.generate(
+            ["hello"] * 3, [*drawn(1), params, *drawn(1)], LONG, adapter=["larger", "larger", None], structure=form
+        )
+    for answer in (drawn_answer, biased, plain):
+        check(answer, PERSON)
+    assert biased.token_ids[0] == added  # a token that the base model does not have is in the mask
+
+
+def test_stop_strings_and_lengths_end_an_answer_within_its_form(llm: LLM) -> None:
+    stops = [StopParams(max_new_tokens=100, stop_strings=(" ",)), StopParams(max_new_tokens=3)]
+    stopped, short = llm.generate(["the"] * 2, drawn(2), stops, structure=WORDS)
+    assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
+    assert re.fullmatch("[a-z]{1,8} ", stopped.text)
+    assert short.finish_reason is FinishReason.LENGTH
+    assert len(short.token_ids) == 3
+
+
+def test_min_new_tokens_holds_as_long_as_the_form_can_go_on(llm: LLM) -> None:
+    stop = StopParams(max_new_tokens=100, min_new_tokens=12)
+    letters, choice = from_regex("[a-z]{1,40}"), from_choices(["yes"])
+    answers = llm.generate(["the"] * 6, drawn(6), stop, structure=[letters, choice] * 3)
+    for long, short in zip(answers[::2], answers[1::2], strict=True):
+        assert len(long.token_ids) >= 12
+        assert short.text == "yes"
+        assert short.finish_reason is FinishReason.EOS_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (from_json_schema({"not": {}}), 'Unimplemented keys: \\["not"\\]'),
+        (from_regex("(?=a)b"), "look-around"),
+        (from_grammar("start: nothing"), 'unknown name: "nothing"'),
+        (from_json_schema({"$ref": "#"}), "no text has this form"),
+        (from_json_schema(False), "not"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(structure: Structure, message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate("the", stop=LONG, structure=structure)
+
+
+def test_an_answer_that_may_not_end_has_no_form(llm: LLM) -> None:
+    with pytest.raises(InputError, match="ignore_eos"):
+        llm.generate("the", stop=StopParams(max_new_tokens=9, ignore_eos=True), structure=FORMS["json"])
+
+
+# --- The ways of steps ------------------------------------------------------------------------------------------------
+
+PROMPTS = ["the quick brown fox", "hello hello hello hello hello hello there", "and", "the world saw them there; and"]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    answers = llm.generate(PROMPTS * 2, drawn(8), LONG, structure=[WORDS, FORMS["json"]] * 4)
+    return [answer.token_ids for answer in answers]
+
+
+def answer_all(llm: LLM) -> list[list[int]]:
+    answers = llm.generate(PROMPTS * 2, drawn(8), LONG, structure=[WORDS, FORMS["json"]] * 4)
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_step_tokens": 8, "max_rows": 8}, id="prompts in parts"),
+        pytest.param({"depth": 2}, id="two steps at once"),
+        pytest.param({"depth": 3}, id="three steps at once"),
+        pytest.param({"cache_bytes": 2**16}, id="preempted"),
+    ],
+)
+def test_steps_of_all_kinds_give_the_same_answers(
+    settings: dict[str, Any], world: World, expected: list[list[int]]
+) -> None:
+    with LLM(world.model, **SETTINGS | settings) as other:
+        assert answer_all(other) == expected
+        assert other.status.preemptions > 0 or "cache_bytes" not in settings
+        assert other.status.chunks > 0 or "max_step_tokens" not in settings
+
+
+def test_masks_that_are_late_hold_up_nobody(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain,) = llm.generate("the", stop=LONG)
+    monkeypatch.setattr(engine, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(engine, "ALONE_S", 0.0)
+    assert answer_all(llm) == expected
+    answers = llm.generate(["the"] * 3, [SamplingParams(), *drawn(2)], LONG, structure=[None, WORDS, WORDS])
+    assert answers[0].token_ids == plain.token_ids
+
+
+@pytest.mark.slow  # transformers converts its tokenizer, twice
+def test_a_model_without_paging_answers_in_form(tmp_path: Path) -> None:
+    folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
+    with LLM(folder, device="cpu", max_rows=4) as padded:
+        answers = padded.generate(["the quick"] * 6, drawn(6), LONG, structure=[FORMS["json"], WORDS, None] * 2)
+        for answer in answers[::3]:
+            check(answer, PERSON)
+        for answer in answers[1::3]:
+            assert re.fullmatch("([a-z]{1,8} ){2,6}end", answer.text)
+
+
+def test_several_ranks_give_the_same_answers(world: World, expected: list[list[int]]) -> None:
+    with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
+        answers = both.generate(PROMPTS[:2], drawn(2), LONG, structure=[WORDS, FORMS["json"]])
+    assert [answer.token_ids for answer in answers] == expected[:2]
+
+
+def test_when_the_process_ends_its_answers_fail_and_the_next_have_a_new_one(llm: LLM) -> None:
+    structures = llm._engine._structures
+    assert structures is not None
+    stream = llm.stream("the", drawn(1)[0], LONG, structure=from_regex("[a-z ]{90,95}"))
+    next(stream)
+    for process in structures._processes.values():
+        process.kill()
+    with pytest.raises(BusyError, match="try again"):
+        list(stream)
+    (answer,) = llm.generate("the", drawn(1), LONG, structure=FORMS["json"])
+    check(answer, PERSON)

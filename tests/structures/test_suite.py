@@ -1,0 +1,105 @@
+"""The JSON-Schema-Test-Suite, draft 2020-12: of every schema that is not refused, a valid instance can be generated
+token by token, and an invalid one cannot."""
+
+import gzip
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from lorax_server.errors import InputError
+from lorax_server.structures.grammars import from_json_schema
+from lorax_server.structures.matchers import GrammarError, compile_grammar
+from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import TextTokenizer
+from tests.models.tiny import make_tokenizer
+
+SUITE = Path(__file__).with_name("json-schema-test-suite.json.gz")
+# Instances that are valid and cannot be generated: there is one way to write a value.
+OTHER_ORDER = ("allOf", "valid", "same object with different property order is valid")
+OTHER_NUMBER = "float"  # 1.0 for 1
+REFUSED = {
+    *(
+        "$dynamicAnchor",
+        "$dynamicRef",
+        "contains",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+        "maxContains",
+    ),
+    *("minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(make_tokenizer().backend_tokenizer, {}, {})
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: TextTokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+def is_accepted(compiled: LLMatcher, tokenizer: TextTokenizer, instance: Any) -> bool:
+    matcher = compiled.deep_copy()
+    ids = tokenizer.encode(json.dumps(instance, ensure_ascii=False, separators=(",", ":")), add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def is_written_otherwise(keyword: str, group: str, test: str) -> bool:
+    """Tell whether an instance is valid, and would be written in another way: its keys in another order, 1.0 for 1."""
+    is_number = OTHER_NUMBER in test or "[0.0]" in test or "[1.0]" in test
+    is_order = test == OTHER_ORDER[2] or (keyword == "allOf" and group.startswith("allOf") and test in OTHER_ORDER)
+    return (keyword in ("const", "enum", "type") and is_number) or is_order
+
+
+def test_every_case(vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    counts: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    for keyword, groups in json.loads(gzip.decompress(SUITE.read_bytes())).items():
+        for group in groups:
+            try:
+                compiled = compile_grammar(vocabulary, from_json_schema(group["schema"]).grammar)
+            except (GrammarError, InputError) as error:
+                counts["refused"] += 1
+                refused[re.split(r"[.'(]", str(error).removeprefix("failed to compile JSON schema: "))[0]] += 1
+                continue
+            for test in group["tests"]:
+                counts["cases"] += 1
+                found = is_accepted(compiled, tokenizer, test["data"])
+                where = f"{keyword}: {group['description']}: {test['description']}"
+                if found and not test["valid"]:
+                    pytest.fail(f"{where}: is not valid, and could be generated")
+                if not found and test["valid"]:
+                    # `format` only describes, by default; asked of an answer, it is what the text must be.
+                    is_known = keyword == "format" or is_written_otherwise(
+                        keyword, group["description"], test["description"]
+                    )
+                    assert is_known, f"{where}: is valid, and cannot be generated"
+                    counts["written otherwise"] += 1
+    with capsys.disabled():
+        print(f"\nJSON-Schema-Test-Suite: {dict(counts)}; refused:")
+        for reason, count in refused.most_common():
+            print(f"{count:4} {reason}")
+    assert counts["cases"] > 500
+    assert counts["written otherwise"] < 30
+
+
+@pytest.mark.parametrize("keyword", sorted(REFUSED))
+def test_what_cannot_be_enforced_is_refused_by_name(keyword: str, vocabulary: Vocabulary) -> None:
+    number = keyword.endswith("Contains")
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {keyword: 1 if number else {"type": "string"}}}}
+    with pytest.raises(GrammarError, match=keyword.replace("$", r"\$")):
+        compile_grammar(vocabulary, from_json_schema(schema).grammar)
+
+
+def test_a_format_that_cannot_be_enforced_is_refused_by_name(vocabulary: Vocabulary) -> None:
+    with pytest.raises(GrammarError, match="Unknown format: iri"):
+        compile_grammar(vocabulary, from_json_schema({"type": "string", "format": "iri"}).grammar)

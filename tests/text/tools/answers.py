@@ -1,0 +1,129 @@
+"""Answers with calls, as models of each family write them, and what they mean."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.parser import (
+    ArgumentsPiece,
+    CallBegins,
+    CallEnds,
+    ParsedEvent,
+    TextPiece,
+    ToolParser,
+    ToolSet,
+)
+
+NAMES = frozenset({"weather", "now"})
+OSLO = '{"city": "Oslo", "days": 2}'
+Meaning = Sequence[str | tuple[str, str]]  # texts and calls
+
+
+class Example(NamedTuple):
+    """An answer in a format, and its meaning."""
+
+    form: str
+    text: str
+    meaning: Meaning
+
+
+def read(example_form: str, pieces: Iterable[str], is_enforced: bool = False) -> Meaning:
+    """Read an answer that comes in pieces; check that its events are in order."""
+    parser = ToolParser(FORMATS[example_form](), ToolSet(NAMES, is_enforced))
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    return to_meaning(events)
+
+
+def to_meaning(events: Sequence[ParsedEvent]) -> Meaning:
+    meaning: list[str | tuple[str, str]] = []
+    is_open = False
+    for event in events:
+        match event:
+            case TextPiece(text):
+                assert text
+                assert not is_open
+                if meaning and isinstance(meaning[-1], str):
+                    meaning[-1] += text
+                else:
+                    meaning.append(text)
+            case CallBegins(name):
+                assert not is_open
+                is_open = True
+                meaning.append((name, ""))
+            case ArgumentsPiece(text):
+                assert is_open
+                last = meaning[-1]
+                assert isinstance(last, tuple)
+                meaning[-1] = (last[0], last[1] + text)
+            case CallEnds():
+                assert is_open
+                is_open = False
+    assert not is_open
+    return meaning
+
+
+WEATHER, NOW = ("weather", OSLO), ("now", "{}")
+TAGGED = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+CALLS = [
+    Example("hermes", TAGGED, [WEATHER]),
+    Example(
+        "hermes",
+        f'Let me see.\n\n{TAGGED}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>\nDone.',
+        ["Let me see.", WEATHER, NOW, "Done."],
+    ),
+    Example("hermes", '<tool_call>{"arguments": {"a": "}\\"{"}, "name": "now"}', [("now", '{"a": "}\\"{"}')]),
+    Example("hermes", '<tool_call>{"name": "now"}<tool_call>{"name": "now"}', [NOW, NOW]),
+    Example("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_c', [NOW]),
+    Example("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}', [("now", '{"a": "b\\nc"}')]),
+    Example("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1.50}"}', [("now", '{"a": 1.50}')]),
+    Example("llama3_json", f'{{"name": "weather", "parameters": {OSLO}}}', [WEATHER]),
+    Example("llama3_json", '\n{"type": "function", "name": "now", "parameters": {}}', [NOW]),
+    Example("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {OSLO}}}', [WEATHER]),
+    Example("llama3_json", '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', [NOW, NOW]),
+    Example("llama3_json", '{"name": "now", "parameters": {}}\n{"name": "now"}; more', [NOW, NOW, "; more"]),
+    Example("pythonic", '[weather(city="Oslo", days=2), now()]', [WEATHER, NOW]),
+    Example("pythonic", "<|python_start|>[now()]", [NOW]),
+    Example(
+        "pythonic",
+        "[now(a='it\\'s [', b=-1.5, c=[True, null, (1, 2)], d={'k': \"\\d\"}, e=None)] yes",
+        [("now", '{"a": "it\'s [", "b": -1.5, "c": [true, null, [1, 2]], "d": {"k": "\\\\d"}, "e": null}'), "yes"],
+    ),
+    Example("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}]', [WEATHER]),
+    Example("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now"}]', [NOW, NOW]),
+    Example("mistral", f"Well. [TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}", ["Well.", WEATHER, NOW]),
+    Example("mistral", '[TOOL_CALLS]now[CALL_ID]abc123456[ARGS]{"a": {}}', [("now", '{"a": {}}')]),
+    Example("mistral", "[TOOL_CALLS]now{}", [NOW]),
+    Example("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {OSLO}}}]', [WEATHER]),
+    Example("granite", '<|tool_call|>[{"name": "now"}]<|/tool_call|>', [NOW]),
+    Example("granite", '<function_call> {"name": "now", "arguments": {}}', [NOW]),
+    Example("json", f'{{"name": "weather", "arguments": {OSLO}}}', [WEATHER]),
+    Example("json", '[{"name": "now", "arguments": {}}, {"name": "now", "parameters": {}}]', [NOW, NOW]),
+]
+# Answers that are no calls, or no right ones: all of their text comes back, and text only.
+NO_CALLS = [
+    *((form, text) for form in FORMATS for text in ("", " ", "Hello.", "  two\n\nlines\n", "a < b, [c] and {d}", "<")),
+    ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "argum'),
+    ("hermes", "Use <tool_call> and </tool_call> for that. <tool_ca"),
+    ("hermes", "<tool_call>" + '{"a":' * 5000 + "1" + "}" * 5000),
+    ("llama3_json", '{"answer": 42}'),
+    ("llama3_json", 'The call is {"name": "now", "parameters": {}}'),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("pythonic", "[a link](https://example.com)"),
+    ("pythonic", "[now(1)]"),
+    ("pythonic", "[now(**{})]"),
+    ("pythonic", "[now(a=__import__('os'))]"),
+    ("pythonic", "[now(a=1e999)]"),
+    ("pythonic", "[" * 1000 + "]" * 1000),
+    ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
+    ("pythonic", "[now(), nobody()]"),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]" + "x" * 600 + "{}"),
+    ("mistral", "[TOOL_CALLS]now[ARGS]"),
+    ("granite", "<|tool_call|>[]"),
+    ("json", "[1, 2]"),
+    ("json", '{"name": "Bob", "arguments": {}}'),
+]

@@ -1,0 +1,31 @@
+"""The form of calls that a chat template asks for."""
+
+import pytest
+
+from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
+
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> return "
+    '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>{% endif %}',
+    "llama3_json": "{{- '<|start_header_id|>system<|end_header_id|>' }}{% if tools is not none %}"
+    '{"name": function name, "parameters": dictionary of argument name and its value}{% endif %}',
+    "pythonic": "{% if tools %}[func_name1(params_name1=params_value1), f2(a)]{% endif %}<|start_header_id|>",
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS]' }}",
+    "granite": "{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools }}{% endif %}<|tool_call|>",
+    "json": "{% if tools %}Answer with JSON. Tools: {{ tools }}{% endif %}",
+}
+
+
+def test_every_format_has_a_template() -> None:
+    assert TEMPLATES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_the_template_chooses(form: str) -> None:
+    assert renders_tools(TEMPLATES[form])
+    assert choose_format(TEMPLATES[form]) == form
+
+
+def test_templates_without_tools_and_with_calls_in_xml() -> None:
+    assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %} toolset")
+    assert choose_format("{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}") == ""

@@ -1,0 +1,118 @@
+"""Calls in the text of an answer: found in the forms of all families, however the text is cut, and never lost."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorax_server.config import TOOL_PARSERS
+from lorax_server.text.tools.formats import FORMATS
+from lorax_server.text.tools.parser import MAX_DROPPED, ArgumentsPiece, CallBegins, ToolParser, ToolSet
+from tests.text.tools.answers import CALLS, NAMES, NO_CALLS, OSLO, Example, read
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool", "_call>"),
+    *(
+        '{"name": "now", "arguments": {}}',
+        '{"name": "now"',
+        ', "arguments": ',
+        "{}",
+        "}",
+        "{",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ";",
+    ),
+    *("now", "now()", "[now()]", "weather(city='Oslo')", " ", "\n", ",", "text", "ä", "👍", "<", "("),
+]
+answers = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def test_every_parser_has_a_name_that_can_be_set() -> None:
+    assert tuple(FORMATS) == TOOL_PARSERS
+
+
+@pytest.mark.parametrize("example", CALLS, ids=lambda example: example.text[:40])
+def test_calls_are_found(example: Example) -> None:
+    assert read(example.form, [example.text]) == example.meaning
+    assert read(example.form, example.text) == example.meaning  # character by character
+
+
+@pytest.mark.parametrize(("form", "text"), NO_CALLS, ids=lambda value: str(value)[:40])
+def test_what_is_no_call_comes_back_as_text(form: str, text: str) -> None:
+    expected = [text] if text else []
+    assert read(form, [text]) == expected
+    assert read(form, text) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(form=st.sampled_from(list(FORMATS)), text=answers, places=st.lists(st.integers(0, 1000), max_size=8), live=...)
+def test_any_cut_gives_the_same(form: str, text: str, places: list[int], live: bool) -> None:
+    whole = read(form, [text], live)
+    assert read(form, cut(text, places), live) == whole
+    assert read(form, text, live) == whole
+
+
+@settings(deadline=None, max_examples=300)
+@given(form=st.sampled_from(list(FORMATS)), text=answers)
+def test_an_answer_without_calls_is_whole(form: str, text: str) -> None:
+    meaning = read(form, [text])
+    if all(isinstance(each, str) for each in meaning):
+        assert meaning == ([text] if text else [])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(CALLS), st.lists(st.integers(0, 1000), max_size=8))
+def test_calls_are_found_at_any_cut(example: Example, places: list[int]) -> None:
+    assert read(example.form, cut(example.text, places)) == example.meaning
+
+
+def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+    sent = {}
+    for is_enforced in (True, False):
+        parser = ToolParser(FORMATS["hermes"](), ToolSet(NAMES, is_enforced))
+        events = [parser.feed(character) for character in text]
+        begun = next(i for i, each in enumerate(events) if any(isinstance(event, CallBegins) for event in each))
+        pieces = [event for each in events for event in each if isinstance(event, ArgumentsPiece)]
+        assert "".join(piece.text for piece in pieces) == OSLO
+        sent[is_enforced] = (begun, len(pieces))
+    assert sent == {True: (text.index(OSLO), len(OSLO)), False: (text.index("}}") + 1, 1)}
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "json"])
+def test_a_call_that_is_cut_off_keeps_its_arguments_where_they_are_out_already(form: str) -> None:
+    text = next(example.text for example in CALLS if example.form == form and example.text.count(OSLO) == 1)
+    assert read(form, text[: text.index("Oslo") + 4], True) == [("weather", '{"city": "Oslo')]
+
+
+def test_many_blanks_are_text_although_a_call_follows() -> None:
+    blanks = "\n" * 1000
+    expected = ["x" + blanks[MAX_DROPPED:], ("now", "{}")]
+    text = f'x{blanks}<tool_call>{{"name": "now"}}</tool_call>'
+    assert read("hermes", [text]) == expected
+    assert read("hermes", text) == expected
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>{", '<tool_call>{"', "[TOOL_CALLS]now", "[now(", "{[", "\n", '{"name": "']
+)
+def test_hostile_answers_take_time_in_proportion(form: str, piece: str) -> None:
+    """Text that is looked at again with every piece stays short."""
+    count = 2000
+    parser = ToolParser(FORMATS[form](), ToolSet(NAMES))
+    most = 0
+    for _ in range(count):
+        parser.feed(piece)
+        most = max(most, len(parser._held))
+    parser.finish()
+    assert most <= 2 * MAX_DROPPED

@@ -1,0 +1,44 @@
+"""Reasoning before an answer is told apart from it, however the text is cut."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorax_server.text.tools.thoughts import ThoughtSplitter
+
+CASES = [
+    (False, "Hello.", "", "Hello."),
+    (False, "<think>\nI see.\n</think>\n\nHello.", "I see.", "Hello."),
+    (False, " <think></think>x", "", "x"),
+    (False, "a <think>b</think>", "", "a <think>b</think>"),
+    (False, "<thinking> about it", "", "<thinking> about it"),
+    (False, "<think>no end </thin", "no end </thin", ""),
+    (False, "<thi", "", "<thi"),
+    (False, "\n\nx\n", "", "\n\nx\n"),
+    (True, "\nI see.\n\nSo: a < b\n</think>\n\nHello.\n", "I see.\n\nSo: a < b", "Hello.\n"),
+    (True, "no end", "no end", ""),
+    (True, "</think>", "", ""),
+]
+
+
+def split(has_begun: bool, pieces: list[str]) -> tuple[str, str, str]:
+    splitter = ThoughtSplitter(has_begun)
+    parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.finish()
+    thought = "".join(part.text for part in parts if part.is_thought)
+    text = "".join(part.text for part in parts if not part.is_thought)
+    return thought, text, "".join(part.raw for part in parts)
+
+
+@pytest.mark.parametrize(("has_begun", "answer", "thought", "text"), CASES)
+def test_reasoning_is_told_apart(has_begun: bool, answer: str, thought: str, text: str) -> None:
+    assert split(has_begun, [answer]) == (thought, text, answer)
+    assert split(has_begun, list(answer)) == (thought, text, answer)
+
+
+@settings(deadline=None)
+@given(
+    st.booleans(),
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "x"]), max_size=9),
+)
+def test_any_cut_gives_the_same(has_begun: bool, pieces: list[str]) -> None:
+    assert split(has_begun, pieces) == split(has_begun, ["".join(pieces)])
