@@ -44,7 +44,7 @@ class _Trial(NamedTuple):
     began: float
 
 
-class Program:
+class StructureProgram:
     """One thread reads messages and computes masks; another one compiles."""
 
     def __init__(self, connection: Connection, vocabulary: Vocabulary) -> None:
@@ -101,7 +101,7 @@ class Program:
         if compiled is not None:
             self._follow(begin, compiled)
         elif refusal is not None:
-            self._send(wire.Failed(begin.request_id, refusal))
+            self._send(wire.FailedAnswer(begin.request_id, refusal))
         else:
             if begin.grammar not in self._waiting:
                 self._untried.append(begin.grammar)
@@ -109,7 +109,7 @@ class Program:
 
     def _follow(self, begin: wire.Begin, compiled: Compiled) -> None:
         if not any(token_id < self._vocabulary.num_ids for token_id in begin.eos):
-            self._send(wire.Failed(begin.request_id, "the model has no token that ends an answer"))
+            self._send(wire.FailedAnswer(begin.request_id, "the model has no token that ends an answer"))
             return
         ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
         follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending)
@@ -125,7 +125,7 @@ class Program:
                 masks[request_id] = follower.consume(token_id)
             except GrammarError as error:
                 del self._followers[request_id]
-                self._send(wire.Failed(request_id, f"the answer cannot go on in this form: {error}"))
+                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
         self._send_masks(masks)
 
     # --- Trials -------------------------------------------------------------------------------------------------------
@@ -162,12 +162,14 @@ class Program:
             os.close(trial.answer)
             os.waitpid(trial.process_id, 0)
             for begin in self._waiting.pop(trial.grammar):
-                self._send(wire.Failed(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True))
+                self._send(
+                    wire.FailedAnswer(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True)
+                )
 
     def _refuse(self, grammar: str, message: str) -> None:
         self._refused[grammar] = message
         for begin in self._waiting.pop(grammar):
-            self._send(wire.Failed(begin.request_id, message))
+            self._send(wire.FailedAnswer(begin.request_id, message))
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ def main() -> None:
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
-        Program(connection, vocabulary).run()
+        StructureProgram(connection, vocabulary).run()
 
 
 if __name__ == "__main__":
