@@ -332,7 +332,7 @@ def test_an_answer_by_a_schema_is_shown_as_a_tree(playground: Playground) -> Non
     playground.set(max_tokens="60", schema=json.dumps(schema))
     with playground.page.expect_request("**/v1/chat/completions") as sent:
         playground.ask("Hello", "first")
-    asked = sent.value.post_data_json["response_format"]
+    asked = (sent.value.post_data_json or {})["response_format"]
     assert asked == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     answer, tree = playground.answer("first"), playground.column("first").locator(".tree")
     assert json.loads(answer) == {"name": "<b>x</b>", "tags": [1, 1]}

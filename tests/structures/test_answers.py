@@ -127,7 +127,8 @@ def test_an_adapter_with_a_larger_vocabulary_answers_in_form(world: World, tmp_p
     base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     folder = write_adapter(base, tmp_path / "larger", 3, modules_to_save=["embed_tokens", "lm_head"])
     tokenizer.save_pretrained(folder)
-    added = tokenizer.convert_tokens_to_ids('{"name":')
+    added = len(make_tokenizer())
+    assert tokenizer.convert_tokens_to_ids('{"name":') == added
     form = from_json_schema(PERSON)
     with LLM(world.model, {"larger": folder}, **SETTINGS) as llm:
         params = SamplingParams(logit_bias={added: 50.0})
