@@ -28,10 +28,10 @@ from lorax_server.errors import InputError
 from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 
-ROWS, STEPS, ROUNDS = 32, 40, 3
+ROWS, STEPS, ROUNDS = 32, 30, 4
 PROMPT = list(range(100, 116))
 EOS = frozenset([1])
-GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, top_p=0.9, temperature=0.8)
+GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, top_k=40, temperature=0.8)
 SHAPE: dict[str, Any] = {
     "vocab_size": 129280,
     "hidden_size": 256,

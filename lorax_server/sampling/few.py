@@ -117,7 +117,8 @@ class FewSampler:
         decided: Bools = np.isfinite(few.scores[:, 0])
         if self._num_few < self._vocab_size:
             worst = np.where(kept, few.scores, np.inf).min(-1)
-            decided &= (few.scores[:, -1] < worst) & (~self._uses_k | (self._top_k <= self._num_few))
+            is_last = (few.scores[:, -1] < worst) & (~self._uses_k | (self._top_k <= self._num_few))
+            decided &= is_last | np.isneginf(few.scores[:, -1])  # then no other has a chance, as under a narrow mask
         return decided
 
     def _draw(self, few: _Few, kept: Bools, history: History) -> tuple[Ints, npt.NDArray[np.float32]]:

@@ -1,7 +1,7 @@
 """The process that follows structures of one vocabulary: compiles grammars, and computes the masks of answers.
 
 A grammar is tried first in a child of this process, which may take `COMPILE_S` of CPU time and so much memory; what
-ends badly there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
+ends it there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
 """
 
 import os
@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from cachetools import TTLCache
@@ -31,20 +31,39 @@ COMPILE_S = 0.25  # of CPU time
 PATIENCE_S = 10.0  # for the same, on a busy machine
 COMPILE_BYTES = 2**30  # beyond what this process has
 NICENESS = 10  # of a child: steps go first
-MAX_TRIALS = 2  # at once
+MAX_TRIERS = 2
+MAX_PROBLEM = 400  # characters
+MAX_DESCRIPTORS = 4096
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"
 TOO_LARGE = "the grammar is too deep or too large to compile; make it smaller"
 
 
-class _Trial(NamedTuple):
-    grammar: str
-    process_id: int
-    answer: int  # the file descriptor of the child's words
-    began: float
+class _Trier:
+    """A child that tries grammars, one at a time, for as long as it lives."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.connection, theirs = Pipe()
+        self.grammar = ""  # that it is busy with
+        self.began = 0.0
+        self.process_id = os.fork()
+        if self.process_id == 0:
+            _try_all(vocabulary, theirs)
+        theirs.close()
+
+    def begin(self, grammar: str) -> None:
+        self.grammar, self.began = grammar, time.monotonic()
+        self.connection.send(grammar)
+
+    def end(self) -> str:
+        """End the child, if it has not ended by itself. Return the reason."""
+        os.kill(self.process_id, signal.SIGKILL)
+        _, status = os.waitpid(self.process_id, 0)
+        self.connection.close()
+        return TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE
 
 
-class Program:
+class StructureProgram:
     """One thread reads messages and computes masks; another one compiles."""
 
     def __init__(self, connection: Connection, vocabulary: Vocabulary) -> None:
@@ -55,7 +74,7 @@ class Program:
         self._followers: dict[int, Follower] = {}
         self._waiting: dict[str, list[wire.Begin]] = {}  # by grammar, in the order of arrival
         self._untried: list[str] = []
-        self._trials: dict[int, _Trial] = {}  # by descriptor
+        self._triers: list[_Trier] = []
         self._num_compiling = 0
         self._to_compile: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[tuple[str, Compiled | str]] = queue.SimpleQueue()
@@ -63,17 +82,18 @@ class Program:
 
     def run(self) -> None:
         """Serve until the engine closes the connection."""
+        self._triers.append(_Trier(self._vocabulary))  # before there are threads, and a request that waits for it
         threading.Thread(target=self._compile_all, daemon=True).start()
         while True:
-            patience_s = PATIENCE_S / 10 if self._trials else None
-            for ready in wait([self._connection, self._wake, *self._trials], patience_s):
+            busy = {trier.connection: trier for trier in self._triers if trier.grammar}
+            for ready in wait([self._connection, self._wake, *busy], PATIENCE_S / 10 if busy else None):
                 if ready is self._connection:
                     self._read()
                 elif ready == self._wake:
                     os.read(self._wake, 4096)
                     self._take_compiled()
-                elif isinstance(ready, int):
-                    self._end_trial(self._trials.pop(ready))
+                elif isinstance(ready, Connection):
+                    self._hear(busy[ready])
             self._end_late()
             self._try_next()
 
@@ -101,7 +121,7 @@ class Program:
         if compiled is not None:
             self._follow(begin, compiled)
         elif refusal is not None:
-            self._send(wire.Failed(begin.request_id, refusal))
+            self._send(wire.FailedAnswer(begin.request_id, refusal))
         else:
             if begin.grammar not in self._waiting:
                 self._untried.append(begin.grammar)
@@ -109,7 +129,7 @@ class Program:
 
     def _follow(self, begin: wire.Begin, compiled: Compiled) -> None:
         if not any(token_id < self._vocabulary.num_ids for token_id in begin.eos):
-            self._send(wire.Failed(begin.request_id, "the model has no token that ends an answer"))
+            self._send(wire.FailedAnswer(begin.request_id, "the model has no token that ends an answer"))
             return
         ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
         follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending)
@@ -125,49 +145,52 @@ class Program:
                 masks[request_id] = follower.consume(token_id)
             except GrammarError as error:
                 del self._followers[request_id]
-                self._send(wire.Failed(request_id, f"the answer cannot go on in this form: {error}"))
+                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
         self._send_masks(masks)
 
     # --- Trials -------------------------------------------------------------------------------------------------------
 
     def _try_next(self) -> None:
-        """Start trials. Not while the other thread compiles: a child would have its locks, and nobody to open them."""
-        while self._untried and not self._num_compiling and len(self._trials) < MAX_TRIALS:
-            grammar = self._untried.pop(0)
-            answer, words = os.pipe()
-            process_id = os.fork()
-            if process_id == 0:
-                _try(self._vocabulary, grammar, words)
-            os.close(words)
-            self._trials[answer] = _Trial(grammar, process_id, answer, time.monotonic())
+        """Hand out grammars. Fork not while the other thread compiles: a child would have its locks, and nobody to open
+        them."""
+        while self._untried:
+            idle = next((trier for trier in self._triers if not trier.grammar), None)
+            if idle is None:
+                if self._num_compiling or len(self._triers) >= MAX_TRIERS:
+                    return
+                idle = _Trier(self._vocabulary)
+                self._triers.append(idle)
+            idle.begin(self._untried.pop(0))
 
-    def _end_trial(self, trial: _Trial) -> None:
-        words = b""
-        while part := os.read(trial.answer, 4096):
-            words += part
-        os.close(trial.answer)
-        _, status = os.waitpid(trial.process_id, 0)
-        if words == b"+":
-            self._num_compiling += 1
-            self._to_compile.put(trial.grammar)
-        elif words:
-            self._refuse(trial.grammar, words[1:].decode())
+    def _hear(self, trier: _Trier) -> None:
+        grammar = trier.grammar
+        try:
+            problem: str | None = trier.connection.recv()
+        except (EOFError, OSError):
+            self._triers.remove(trier)
+            self._refuse(grammar, trier.end())
+            return
+        trier.grammar = ""
+        if problem is not None:
+            self._refuse(grammar, problem)
         else:
-            self._refuse(trial.grammar, TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE)
+            self._num_compiling += 1
+            self._to_compile.put(grammar)
 
     def _end_late(self) -> None:
-        for trial in [t for t in self._trials.values() if time.monotonic() - t.began > PATIENCE_S]:
-            os.kill(trial.process_id, signal.SIGKILL)
-            del self._trials[trial.answer]
-            os.close(trial.answer)
-            os.waitpid(trial.process_id, 0)
-            for begin in self._waiting.pop(trial.grammar):
-                self._send(wire.Failed(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True))
+        now = time.monotonic()
+        for trier in [each for each in self._triers if each.grammar and now - each.began > PATIENCE_S]:
+            self._triers.remove(trier)
+            trier.end()
+            for begin in self._waiting.pop(trier.grammar):
+                self._send(
+                    wire.FailedAnswer(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True)
+                )
 
     def _refuse(self, grammar: str, message: str) -> None:
         self._refused[grammar] = message
         for begin in self._waiting.pop(grammar):
-            self._send(wire.Failed(begin.request_id, message))
+            self._send(wire.FailedAnswer(begin.request_id, message))
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
@@ -194,23 +217,36 @@ class Program:
                 self._follow(begin, result)
 
 
-def _try(vocabulary: Vocabulary, grammar: str, words: int) -> None:
-    """Compile a grammar in this child, say how it went, and end."""
+def _try_all(vocabulary: Vocabulary, connection: Connection) -> None:
+    """Compile grammars in this child, say how each went, and end when nobody asks any more."""
     try:
+        own = os.dup2(connection.fileno(), 3)
+        os.closerange(4, MAX_DESCRIPTORS)  # or others would not notice the end of those who hold them too
         os.nice(NICENESS)
-        signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             limit = _data_bytes() + COMPILE_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        Compiled.of(vocabulary, grammar)
-        os.write(words, b"+")
-    except GrammarError as error:
-        os.write(words, b"-" + str(error).encode(errors="replace"))
-    except BaseException as error:  # a panic of the library
-        os.write(words, b"-" + f"{type(error).__name__}: {error}"[:400].encode(errors="replace"))
+        words = Connection(own)
+        while True:
+            grammar = words.recv()
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
+            words.send(_try(vocabulary, grammar))
     finally:
         os._exit(0)
+
+
+def _try(vocabulary: Vocabulary, grammar: str) -> str | None:
+    """Return what is wrong with a grammar."""
+    try:
+        Compiled.of(vocabulary, grammar)
+    except GrammarError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return None
 
 
 def _data_bytes() -> int:
@@ -243,7 +279,7 @@ def main() -> None:
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
-        Program(connection, vocabulary).run()
+        StructureProgram(connection, vocabulary).run()
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class Structures:
                 case wire.Masks(request_ids, data):
                     process.asked_at = None
                     self._take_masks(request_ids, data)
-                case wire.Failed(request_id, text, is_busy):
+                case wire.FailedAnswer(request_id, text, is_busy):
                     self._fail(request_id, BusyError(text) if is_busy else InputError(text))
                 case wire.Unusable(text):
                     self._fail_all(process, InputError(text))

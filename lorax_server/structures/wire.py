@@ -6,7 +6,7 @@ from lorax_server.types import Resolved
 
 
 class Begin(NamedTuple):
-    """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `Failed`."""
+    """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `FailedAnswer`."""
 
     request_id: int
     grammar: str
@@ -35,7 +35,7 @@ class Masks(NamedTuple):
     words: bytes  # [requests, words] int32
 
 
-class Failed(NamedTuple):
+class FailedAnswer(NamedTuple):
     """An answer that cannot have its form, or cannot go on; it is followed no longer."""
 
     request_id: int
@@ -49,7 +49,7 @@ class Unusable(NamedTuple):
     message: str
 
 
-FromProgram = Masks | Failed | Unusable
+FromProgram = Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):

@@ -14,6 +14,10 @@ export const isChat = (model, parameters) => parameters.mode === "chat" && !with
 
 export function requestOf(model, prompt, parameters) {
   const common = { model, ...parameters.sampling, stream: true, stream_options: { include_usage: true } };
+  if (parameters.schema) {
+    const named = { name: "answer", schema: parameters.schema, strict: true };
+    common.response_format = { type: "json_schema", json_schema: named };
+  }
   if (!isChat(model, parameters)) {
     return { path: "v1/completions", body: { ...common, prompt, logprobs: ALTERNATIVES } };
   }

@@ -3,6 +3,7 @@
 import { ask, curlOf, isChat, requestOf } from "./ask.js";
 import { button, make, oncePerFrame } from "./dom.js";
 import { milliseconds, rate } from "./numbers.js";
+import { treeOf } from "./tree.js";
 
 const LEVELS = 5; // of the tint
 const NOTHING = "–";
@@ -39,6 +40,7 @@ export class Column {
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
     this.plain.hidden = parameters.mode !== "chat" || isChat(this.model, parameters);
     this.#draw();
+    this.#showTree(parameters.schema);
     return `${this.label}: ${this.state.textContent}`;
   }
 
@@ -73,6 +75,13 @@ export class Column {
     return span;
   }
 
+  /** An answer by a schema is shown as a tree as well, if it came to its end. */
+  #showTree(schema) {
+    const tree = schema ? treeOf(this.answer.textContent) : null;
+    this.tree.hidden = !tree;
+    this.tree.replaceChildren(...(tree ? [tree] : []));
+  }
+
   #fail(error) {
     if (error.name === "AbortError") return this.#say("stopped", "done");
     this.#say("failed", "failed");
@@ -97,6 +106,7 @@ export class Column {
     this.kind = make("p", { class: "note" }, kind);
     this.plain = make("p", { class: "note", hidden: true }, "There is no chat template: answered as plain text.");
     this.answer = make("div", { class: "answer", role: "group", "aria-label": `Answer of ${this.label}` });
+    this.tree = make("div", { class: "tree", role: "group", "aria-label": `Tree of ${this.label}`, hidden: true });
     this.error = make("p", { class: "error", role: "alert" });
     this.curl = make("code", {});
     this.numbers = Object.fromEntries(
@@ -115,6 +125,7 @@ export class Column {
       ),
       this.plain,
       this.answer,
+      this.tree,
       this.error,
       make(
         "footer",

@@ -148,8 +148,10 @@ async function startExamples() {
   if (isFirst && examples.length && !byId("prompt").value) fillIn(examples[0]);
 }
 
-function fillIn({ prompt, models: names }) {
+function fillIn({ prompt, models: names, schema }) {
   byId("prompt").value = prompt;
+  byId("schema").value = schema ? JSON.stringify(schema) : "";
+  byId("schema").dispatchEvent(new Event("input"));
   if (names?.length) models.choose(names);
 }
 

@@ -11,7 +11,7 @@ const NUMBERS = {
   top_k: { holds: (n) => whole(n) && n >= 0 && n < 2 ** 31, rule: "a whole number; 0 means all" },
   seed: { holds: whole, rule: "a whole number" },
 };
-const NAMES = [...Object.keys(NUMBERS), "mode", "system"];
+const NAMES = [...Object.keys(NUMBERS), "mode", "system", "schema"];
 
 export class Parameters {
   constructor() {
@@ -37,6 +37,7 @@ export class Parameters {
   /** What to ask with; null if something is wrong, which is then shown. */
   read() {
     const wrong = Object.keys(NUMBERS).filter((name) => !this.#check(name));
+    if (!this.#checkSchema()) wrong.push("schema");
     if (wrong.length) {
       byId("parameters").open = true;
       byId(wrong[0]).focus();
@@ -44,13 +45,21 @@ export class Parameters {
     }
     const given = Object.keys(NUMBERS).filter((name) => byId(name).value !== "");
     const sampling = Object.fromEntries(given.map((name) => [name, Number(byId(name).value)]));
-    return { sampling, mode: byId("mode").value, system: byId("system").value.trim() };
+    return { sampling, mode: byId("mode").value, system: byId("system").value.trim(), schema: schemaOf() };
   }
 
   #changed() {
     remember("parameters", Object.fromEntries(NAMES.map((name) => [name, byId(name).value])));
     for (const name of Object.keys(NUMBERS)) this.#check(name);
+    this.#checkSchema();
     this.#summarize();
+  }
+
+  #checkSchema() {
+    const isRight = schemaOf() !== undefined;
+    byId("schema-error").textContent = isRight ? "" : "This is a JSON object.";
+    byId("schema").setAttribute("aria-invalid", String(!isRight));
+    return isRight;
   }
 
   #check(name) {
@@ -71,8 +80,21 @@ export class Parameters {
       most && `${most} tokens`,
       temperature === "0" ? "greedy" : temperature && `temperature ${temperature}`,
       seed && `seed ${seed}`,
+      byId("schema").value.trim() && "by a schema",
     ];
     byId("parameters-note").textContent = shown.filter(Boolean).join(" · ");
+  }
+}
+
+/** The schema that is typed; null if there is none, undefined if it is no object. */
+function schemaOf() {
+  const text = byId("schema").value.trim();
+  if (!text) return null;
+  try {
+    const schema = JSON.parse(text);
+    return schema !== null && typeof schema === "object" && !Array.isArray(schema) ? schema : undefined;
+  } catch {
+    return undefined;
   }
 }
 

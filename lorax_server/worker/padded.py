@@ -125,7 +125,8 @@ class PaddedRunner:
         self._batch = CausalLMBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
         return _make_result(plan, outcomes)
 
-    def collect(self, ticket: StepResult) -> StepResult:
+    def collect(self, ticket: StepResult | MaskedPlan) -> StepResult:
+        assert isinstance(ticket, StepResult), "its masks have not come"
         return ticket
 
     def _continue(self, plan: StepPlan) -> CausalLMBatch | None:

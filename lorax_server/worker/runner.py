@@ -121,8 +121,9 @@ class PagedRunner:
         sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, ticket: Ticket | MaskedTicket) -> StepResult:
         """Wait for a step."""
+        assert isinstance(ticket, Ticket), "its masks have not come"
         if ticket.done is not None:
             ticket.done.synchronize()
         if (sampled := ticket.sampled) is not None:

@@ -323,6 +323,26 @@ def test_stop_ends_what_is_under_way(playground: Playground, server: Server) -> 
     expect(playground.at("#residency-note")).to_contain_text("0 requests running")
 
 
+def test_an_answer_by_a_schema_is_shown_as_a_tree(playground: Playground) -> None:
+    record = {
+        "name": {"enum": ["<b>x</b>"]},
+        "tags": {"type": "array", "items": {"const": 1}, "maxItems": 2, "minItems": 2},
+    }
+    schema = {"type": "object", "properties": record, "required": ["name", "tags"], "additionalProperties": False}
+    playground.set(max_tokens="60", schema=json.dumps(schema))
+    with playground.page.expect_request("**/v1/chat/completions") as sent:
+        playground.ask("Hello", "first")
+    asked = (sent.value.post_data_json or {})["response_format"]
+    assert asked == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    answer, tree = playground.answer("first"), playground.column("first").locator(".tree")
+    assert json.loads(answer) == {"name": "<b>x</b>", "tags": [1, 1]}
+    expect(tree.locator("summary").first).to_have_text("2 fields")
+    expect(tree.locator(".leaf").first).to_have_text('name: "<b>x</b>"')
+    playground.set(schema="")
+    playground.ask("Hello", "first")
+    expect(playground.column("first").locator(".tree")).to_be_hidden()
+
+
 def test_a_hostile_answer_stays_text(playground: Playground) -> None:
     pieces = ["<script>window.hacked=1</script>", HOSTILE, "\n</div>"]
     events = [

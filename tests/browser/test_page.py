@@ -240,6 +240,7 @@ def test_parameters_reach_the_request(playground: Playground) -> None:
 BAD_VALUES = (
     *(("max_tokens", ""), ("max_tokens", "0"), ("max_tokens", "1.5"), ("temperature", "2.1"), ("temperature", "-1")),
     *(("top_p", "0"), ("top_p", "1.1"), ("top_k", "-1"), ("seed", "0.5"), ("seed", "1e30")),
+    *(("schema", "{"), ("schema", "[1]"), ("schema", "null")),
 )
 
 

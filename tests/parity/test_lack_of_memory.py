@@ -103,16 +103,16 @@ def test_wherever_memory_ends_nothing_wrong_is_remembered(
             return whole(*args)
 
         monkeypatch.setattr(module, name, may_fail)
-    start = Worker._start
+    attempt = Worker._try
 
-    def start_and_watch(worker: Worker, plan: StepPlan) -> bool:
+    def try_and_watch(worker: Worker, work: Callable[[], None]) -> bool:
         trying[0] = True
         try:
-            return start(worker, plan)
+            return attempt(worker, work)
         finally:
             trying[0] = False
 
-    monkeypatch.setattr(Worker, "_start", start_and_watch)
+    monkeypatch.setattr(Worker, "_try", try_and_watch)
     crowd = run_all(models, make_engine(models))
     for i in set(range(len(WHO))) - set(crowd.failures):
         assert crowd.tokens(i) == undisturbed.tokens(i)

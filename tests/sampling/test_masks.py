@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import select_ops
+from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks
 from lorax_server.sampling.score_ops import REFERENCE, ScoreOps, select_score_ops
 from lorax_server.types import SamplingParams
@@ -93,6 +94,21 @@ def test_what_is_not_allowed_is_as_if_it_had_no_chance(
             check_row(found, row, expected, float(raw) if is_raw else None)
             if row not in masked:
                 assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40, 700])
+def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: ScoreOps, device: torch.device) -> None:
+    rows, vocab = make_rows(), 1000
+    logits, history, allowed = make_batch(vocab, len(rows))
+    allowed[:] = False
+    for row in range(len(rows)):
+        allowed[row, np.random.default_rng(row).choice(vocab, count, replace=False)] = True
+    masks = to(device, TokenMasks(torch.arange(len(rows)), pack(allowed, 0)))
+    history = to(device, history)
+    found = Sampler(rows, vocab, device, ops)(logits.to(device), history, masks)
+    expected = GeneralSampler(rows, vocab, device)(logits.to(device), history, masks)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert torch.allclose(found.logprobs, expected.logprobs, atol=1e-4, equal_nan=True)
 
 
 def test_greedy_rows_with_masks_need_no_history(ops: ScoreOps, device: torch.device) -> None:

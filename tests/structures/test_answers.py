@@ -15,6 +15,7 @@ from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.structures.grammars import from_choices, from_grammar, from_json_schema, from_regex
 from lorax_server.types import FinishReason, SamplingParams, StopParams, Structure
+from tests.demo.server import FOLDER, read_examples
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.structures.schemas import PERSON, SCHEMAS
 from tests.test_llm import SMALL, World, write_adapter
@@ -126,7 +127,8 @@ def test_an_adapter_with_a_larger_vocabulary_answers_in_form(world: World, tmp_p
     base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     folder = write_adapter(base, tmp_path / "larger", 3, modules_to_save=["embed_tokens", "lm_head"])
     tokenizer.save_pretrained(folder)
-    added = tokenizer.convert_tokens_to_ids('{"name":')
+    added = len(make_tokenizer())
+    assert tokenizer.convert_tokens_to_ids('{"name":') == added
     form = from_json_schema(PERSON)
     with LLM(world.model, {"larger": folder}, **SETTINGS) as llm:
         params = SamplingParams(logit_bias={added: 50.0})
@@ -250,3 +252,20 @@ def test_when_the_process_ends_its_answers_fail_and_the_next_have_a_new_one(llm:
         list(stream)
     (answer,) = llm.generate("the", drawn(1), LONG, structure=FORMS["json"])
     check(answer, PERSON)
+
+
+def test_the_demo_model_keeps_to_the_schema_of_its_example_at_any_temperature() -> None:
+    example = next(each for each in read_examples() if "schema" in each)
+    schema, form = example["schema"], from_json_schema(example["schema"])
+    prompt = f"<|user|>{example['prompt']}<|end|><|assistant|>"
+    hot = [SamplingParams(do_sample=True, temperature=1.0 + 0.1 * (seed % 8), seed=seed) for seed in range(16)]
+    with LLM(FOLDER / "model", FOLDER / "adapters", device="cpu") as demo:
+        (plain,) = demo.generate(prompt, stop=LONG, adapter="json")
+        (greedy,) = demo.generate(prompt, stop=LONG, adapter="json", structure=form)
+        answers = demo.generate(
+            [prompt] * 16, hot, StopParams(max_new_tokens=250), adapter=["json", None] * 8, structure=form
+        )
+    check(plain, schema)  # it was trained for this
+    assert greedy.token_ids == plain.token_ids
+    for answer in answers:
+        check(answer, schema)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from tests.structures.hostile import GRAMMARS, REGEXES, SCHEMAS
 STOP = StopParams(max_new_tokens=50, eos_token_ids=frozenset([EOS_ID]))
 NUM_TOKENS = 6
 CASES: dict[str, Callable[[], Structure]] = {
-    **{f"schema: {name}": lambda schema=schema: from_json_schema(schema) for name, schema in SCHEMAS.items()},
-    **{f"regex: {name}": lambda regex=regex: from_regex(regex) for name, regex in REGEXES.items()},
-    **{f"grammar: {name}": lambda text=text: from_grammar(text) for name, text in GRAMMARS.items()},
+    **{f"schema: {name}": partial(from_json_schema, schema) for name, schema in SCHEMAS.items()},
+    **{f"regex: {name}": partial(from_regex, regex) for name, regex in REGEXES.items()},
+    **{f"grammar: {name}": partial(from_grammar, text) for name, text in GRAMMARS.items()},
 }
 
 

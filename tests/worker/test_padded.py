@@ -387,7 +387,7 @@ def test_one_that_runs_has_no_prompt_to_report(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
     new = NewRow(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
     runner.submit(make_plan(0, [3], [0], [5], [new], asks=[True]))
-    assert runner.submit(make_plan(1, [3], [5], [1], asks=[True])).prompt_logprobs == [[]]
+    assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], asks=[True]))).prompt_logprobs == [[]]
 
 
 # --- Ends, which are not decided here ---------------------------------------------------------------------------------

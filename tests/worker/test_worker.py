@@ -33,6 +33,7 @@ from lorax_server.plan import (
     Prepare,
     Prepared,
     RopeRule,
+    StepMasks,
     StepPlan,
     StepResult,
     Unload,
@@ -230,6 +231,9 @@ class FullDevice:
         if len(plan.rows) and self.fails.pop(0):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plan
+
+    def mask(self, ticket: StepPlan, masks: StepMasks) -> StepPlan:
+        return ticket
 
     def collect(self, ticket: StepPlan) -> StepResult:
         return StepResult(ticket.step, [7] * int(ticket.samples.sum()), [0.0] * int(ticket.samples.sum()))

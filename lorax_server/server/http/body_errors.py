@@ -11,6 +11,7 @@ FORMS = {
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts",
     "tool_choice": "a string or an object",
+    "guided_json": "an object, or a string that holds one",
 }
 
 

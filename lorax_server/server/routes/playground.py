@@ -1,6 +1,7 @@
 """The playground at `/ui`: a page that asks this server like any other client. It holds no secrets and needs no key."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -27,6 +28,7 @@ class Example(msgspec.Struct):
     title: str
     prompt: str
     models: list[str]
+    schema: dict[str, Any] | None = None  # of the answers
 
 
 def make_router(service: Service) -> APIRouter:
