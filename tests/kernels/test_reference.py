@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lorax_server.kernels import (
@@ -238,6 +239,17 @@ def test_write_kv_divides_by_the_scales_and_stays_finite_in_float8() -> None:
     assert k_cache.float().flatten().tolist() == [6.0, 448.0, -448.0, 0.5]
     # 75 lies between 72 and 80, the nearest values of three mantissa bits.
     assert v_cache.float().flatten().tolist() == [0.25, 0.5, 1.0, -72.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_with_a_float32_weight_is_gemmas(dtype: torch.dtype) -> None:
+    theirs = GemmaRMSNorm(48, eps=1e-6).to(dtype)
+    theirs.weight.data = normal(48, seed=3, dtype=dtype)
+    x = normal(40, 48, seed=4, dtype=dtype)
+    found, _ = reference.rms_norm(x, None, theirs.weight.data.float() + 1, torch.tensor(1e-6))
+    expected = theirs(x).detach()
+    torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+    assert dtype == torch.float32 or (found != expected).float().mean() < 0.01
 
 
 # --- decode_attention

@@ -61,6 +61,20 @@ def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) 
     assert (found != expected).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, library: Library) -> None:
+    x, residual = (normal(64, 576, seed=seed, dtype=dtype) for seed in (4, 5))
+    weight = normal(576, seed=6) + 1
+    found, total = rms_norm(library, x, residual, weight, EPS)
+    expected, summed = reference.rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, summed)
+    assert (found != expected).float().mean() < 1e-3
+    narrow, _ = reference.rms_norm(x, residual, weight.to(dtype), EPS)
+    assert (found != narrow).float().mean() > 0.1
+    with pytest.raises(ValueError, match="needs a weight of as many"):
+        rms_norm(library, x, residual, weight[1:], EPS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype: torch.dtype, library: Library) -> None:
     for size in SIZES:

@@ -37,6 +37,17 @@ def test_rms_norm(dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = normal(8, 128, seed=1, dtype=dtype), normal(128, seed=2) + 1
+    expected, _ = reference.rms_norm(x, None, weight, EPS)
+    found, _ = rms_norm(x.to(device), None, weight.to(device), EPS.to(device))
+    assert found.dtype == dtype
+    check_close(found, expected)
+    if dtype == torch.float16:  # the interpreter cuts bfloat16 off
+        assert (found.cpu() != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected, _ = reference.rms_norm(x[:, 1:4], None, weight, EPS)
