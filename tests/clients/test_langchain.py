@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
 from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Reply, Server
 
@@ -57,13 +57,3 @@ def test_a_model_that_is_not_there(server: Server) -> None:
         model.invoke(PROMPT)
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         list(model.stream(PROMPT))
-
-
-@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
-def test_structured_output_is_refused_by_name(method: Any, server: Server) -> None:
-    class Count(BaseModel):
-        count: int
-
-    name = "tools" if method == "function_calling" else "response_format"
-    with pytest.raises(openai.BadRequestError, match=name):
-        chat_with(server, "sql").with_structured_output(Count, method=method).invoke(PROMPT)

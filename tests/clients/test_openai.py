@@ -103,14 +103,26 @@ def test_a_model_that_is_not_there(client: openai.OpenAI, server: Server, questi
         asyncio.run(ask())
 
 
-def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, questions: dict[str, Question]) -> None:
+def test_tools_are_refused_by_name_where_the_template_has_none(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    refused: dict[str, Any] = {"response_format": {"type": "json_object"}, "tools": [tool]}
-    for name, value in refused.items():
-        with pytest.raises(openai.BadRequestError, match=name):
-            client.chat.completions.create(model="sql", messages=questions["sql"].messages, **{name: value})
+    with pytest.raises(openai.BadRequestError, match=r"`tools`.*template"):
+        client.chat.completions.create(model="sql", messages=[{"role": "user", "content": PROMPT}], tools=[tool])
 
 
-def test_the_responses_api_says_what_to_use_instead(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        client.responses.create(model="sql", input=PROMPT)
+def test_a_response(client: openai.OpenAI, question: Question) -> None:
+    asked: dict[str, Any] = {"model": question.model, "input": PROMPT, "temperature": 0, "max_output_tokens": LENGTH}
+    whole = client.responses.create(**asked)
+    assert whole.usage is not None
+    assert Reply(whole.output_text, whole.usage.input_tokens, whole.usage.output_tokens) == question.chat
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == question.chat.text
+    assert len(deltas) > 3
+    assert "".join(deltas) == question.chat.text
+
+
+def test_responses_are_not_stored(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        client.responses.retrieve("resp_1")
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="sql", input=PROMPT, previous_response_id="resp_1")

@@ -1,11 +1,10 @@
-"""Pydantic AI, for text: `output_type` and tools are refused so far."""
+"""Pydantic AI, for text; test_tools.py has tools and other outputs."""
 
 import asyncio
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
-from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai import Agent, ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -41,16 +40,3 @@ def test_a_model_that_is_not_there(server: Server) -> None:
     with pytest.raises(ModelHTTPError, match=NOBODY) as caught:
         make_agent(server, NOBODY).run_sync(PROMPT)
     assert caught.value.status_code == 404
-
-
-class Count(BaseModel):
-    count: int
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [(ToolOutput, "tools"), (NativeOutput, "response_format"), (PromptedOutput, "response_format")]
-)
-def test_structured_output_is_refused_by_name(kind: Any, name: str, server: Server) -> None:
-    with pytest.raises(ModelHTTPError, match=name) as caught:
-        make_agent(server, "sql", output_type=kind(Count)).run_sync(PROMPT)
-    assert caught.value.status_code == 400

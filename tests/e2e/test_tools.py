@@ -79,14 +79,14 @@ def test_calls_that_are_required(model: str, sdk: openai.OpenAI) -> None:
     answer = sdk.chat.completions.create(n=3, **asked)
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls", choice
-        (call,) = choice.message.tool_calls or ()
+        (call,) = list(choice.message.tool_calls or ())
         assert call.type == "function"
         check(call.function.name, call.function.arguments)
     with sdk.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
-        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
-    (whole,) = answer.choices[0].message.tool_calls or ()
+        (streamed,) = list(stream.get_final_completion().choices[0].message.tool_calls or ())
+    (whole,) = list(answer.choices[0].message.tool_calls or ())
     assert whole.type == "function"
     assert (streamed.function.name, streamed.function.arguments) == (whole.function.name, whole.function.arguments)
 
@@ -95,7 +95,7 @@ def test_calls_that_are_required(model: str, sdk: openai.OpenAI) -> None:
 def test_a_function_by_its_name(model: str, sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
     answer = sdk.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, **LONG)
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = list(answer.choices[0].message.tool_calls or ())
     assert call.type == "function"
     assert call.function.name == "w"
     check("w", call.function.arguments)
@@ -105,9 +105,9 @@ def test_a_conversation_goes_on_after_a_call(sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
     asked: dict[str, Any] = {"model": "first", "tools": TOOLS}
     message = sdk.chat.completions.create(messages=MESSAGES, tool_choice=choice, **asked, **LONG).choices[0].message
-    (call,) = message.tool_calls or ()
+    (call,) = list(message.tool_calls or ())
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-    more = sdk.chat.completions.create(messages=[*MESSAGES, message.to_dict(), result], max_tokens=4, **asked)  # type: ignore[list-item]
+    more = sdk.chat.completions.create(messages=[*MESSAGES, message.to_dict(), result], max_tokens=4, **asked)
     assert more.choices[0].finish_reason == "length"
 
 
@@ -116,7 +116,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_keyword(sdk: 
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     for choice in ("auto", "required"):
         with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-            sdk.chat.completions.create(model="", messages=MESSAGES, tools=[tool], tool_choice=choice)  # type: ignore[call-overload]
+            sdk.chat.completions.create(model="", messages=MESSAGES, tools=[tool], tool_choice=choice)
     tool["function"]["strict"] = False
     sdk.chat.completions.create(model="", messages=MESSAGES, tools=[tool], tool_choice="required", max_tokens=3)
 
