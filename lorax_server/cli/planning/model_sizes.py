@@ -91,7 +91,7 @@ def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"config field model_type = {str(model_type)[:100]!r} is not supported; known are "
-            f"{', '.join(sorted(FAMILIES))}. Others are served in padded batches without adapters, and not planned for"
+            f"{', '.join(sorted(FAMILIES))}. Give the shape of another model by --layers, --hidden-size and so on"
         )
     return FAMILIES[model_type](config)
 

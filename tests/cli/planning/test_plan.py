@@ -72,8 +72,9 @@ def test_weights_are_counted_as_transformers_makes_them(name: str) -> None:
     assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in real.parameters())
 
 
-def test_all_models_with_adapters_can_be_planned() -> None:
-    assert set(FAMILIES) == set(MODELS) == {name.partition("-")[0] for name in CONFIGS}
+def test_all_families_that_can_be_planned_are_served_with_adapters_and_compared() -> None:
+    assert set(FAMILIES) < set(MODELS)
+    assert set(FAMILIES) == {name.partition("-")[0] for name in CONFIGS}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "opt"])
