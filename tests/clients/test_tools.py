@@ -46,15 +46,16 @@ def test_openai_calls(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [openai.pydantic_function_tool(Count)]}
     asked |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 100}
     choice = client.chat.completions.parse(**asked).choices[0]
-    (call,) = choice.message.tool_calls or [None]
     assert choice.finish_reason == "tool_calls"
-    assert call is not None
+    assert choice.message.tool_calls
+    (call,) = choice.message.tool_calls
     assert isinstance(call.function.parsed_arguments, Count)
     with client.chat.completions.stream(**asked) as stream:
         kinds = {event.type for event in stream}
-        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or [None]
+        calls = stream.get_final_completion().choices[0].message.tool_calls
     assert "tool_calls.function.arguments.delta" in kinds
-    assert streamed is not None
+    assert calls
+    (streamed,) = calls
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
@@ -83,10 +84,10 @@ def test_instructor(mode: instructor.Mode, client: openai.OpenAI) -> None:
 def test_langchain(method: Any, uses_responses: bool, tool_server: Server) -> None:
     llm = ChatOpenAI(
         base_url=tool_server.v1, api_key="none", model=MODEL, use_responses_api=uses_responses, max_retries=0
-    )  # type: ignore[arg-type]
+    )
     assert isinstance(llm.with_structured_output(Count, method=method).invoke(PROMPT), Count)
     bound = llm.bind_tools([TOOL], tool_choice="tell")
-    (call,) = bound.invoke(PROMPT).tool_calls  # type: ignore[attr-defined]
+    (call,) = bound.invoke(PROMPT).tool_calls
     assert (call["name"], 0 <= call["args"]["count"] <= 99) == ("tell", True)
     whole: Any = None
     for chunk in bound.stream(PROMPT):
@@ -100,7 +101,7 @@ def test_litellm(tool_server: Server) -> None:
     (call,) = litellm.completion(**asked).choices[0].message.tool_calls
     assert 0 <= json.loads(call.function.arguments)["count"] <= 99
     chunks = list(litellm.completion(stream=True, **asked))
-    (streamed,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls  # type: ignore[union-attr]
+    (streamed,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     assert 0 <= json.loads(streamed.function.arguments)["count"] <= 99
 
 
