@@ -53,6 +53,9 @@ class Scale:
                 raise ConfigError(f"{field.name} = {value} must be at least 1")
             if field.type in (float, float | None) and value is not None and not value >= 0:
                 raise ConfigError(f"{field.name} = {value} must not be negative")
+        for name in ("target_waiting", "target_tokens"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas = {self.max_replicas} must be at least replicas = {self.replicas}")
         if self.router not in ROUTERS:

@@ -20,9 +20,9 @@ from lorax_server.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-LOADS = ("/v1/adapters/load", "/v1/load_lora_adapter")
-UNLOADS = ("/v1/adapters/unload", "/v1/unload_lora_adapter")
-ADMIN_PATHS = (*LOADS, *UNLOADS)
+ADMIN_PATHS = (
+    "/v1/adapters/load", "/v1/load_lora_adapter", "/v1/adapters/unload", "/v1/unload_lora_adapter",
+)  # fmt: skip
 STORE = "lorax_server"  # our part of Ray's store
 POLL_S = 1.0  # the longest that a replica waits for news before it asks again
 LEASE_S = 5.0  # a replica that has not asked for so long is taken for dead
@@ -112,8 +112,7 @@ class ChangeRegistry:
             entry = Entry(self._version, path, dict(body), origin)
             kept = [other for other in self._entries if other.subject != entry.subject]
             self._entries = [*kept, entry]
-            # The last change stays, so that versions go on from there.
-            self._save(json.dumps([other for other in self._entries if other.path in LOADS or other is entry]).encode())
+            self._save(json.dumps(self._entries).encode())
             self._news.notify_all()
         deadline = self._clock() + CONFIRM_S
         while (late := self._find_late(entry)) and self._clock() < deadline:

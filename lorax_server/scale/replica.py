@@ -5,22 +5,25 @@ import logging
 import os
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+import aiohttp
 import ray
 from ray import serve
 from ray.actor import ActorHandle
 
 from lorax_server import __version__
 from lorax_server.scale.placement import hash_name
-from lorax_server.scale.registry import Entry, find_registry
-from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
+from lorax_server.scale.registry import LEASE_S, Entry, find_registry
+from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess, UnavailableServerError
 
 logger = logging.getLogger(__name__)
 
 TIERS = ("device", "host", "disk", "broken")
 MAX_REPORTED = 2048  # adapters of each tier in a report: every router gets all reports
 RETRY_S = 0.5
+TRIES = 20  # of a change, at a server that does not answer
 WATCH_S = 0.2
 
 
@@ -44,6 +47,7 @@ class ServerReplica:
             await self._server.stop()
             raise
         self._following = asyncio.create_task(self._follow())
+        self._renewing = asyncio.create_task(self._renew())
         self._watching = asyncio.create_task(self._watch())
 
     # --- Hooks of Ray Serve -------------------------------------------------------------------------------------------
@@ -73,6 +77,7 @@ class ServerReplica:
     async def __del__(self) -> None:
         if hasattr(self, "_following"):
             self._following.cancel()
+            self._renewing.cancel()
             self._watching.cancel()
             self._registry.leave.remote(self._name)
         if hasattr(self, "_server"):
@@ -97,12 +102,25 @@ class ServerReplica:
                 logger.warning("the registry of adapters cannot be reached, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
 
+    async def _renew(self) -> None:
+        """Tell the registry that this replica is there, also while it makes a change that takes long."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            with suppress(ray.exceptions.RayError):
+                await self._registry.join.remote(self._name, self._confirmed, self._address)
+
     async def _make(self, entry: Entry) -> None:
-        if entry.origin != self._name:
+        """Make a change, and confirm it: also one that this server refuses, since others have made it."""
+        for _ in range(TRIES if entry.origin != self._name else 0):
             try:
                 await self._server.follow(entry.path, entry.body)
-            except Exception as error:  # of this server: others have made it, and this one goes on
+                break
+            except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("a change at %s is not made yet, trying again: %s", entry.path, error)
+                await asyncio.sleep(RETRY_S)
+            except ReplicaError as error:
                 logger.warning("a change at %s cannot be made here: %s", entry.path, error)
+                break
         self._confirmed = entry.version
 
 

@@ -27,6 +27,10 @@ class ReplicaError(LoraxError):
     """A replica that cannot start, or that has lost its server."""
 
 
+class UnavailableServerError(ReplicaError):
+    """A server that cannot answer now, and may later."""
+
+
 class Order(NamedTuple):
     """A server to start, as the application's builder describes it."""
 
@@ -126,7 +130,8 @@ class ServerProcess:
 
     async def _content(self, response: aiohttp.ClientResponse) -> Any:
         if response.status != 200:
-            raise ReplicaError(f"the replica's server answered {response.status}: {(await response.text())[:500]}")
+            kind = UnavailableServerError if response.status >= 500 else ReplicaError
+            raise kind(f"the replica's server answered {response.status}: {(await response.text())[:500]}")
         return await response.json() if response.content_type == "application/json" else None
 
     def _client(self) -> aiohttp.ClientSession:

@@ -17,7 +17,8 @@ export function treeOf(text) {
 function branch(name, value, depth) {
   const label = name === null ? [] : [make("span", { class: "name" }, name), ": "];
   if (value === null || typeof value !== "object" || depth === DEPTH) {
-    return make("div", { class: "leaf" }, ...label, make("span", { class: `of-${typeof value}` }, JSON.stringify(value)));
+    const leaf = make("span", { class: `of-${typeof value}` }, JSON.stringify(value));
+    return make("div", { class: "leaf" }, ...label, leaf);
   }
   const entries = Object.entries(value);
   const summary = make("summary", {}, ...label, note(value, entries.length));

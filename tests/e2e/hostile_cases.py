@@ -157,7 +157,7 @@ VALUES: list[tuple[str, str, Any, int]] = [
         [{"content": "x"}],
     )],
     (CHAT, "messages", [{"role": "\r\n\0", "content": CHAT_TEXT}], 200),
-    (CHAT, "messages", [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}], 200),
+    (CHAT, "messages", [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}], 400),
     *[(CHAT, "chat_template_kwargs", {name: 1}, 400) for name in ("messages", "tools", "eos_token", "\ud800")],
     *[(CHAT, "chat_template_kwargs", {name: 1}, 200) for name in ("self", "tokenizer", "source", "__class__", "loop")],
     (CHAT, "tools", [{"type": "function"}], 400),

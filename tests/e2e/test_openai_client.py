@@ -346,8 +346,8 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tools": [TOOL]}, "`tools` is not supported yet"),
-        ({"tools": [TOOL], "stream": True}, "`tools` is not supported yet"),
+        ({"tools": [TOOL]}, "`tools`: the model's chat template does not show tools"),
+        ({"tools": [TOOL], "stream": True}, "`tools`: the model's chat template does not show tools"),
         ({"response_format": {"type": "xml"}}, "`response_format` 'xml' is not known here"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "image_url"),
         ({"temperature": 2.5}, "`temperature` must be >= 0 and <= 2"),

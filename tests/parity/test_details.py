@@ -236,6 +236,9 @@ def test_fields_of_other_architectures_change_nothing(name: str, fields: dict[st
     assert torch.equal(first, second)
 
 
+MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -245,6 +248,10 @@ def test_fields_of_other_architectures_change_nothing(name: str, fields: dict[st
         ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, "layer_types names 'chunked_attention'"),
         ("qwen2-window", {"sliding_window": None}, "sliding_window = None"),
         ("neox-parallel", {"rope_theta": 77.0}, "rope_theta = 77.0 contradicts 10000"),
+        *[("mpt", {"attn_config": {field: True}}, f"attn_config.{field} is not") for field in MPT_FIELDS],
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi = false"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale = 'inv_sqrt_d_model'"),
+        ("mpt", {"no_bias": False}, "no_bias = false"),
         ("neox-parallel", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 contradicts 0.25"),
     ],
 )

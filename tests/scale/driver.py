@@ -18,6 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 from lorax_server.scale.ray_app import build
 
 APP = "lorax"
+DEPLOY_S = 240  # on a machine that other tests keep busy
 
 
 def run(arguments: dict[str, Any], name: str = APP, route: str = "/") -> None:
@@ -29,7 +30,9 @@ def deploy(arguments: dict[str, Any], replicas: int) -> None:
     application: dict[str, Any] = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
     application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
     config = {"applications": [application], "http_options": {"host": "127.0.0.1", "port": int(sys.argv[2])}}
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
+    client = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(config))
+    client._wait_for_application_running(APP, timeout_s=DEPLOY_S)
 
 
 def status(name: str = APP) -> dict[str, str]:

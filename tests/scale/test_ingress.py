@@ -34,7 +34,10 @@ def test_the_adapter_of_a_request(path: str, body: Any, adapter: str) -> None:
     assert wanted == Wanted(hash_name(adapter) if adapter else 0)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"parameters": 3}', b"1" * 10_000])
+UNREADABLE = [b"", b"{", b"[]", b"\xff", b'{"parameters": 3}', b"1" * 10_000, b'{"model": "\xff"}']
+
+
+@pytest.mark.parametrize("body", [*UNREADABLE, b'{"x": ' + b"[" * 200_000])
 def test_what_cannot_be_read_goes_anywhere(body: bytes) -> None:
     assert read_wanted("/generate", body, BASES) == Wanted()
 

@@ -19,7 +19,11 @@ from tests.e2e.wire import openai as completion
 from tests.scale.cluster import ADAPTERS, Cluster, Replica, generate, send, starting
 
 PROMPT = "Klonny Bardwell bought 12 pink kites on Tuesday for 45 coins."
-pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,6 @@ def test_both_surfaces_answer_as_each_replica_does(cluster: Cluster) -> None:
     assert {model["id"] for model in models["data"]} == {"lorax-demo", *ADAPTERS}
 
 
-@pytest.mark.slow
 def test_clients_work_unmodified(cluster: Cluster) -> None:
     native_client = lorax.Client(cluster.url, timeout=60)
     sdk = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
@@ -77,7 +80,6 @@ def test_clients_work_unmodified(cluster: Cluster) -> None:
             native_client.session.close()
 
 
-@pytest.mark.slow
 def test_bad_requests_get_the_servers_own_words(cluster: Cluster) -> None:
     port = pair(cluster)[0].port
     for path, body in (("/generate", {"inputs": 1}), (COMPLETIONS, {"model": "x"}), ("/nothing", None)):
@@ -88,7 +90,6 @@ def test_bad_requests_get_the_servers_own_words(cluster: Cluster) -> None:
     assert send(cluster.port, "GET", "/replica/state")[0] == 403
 
 
-@pytest.mark.slow
 def test_an_adapter_that_is_named_for_the_first_time_stays_where_it_was_loaded(cluster: Cluster) -> None:
     for number in range(4):
         shutil.copytree(FOLDER / "adapters" / "pirate", cluster.adapters / f"late-{number}")
@@ -105,7 +106,6 @@ def tier(cluster: Cluster, adapter: str) -> str:
     return str(generate(cluster.port, adapter, PROMPT, 1)[1]["x-adapter-tier"])
 
 
-@pytest.mark.slow
 def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster) -> None:
     pair(cluster)
     given = {"lora_name": "kept", "lora_path": "sql"}
@@ -125,7 +125,6 @@ def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster
         assert [send(replica.port, "GET", f"/v1/models/{name}")[0] for name in ("kept", "more")] == [200, 200]
 
 
-@pytest.mark.slow
 def test_a_client_that_leaves_is_aborted(cluster: Cluster) -> None:
     with all_of(Client(cluster.server, NATIVE, native(400))) as (client,):
         next(client.events())
@@ -152,7 +151,6 @@ def stream_on_each(cluster: Cluster, path: str, body: Any) -> Iterator[list[Iter
                 return
 
 
-@pytest.mark.slow
 def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(cluster: Cluster) -> None:
     replicas = pair(cluster)
     given = {"adapter_id": "pirate", "adapter_source": "local", "name": "captain"}
@@ -175,7 +173,6 @@ def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(clu
     assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in (kept, new)] == [404, 404]
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the_error(cluster: Cluster) -> None:
     replicas = pair(cluster)
     with stream_on_each(cluster, COMPLETIONS, completion(480)) as streams:
@@ -186,7 +183,6 @@ def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the
     assert replicas[0] in pair(cluster)
 
 
-@pytest.mark.slow
 def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None:
     folder, given = cluster.adapters / "changing", {"adapter_id": "changing", "adapter_source": "local"}
     ports = [cluster.port, *(replica.port for replica in pair(cluster))]
@@ -202,7 +198,6 @@ def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None
             assert {answer.result()[0] for answer in asked} == {expected}
 
 
-@pytest.mark.slow
 def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
     pair(cluster)
     failures, done, answers = list[BaseException](), threading.Event(), list[str]()
@@ -232,7 +227,6 @@ def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
     pair(cluster)
 
 
-@pytest.mark.slow
 def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster) -> None:
     settings = {"model_id": "/nowhere/at/all", "device": "cpu", "name": "broken", "hub_offline": True}
     with pytest.raises(AssertionError, match="broken"):

@@ -110,7 +110,25 @@ def test_only_what_still_matters_is_kept_and_versions_go_on_after_a_restart() ->
         ]
         await again.registry.record(LOAD, body("z"), "b")
         last = World(again.stored)
-        assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 5]
+        assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]
+
+    asyncio.run(run())
+
+
+def test_a_name_that_was_removed_stays_so_after_a_restart() -> None:
+    """An adapter may be unloaded by the name that it was given, which another request calls its id."""
+
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"}, "a")
+        await world.registry.record(UNLOAD, {"adapter_id": "mine"}, "a")
+        await world.registry.record(LOAD, body("y"), "a")
+        kept = await World(world.stored).registry.join("b", 0, "b:1")
+        assert [(entry.path, entry.body["adapter_id"]) for entry in kept] == [
+            (LOAD, "x"),
+            (UNLOAD, "mine"),
+            (LOAD, "y"),
+        ]
 
     asyncio.run(run())
 

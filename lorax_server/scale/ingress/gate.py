@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import ray
 from ray.actor import ActorHandle
@@ -14,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
 
-from lorax_server.errors import EngineError, LoraxError
+from lorax_server.errors import EngineError, InputError, LoraxError
 from lorax_server.scale.ingress.merged_metrics import merge_metrics
 from lorax_server.scale.ingress.request_key import read_wanted
 from lorax_server.scale.ingress.upstream import Answer, Headers, LostError, Received, Upstream
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHOOSE_S = 10.0  # to wait for a replica where there is none
 PROBE_S = 2.0  # likewise, for probes
+SCRAPE_S = 5.0
 AGAIN_S = 10.0  # from the first try of a request, until it is given up
 PAUSE_S = 0.2  # before a replica is asked again that has failed already
 PROBES = ("/", "/health", "/ping", "/startup")
@@ -81,6 +83,8 @@ class Ingress:
             if not message.get("more_body", False):
                 break
         path = scope.get("raw_path") or scope["path"].encode()
+        if not path.startswith(b"/"):
+            raise InputError("the path of a request begins with /")
         client = (scope.get("client") or ("",))[0]
         return Received(
             scope["method"], path.decode("latin-1"), scope["query_string"], scope["headers"], bytes(body), client
@@ -93,7 +97,7 @@ class Ingress:
         if received.path == METRICS and received.method == "GET" and not _wants_json(received):
             await _send_whole(send, 200, METRICS_HEADERS, (await self._merge_metrics(received)).encode())
             return
-        is_change = received.path in ADMIN_PATHS and received.method == "POST"
+        is_change = unquote(received.path) in ADMIN_PATHS and received.method == "POST"
         registry = await self._reach_registry() if is_change else None
         wanted = read_wanted(received.path, received.body, self._base_names)
         tried, refusal, deadline = list[str](), None, time.monotonic() + AGAIN_S
@@ -150,7 +154,7 @@ class Ingress:
         """Have all other replicas make a change that one has made."""
         try:
             async with asyncio.timeout(CONFIRM_S + REACH_S):
-                late = await registry.record.remote(received.path, json.loads(received.body), replica)
+                late = await registry.record.remote(unquote(received.path), json.loads(received.body), replica)
         except (TimeoutError, ray.exceptions.RayError) as error:
             message = "the registry of adapters was lost: one replica has made this change, others may not; try again"
             raise RegistryError(message) from error
@@ -166,10 +170,10 @@ class Ingress:
 
     async def _scrape(self, address: str, received: Received) -> str:
         try:
-            async with self._upstream.send(address, received) as answer:
+            async with asyncio.timeout(SCRAPE_S), self._upstream.send(address, received) as answer:
                 return answer.body.decode()
-        except LostError:
-            return ""  # it has died, and the others are still of use
+        except (LostError, TimeoutError):
+            return ""  # it has died or hangs, and the others are still of use
 
 
 class _TooLargeError(Exception):

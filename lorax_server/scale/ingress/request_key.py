@@ -38,7 +38,7 @@ def read_wanted(path: str, body: bytes, base_names: Collection[str]) -> Wanted:
         return Wanted()
     try:
         fields = _decode(body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # not JSON, not UTF-8, too deep
         return Wanted()
     name = _find_name(fields, base_names)
     prompt = bytes(fields.messages or fields.prompt or fields.inputs)[:PREFIX_BYTES] if path in GENERATING else b""

@@ -1,8 +1,9 @@
 """One request to one replica's server, over HTTP."""
 
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict
@@ -22,6 +23,9 @@ AUTOMATIC = ("accept", "accept-encoding", "content-type", "user-agent")
 EVENTS = "text/event-stream"
 EVENT_END = b"\n\n"
 CONNECT_S = 5.0
+# Seconds of silence until a machine is asked whether it is still there, seconds between questions, number of questions;
+# milliseconds that sent bytes may stay unconfirmed. A machine that loses its power closes no connection.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class LostError(Exception):
@@ -98,11 +102,22 @@ class Upstream:
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=CONNECT_S)
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=_make_socket)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
             )
         return self._session
+
+
+def _make_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Make a socket that notices when the other machine is gone. Some systems lack some of the options."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def _url(address: str, received: Received) -> URL:

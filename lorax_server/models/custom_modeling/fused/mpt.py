@@ -84,5 +84,12 @@ class MPTForCausalLM(FlashLlamaForCausalLM):
     layer_class = MPTLayer
 
     def check(self, config: Any) -> None:
-        if read_attention(config, "clip_qkv"):
-            raise ConfigError("config field attn_config.clip_qkv is not supported")
+        for field in ("clip_qkv", "qk_ln", "prefix_lm"):
+            if read_attention(config, field):
+                raise ConfigError(f"config field attn_config.{field} is not supported")
+        if not read_attention(config, "alibi", True):
+            raise ConfigError("config field attn_config.alibi = false is not supported")
+        if getattr(config, "logit_scale", None) is not None:
+            raise ConfigError(f"config field logit_scale = {config.logit_scale!r} is not supported")
+        if not getattr(config, "no_bias", True):
+            raise ConfigError("config field no_bias = false is not supported")
