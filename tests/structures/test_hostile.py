@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,3 +136,19 @@ def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> Non
     assert [begin.request_id for begin in program._take_waiting("b")] == [2]
     assert program._take_waiting("c") == []
     assert not program._grammar_of
+
+
+def test_a_vocabulary_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    structures = Structures(tmp_path)  # without a tokenizer
+    follower = Follower(structures)
+    try:
+        request_id = follower.begin(from_regex("a"))
+        (process,) = structures._processes.values()
+        assert follower.settle(request_id) is not None
+        process._threads[1].join(60)  # it reads until the process has ended
+        for _ in range(2):
+            with pytest.raises(InputError, match="tokenizer"):
+                follower.begin(from_regex("a"))
+        assert list(structures._processes.values()) == [process]
+    finally:
+        structures.close()
