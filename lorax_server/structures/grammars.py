@@ -70,10 +70,13 @@ def from_grammar(text: str) -> Structure:
 def _convert(text: str) -> str:
     if len(text) > MAX_CONVERTED:
         raise InputError(f"a GBNF grammar may have {MAX_CONVERTED} characters, not {len(text)}; write it in Lark")
-    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415 - as above
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax  # noqa: PLC0415 - as above
 
+    # The library's search takes time with the square of the blank lines in a row, which mean nothing to it.
+    if is_lark_syntax("\n".join([line for line in text.split("\n") if line.strip()])):
+        return text
     try:
-        return str(any_to_lark(text))
+        return str(gbnf_to_lark(text))
     except Exception as error:  # the converter raises whatever it stumbles over
         raise InputError(f"the GBNF grammar cannot be read: {str(error)[:500] or type(error).__name__}") from error
 

@@ -22,7 +22,8 @@ class StructureProcess:
     def __init__(self, start: wire.Start, on_message: "OnMessage") -> None:
         """`on_message` is called on the reading thread; with None at the end, however it came."""
         self.request_ids: set[int] = set()  # that it follows, or that wait for it
-        self.asked_at: float | None = None  # when it was first asked for masks that have not come
+        self.asked_at: dict[int, float] = {}  # when it was asked for masks that have not come, by request, in order
+        self.problem, self.unusable_until = "", 0.0  # of its tokenizer
         self.is_gone = False
         self._on_message = on_message
         self._connection, theirs = Pipe()

@@ -72,7 +72,8 @@ class StructureProgram:
         self._grammars = CompiledGrammars()
         self._refused: TTLCache[str, str] = TTLCache(MAX_REFUSED, REFUSED_S)
         self._followers: dict[int, Follower] = {}
-        self._waiting: dict[str, list[wire.Begin]] = {}  # by grammar, in the order of arrival
+        self._waiting: dict[str, dict[int, wire.Begin]] = {}  # by grammar and request, in the order of arrival
+        self._grammar_of: dict[int, str] = {}  # by request, of those that wait
         self._untried: list[str] = []
         self._triers: list[_Trier] = []
         self._num_compiling = 0
@@ -107,7 +108,7 @@ class StructureProgram:
             case wire.Advance(tokens):
                 self._advance(tokens)
             case wire.End(request_id):
-                self._followers.pop(request_id, None)
+                self._end(request_id)
 
     def _send(self, message: wire.FromProgram) -> None:
         self._connection.send_bytes(pickle.dumps(message, protocol=5))
@@ -125,7 +126,24 @@ class StructureProgram:
         else:
             if begin.grammar not in self._waiting:
                 self._untried.append(begin.grammar)
-            self._waiting.setdefault(begin.grammar, []).append(begin)
+            self._waiting.setdefault(begin.grammar, {})[begin.request_id] = begin
+            self._grammar_of[begin.request_id] = begin.grammar
+
+    def _end(self, request_id: int) -> None:
+        self._followers.pop(request_id, None)
+        grammar = self._grammar_of.pop(request_id, None)
+        if grammar is None:
+            return
+        del self._waiting[grammar][request_id]
+        if not self._waiting[grammar] and grammar in self._untried:  # what is being tried is known to others soon
+            self._untried.remove(grammar)
+            del self._waiting[grammar]
+
+    def _take_waiting(self, grammar: str) -> list[wire.Begin]:
+        waiting = self._waiting.pop(grammar)
+        for request_id in waiting:
+            del self._grammar_of[request_id]
+        return list(waiting.values())
 
     def _follow(self, begin: wire.Begin, compiled: Compiled) -> None:
         if not any(token_id < self._vocabulary.num_ids for token_id in begin.eos):
@@ -182,14 +200,14 @@ class StructureProgram:
         for trier in [each for each in self._triers if each.grammar and now - each.began > PATIENCE_S]:
             self._triers.remove(trier)
             trier.end()
-            for begin in self._waiting.pop(trier.grammar):
+            for begin in self._take_waiting(trier.grammar):
                 self._send(
                     wire.FailedAnswer(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True)
                 )
 
     def _refuse(self, grammar: str, message: str) -> None:
         self._refused[grammar] = message
-        for begin in self._waiting.pop(grammar):
+        for begin in self._take_waiting(grammar):
             self._send(wire.FailedAnswer(begin.request_id, message))
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
@@ -202,6 +220,8 @@ class StructureProgram:
                 result = Compiled.of(self._vocabulary, grammar)
             except GrammarError as error:
                 result = str(error)
+            except BaseException as error:  # the library's panics are no Exceptions; without this thread all would wait
+                result = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
             self._compiled.put((grammar, result))
             os.write(self._waker, b".")
 
@@ -213,7 +233,7 @@ class StructureProgram:
                 self._refuse(grammar, result)
                 continue
             self._grammars[grammar] = result
-            for begin in self._waiting.pop(grammar):
+            for begin in self._take_waiting(grammar):
                 self._follow(begin, result)
 
 

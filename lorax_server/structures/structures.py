@@ -17,6 +17,7 @@ from lorax_server.types import Request, Resolved
 
 MAX_PROCESSES = 8  # vocabularies: each has a process
 HANG_S = 30.0  # without a mask: the process is ended
+UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
 Words = npt.NDArray[np.int32]
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
 
@@ -75,20 +76,23 @@ class Structures:
         """Note the tokens that were chosen, by request: the masks of the next ones are computed meanwhile."""
         parts: dict[StructureProcess, list[tuple[int, int]]] = {}
         with self._changed:
+            now = time.monotonic()
             for request_id, token_id in tokens:
                 if self._masks.pop(request_id, None) is not None:
-                    parts.setdefault(self._of_request[request_id], []).append((request_id, token_id))
+                    process = self._of_request[request_id]
+                    process.asked_at[request_id] = now
+                    parts.setdefault(process, []).append((request_id, token_id))
         for process, part in parts.items():
-            process.asked_at = process.asked_at or time.monotonic()
             process.send(wire.Advance(part))
 
     def end(self, request_id: int) -> None:
         """Forget a request, in whatever state it is."""
         process = self._of_request.pop(request_id, None)
         if process is not None:
-            process.request_ids.discard(request_id)
             process.send(wire.End(request_id))
             with self._changed:
+                process.request_ids.discard(request_id)
+                process.asked_at.pop(request_id, None)
                 self._masks.pop(request_id, None)
                 self._begun.discard(request_id)
 
@@ -117,6 +121,9 @@ class Structures:
             key = adapter.folder, tuple(adapter.tokenizer_files), tuple(map(tuple, adapter.tokenizer_stamps))
         process = self._processes.pop(key, None)
         if process is not None and process.is_gone:
+            if time.monotonic() < process.unusable_until:
+                self._processes[key] = process
+                raise InputError(process.problem)
             process.close()
             process = None
         if process is None:
@@ -135,7 +142,7 @@ class Structures:
     def _end_hanging(self) -> None:
         now = time.monotonic()
         for process in self._processes.values():
-            if process.asked_at is not None and now - process.asked_at > HANG_S:
+            if now - next(iter(process.asked_at.values()), now) > HANG_S:
                 process.kill()  # its reader notices
 
     def _take(self, process: StructureProcess, message: wire.FromProgram | None) -> None:
@@ -143,11 +150,11 @@ class Structures:
         with self._changed:
             match message:
                 case wire.Masks(request_ids, data):
-                    process.asked_at = None
-                    self._take_masks(request_ids, data)
+                    self._take_masks(process, request_ids, data)
                 case wire.FailedAnswer(request_id, text, is_busy):
-                    self._fail(request_id, BusyError(text) if is_busy else InputError(text))
+                    self._fail(process, request_id, BusyError(text) if is_busy else InputError(text))
                 case wire.Unusable(text):
+                    process.problem, process.unusable_until = text, time.monotonic() + UNUSABLE_S
                     self._fail_all(process, InputError(text))
                 case None:
                     self._fail_all(process, BusyError("the process that follows structures has ended; try again"))
@@ -156,18 +163,24 @@ class Structures:
         if has_news:
             self.on_news()
 
-    def _take_masks(self, request_ids: list[int], data: bytes) -> None:
+    def _take_masks(self, process: StructureProcess, request_ids: list[int], data: bytes) -> None:
         words = np.frombuffer(data, np.int32).reshape(len(request_ids), -1)
         for request_id, mask in zip(request_ids, words, strict=True):
+            if request_id not in process.request_ids:
+                continue  # it has ended meanwhile
+            process.asked_at.pop(request_id, None)
             self._masks[request_id] = mask
             if request_id not in self._begun:
                 self._begun.add(request_id)
                 self._settled.append(Settled(request_id))
 
-    def _fail(self, request_id: int, error: LoraxError) -> None:
+    def _fail(self, process: StructureProcess, request_id: int, error: LoraxError) -> None:
+        if request_id not in process.request_ids:
+            return  # it has ended meanwhile
+        process.asked_at.pop(request_id, None)
         self._masks[request_id] = None
         self._settled.append(Settled(request_id, error))
 
     def _fail_all(self, process: StructureProcess, error: LoraxError) -> None:
         for request_id in list(process.request_ids):
-            self._fail(request_id, error)
+            self._fail(process, request_id, error)

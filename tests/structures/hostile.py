@@ -105,5 +105,7 @@ GRAMMARS: dict[str, str] = {
     "special tokens": "start: <|im_end|> <[0-999999999]>",
     "GBNF, unclosed": 'root ::= "a" (' * 50,
     "GBNF, deep": "root ::= " + "(" * 900 + '"a"' + ")" * 900,
+    "GBNF, blank lines": 'root ::= "a"' + "\n" * 16_000,
+    "GBNF, lines of blanks": 'root ::= "a"' + " \t\r\n" * 4_000,
     "GBNF, itself": "root ::= root root",
 }

@@ -3,13 +3,19 @@
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lorax_server.errors import InputError, LoraxError
+from lorax_server.structures import wire
 from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
+from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.structures import Structures
+from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
 from tests.structures.hostile import GRAMMARS, REGEXES, SCHEMAS
@@ -101,3 +107,48 @@ def test_what_is_refused_once_is_refused_at_once(follower: Follower) -> None:
         assert "to compile" in str(follower.settle(request_id))
         follower.structures.end(request_id)
     assert "to compile" in str(follower.settle(follower.begin(structure)))
+
+
+def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) -> None:
+    structure, structures = from_regex("[a-z]{3}"), follower.structures
+    first = follower.begin(structure)
+    assert follower.settle(first) is None
+    ended = follower.begin(structure)  # the grammar is known: a mask is on its way
+    structures.end(ended)
+    last = follower.begin(structure)
+    assert follower.settle(last) is None
+    assert ended not in structures._masks
+    assert ended not in structures._begun
+    for request_id in (first, last):
+        structures.end(request_id)
+    assert not structures._begun
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> None:
+    program = StructureProgram(Pipe()[0], Vocabulary(load_tokenizer(follower.structures._model)))
+    for request_id, grammar in enumerate("abbc"):
+        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0))
+    for request_id in (0, 1):
+        program._end(request_id)
+    assert program._untried == list(program._waiting) == ["b", "c"]
+    program._untried.remove("c")  # it is being tried
+    program._end(3)
+    assert [begin.request_id for begin in program._take_waiting("b")] == [2]
+    assert program._take_waiting("c") == []
+    assert not program._grammar_of
+
+
+def test_a_vocabulary_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    structures = Structures(tmp_path)  # without a tokenizer
+    follower = Follower(structures)
+    try:
+        request_id = follower.begin(from_regex("a"))
+        (process,) = structures._processes.values()
+        assert follower.settle(request_id) is not None
+        process._threads[1].join(60)  # it reads until the process has ended
+        for _ in range(2):
+            with pytest.raises(InputError, match="tokenizer"):
+                follower.begin(from_regex("a"))
+        assert list(structures._processes.values()) == [process]
+    finally:
+        structures.close()

@@ -63,7 +63,9 @@ class AnswerPlan:
         return Thought(thoughts.OPENER, thoughts.CLOSER, has_open_thought(prompt))
 
     def make_reader(self, prompt: str, is_enforced: bool) -> "AnswerReader":
-        splitter = ThoughtSplitter(has_open_thought(prompt)) if self.knows_thoughts else None
+        has_form = is_enforced and self.form is None  # from the first character on: it leaves no room for reasoning
+        has_thoughts = self.knows_thoughts and not has_form
+        splitter = ThoughtSplitter(has_open_thought(prompt)) if has_thoughts else None
         parser = None
         if self.form is not None and self.offer is not None:
             names = frozenset(function.name for function in self.offer.functions)

@@ -65,11 +65,20 @@ def _to_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
     schema = dict(parameters or NO_PARAMETERS)
     check(OPTIONS not in schema, f"{where}: `parameters` has `{OPTIONS}`, which is not a keyword of JSON Schema")
     check(schema.get("type", "object") == "object", f"{where}: `parameters` must describe an object")
+    _check_properties(where, schema)
     try:
         json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError):
         raise InputError(f"{where}: `parameters` cannot be written as JSON") from None
     return FunctionSchema(name, {"type": "object", **schema}, bool(strict))
+
+
+def _check_properties(where: str, schema: Mapping[str, Any]) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    is_right = isinstance(properties, Mapping) and all(isinstance(each, Mapping | bool) for each in properties.values())
+    check(is_right, f"{where}: `properties` of `parameters` is an object of JSON schemas")
+    is_right = isinstance(required, list) and all(isinstance(each, str) for each in required)
+    check(is_right, f"{where}: `required` of `parameters` is a list of names")
 
 
 def _without_strict(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,13 +124,28 @@ def _to_arguments(value: Any, text: str | None) -> str:
     try:
         if text is not None:
             json.loads(text, parse_constant=_refuse)
+            text.encode()
             return text
     except (ValueError, RecursionError):
         pass
+    return dump(value)
+
+
+def dump(value: Any) -> str:
+    """Write JSON that can be encoded: lone surrogates, for which JSON and Python have escapes, stay escaped."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return text if _is_encodable(text) else json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         raise MalformedCallError from None
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(word: str) -> NoReturn:

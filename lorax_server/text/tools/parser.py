@@ -151,7 +151,7 @@ class ToolParser:
         text, self._held = self._held + text, ""
         if self._is_start:
             first = text.lstrip()
-            blanks = _find_blanks(text, len(text) - len(first))
+            blanks = find_blanks(text, len(text) - len(first))
             self._add_text(text[:blanks], events)
             text = text[blanks:]
             if not first:
@@ -168,7 +168,7 @@ class ToolParser:
             self._add_text(text[: len(text) - len(self._held)], events)
             return ""
         opener = next(opener for opener in openers if text.startswith(opener, found))
-        start, end = _find_blanks(text, found), found + len(opener)
+        start, end = find_blanks(text, found), found + len(opener)
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]
@@ -180,8 +180,8 @@ class ToolParser:
             return len(text)
         for start in range(max(0, len(text) - max(map(len, openers)) + 1), len(text)):
             if any(opener.startswith(text[start:]) for opener in openers):
-                return _find_blanks(text, start)
-        return _find_blanks(text, len(text))
+                return find_blanks(text, start)
+        return find_blanks(text, len(text))
 
     def _add_text(self, text: str, events: list[ParsedEvent]) -> None:
         if self._is_after_call:
@@ -224,7 +224,7 @@ class ToolParser:
             self._add_text(self._opener + "".join(section.taken), events)
 
 
-def _find_blanks(text: str, end: int) -> int:
+def find_blanks(text: str, end: int) -> int:
     """Find the start of the blanks before `end`, of which at most `MAX_DROPPED` count."""
     start = end
     while start > max(0, end - MAX_DROPPED) and text[start - 1].isspace():

@@ -8,7 +8,7 @@ from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import CallGrammar, CallRules, ToolFormat, write_text
-from lorax_server.text.tools.json_object import Call
+from lorax_server.text.tools.json_object import Call, dump
 from lorax_server.text.tools.json_section import add_call
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
 
@@ -98,7 +98,7 @@ def _read_call(node: ast.expr) -> Call:
         if argument.arg is None:
             raise MalformedCallError
         arguments[argument.arg] = _read_value(argument.value)
-    return Call(_read_name(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return Call(_read_name(node.func), dump(arguments))
 
 
 def _read_name(node: ast.expr) -> str:

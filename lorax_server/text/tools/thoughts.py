@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from lorax_server.text.tools.parser import find_blanks
+
 OPENER, CLOSER = "<think>", "</think>"
 
 
@@ -43,6 +45,9 @@ class ThoughtSplitter:
 
     def _open(self, text: str, parts: list[Part]) -> str:
         first = text.lstrip()
+        blanks = find_blanks(text, len(text) - len(first))
+        self._add(text[:blanks], text[:blanks], parts)
+        text = text[blanks:]
         if OPENER.startswith(first):  # not decided yet
             self._held = text
             if first == OPENER:
@@ -65,15 +70,15 @@ class ThoughtSplitter:
         place = text.find(CLOSER)
         if place >= 0:
             end = place + len(CLOSER)
-            self._add(text[:place].rstrip(), text[:end], parts)
+            self._add(text[: find_blanks(text, place)], text[:end], parts)
             self.is_thought, self._drops_blanks = False, True
             return text[end:]
         start = next(
             (at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])),
             len(text),
         )
-        sure = text[:start].rstrip()
-        self._held = text[len(sure) :]
+        start = find_blanks(text, start)
+        sure, self._held = text[:start], text[start:]
         self._add(sure, sure, parts)
         return ""
 

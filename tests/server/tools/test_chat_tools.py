@@ -209,6 +209,16 @@ def test_strict_functions_and_single_calls_have_a_grammar_once_a_call_has_begun(
             "tools[0]",
             "x-guidance",
         ),
+        *[
+            ({"tools": [{"type": "function", "function": {"name": "a", "parameters": wrong}}]}, "tools[0]", word)
+            for word, wrong in (
+                ("properties", {"properties": ["a"]}),
+                ("properties", {"properties": {"a": 1}}),
+                ("required", {"required": "a"}),
+                ("required", {"required": [["a"]]}),
+                ("required", {"required": None}),
+            )
+        ],
         ({"tools": [NOW] * 129}, None, "128"),
         ({"tools": 1}, "tools", "list"),
     ],
@@ -300,6 +310,12 @@ def test_reasoning_that_the_prompt_begins() -> None:
     found = both(talker, tools=TOOLS, tool_choice="required", chat_template_kwargs={"think": True})
     assert found["calls"] == [("function", "weather", OSLO)]
     assert talker.grammar.startswith("start: reasons")
+
+
+def test_an_answer_with_a_form_has_no_reasoning_that_the_prompt_begins() -> None:
+    fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"think": True}}
+    found = both(Talker('{"a": 1}'), separate_reasoning=True, **fields)
+    assert (found["reasoning"], found["content"]) == (None, '{"a": 1}')
 
 
 def test_log_probabilities_beside_calls() -> None:

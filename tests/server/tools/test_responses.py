@@ -1,5 +1,6 @@
 """OpenAI's Responses API: every event and every field as OpenAI's own types have them, without state."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def streamed(talker: Talker, **fields: Any) -> tuple[list[Any], Response]:
 def events_of(reply: Reply) -> list[Any]:
     """Check that each event has its name, which some clients go by."""
     names = [line[7:] for line in reply.body.decode().split("\n") if line.startswith("event: ")]
-    events = [_event(piece) for piece in reply.body.decode().split("\n\n") if piece]
+    events = [_event(piece) for piece in reply.body.decode().split("\n\n") if piece not in ("", ":")]  # keep-alives
     assert names == [event["type"] for event in events]
     return events
 
@@ -134,6 +135,18 @@ def test_an_answer_that_is_cut_off() -> None:
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
+def test_a_call_that_is_cut_off_is_incomplete() -> None:
+    talker = Talker(f"{CALL}\n{CALL[:50]}")
+    talker.ends = FinishReason.LENGTH
+    response = both(talker, tools=[WEATHER], tool_choice="required")
+    calls: list[Any] = response.output
+    assert [(call.type, call.status) for call in calls] == [
+        ("function_call", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    assert response.status == "incomplete"
+
+
 def test_an_answer_without_text_has_a_message() -> None:
     assert [item.type for item in both(Talker("")).output] == ["message"]
 
@@ -159,6 +172,24 @@ def test_log_probabilities() -> None:
     assert part.type == "output_text"
     assert part.logprobs is not None
     assert "".join(each.token for each in part.logprobs) == "Hi.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("says", "tools", "expected"),
+    [
+        ("a  b <tool", [WEATHER], "a  b <tool<|im_end|>"),
+        ("a b", [WEATHER], "a b<|im_end|>"),
+        ("<think>I muse.</think>a  b ", [], "a  b <|im_end|>"),
+    ],
+)
+def test_log_probabilities_of_text_that_was_held_back(says: str, tools: list[Any], expected: str) -> None:
+    fields = {"include": ["message.output_text.logprobs"], "reasoning": {}, "tools": tools}
+    *_, message = both(Talker(says), **fields).output
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(each.token for each in part.logprobs) == expected
 
 
 def test_a_conversation() -> None:
@@ -220,6 +251,7 @@ def test_what_comes_back_can_be_sent_again() -> None:
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0]"),
         ({"input": []}, "input"),
+        ({"instructions": "a", "input": [{"role": "user", "content": "a"}] * 4096}, "input"),
         ({"input": ""}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
@@ -277,3 +309,14 @@ def test_a_failure_before_the_first_token_has_a_status_and_a_later_one_is_the_la
     failed = EVENTS.validate_python(last)
     assert (failed.type, failed.response.status) == ("response.failed", "failed")
     assert "it broke" in failed.response.error.message
+
+
+def test_a_failure_after_the_headers_comes_after_the_beginning() -> None:
+    class Late(Talker):
+        async def _say(self, request: Any) -> None:
+            await asyncio.sleep(0.1)
+            self.engine.fail(request.request_id, EngineError("it broke"))
+
+    events = events_of(Late(keep_alive_s=0.01).respond(stream=True))
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]

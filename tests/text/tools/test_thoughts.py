@@ -18,6 +18,11 @@ CASES = [
     (True, "\nI see.\n\nSo: a < b\n</think>\n\nHello.\n", "I see.\n\nSo: a < b", "Hello.\n"),
     (True, "no end", "no end", ""),
     (True, "</think>", "", ""),
+    (True, "a" + " " * 70 + "</think>b", "a" + " " * 6, "b"),  # a stream does not wait for more than 64 blanks
+    (True, "a" + "\n" * 70 + "</thin", "a" + "\n" * 70 + "</thin", ""),
+    (True, " " * 70 + "a" + " " * 70, "a" + " " * 6, ""),
+    (False, " " * 70 + "<think>a</think>b", "a", " " * 6 + "b"),
+    (False, " " * 70 + "<thin", "", " " * 70 + "<thin"),
 ]
 
 
@@ -38,7 +43,7 @@ def test_reasoning_is_told_apart(has_begun: bool, answer: str, thought: str, tex
 @settings(deadline=None)
 @given(
     st.booleans(),
-    st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "x"]), max_size=9),
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "x", "\n" * 64]), max_size=9),
 )
 def test_any_cut_gives_the_same(has_begun: bool, pieces: list[str]) -> None:
     assert split(has_begun, pieces) == split(has_begun, ["".join(pieces)])

@@ -30,6 +30,7 @@ class ResponseWriter:
         self._reader = reader
         self._num_events = 0
         self._item: dict[str, Any] | None = None
+        self._logprobs: list[Mapping[str, Any]] = []  # of text that the reader holds back
         self.num_thought_tokens = 0
 
     def begin(self) -> list[Event]:
@@ -38,16 +39,22 @@ class ResponseWriter:
 
     def feed(self, text: str, num_tokens: int, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Event]:
         """Take more text of the answer."""
+        self._logprobs += logprobs
         if self._reader is None:
-            return self._write([TextPiece(text)] if text or logprobs else [], logprobs)
-        written = self._write(self._reader.feed(text), logprobs)
+            return self._write([TextPiece(text)] if text or logprobs else [])
+        was_thinking, parsed = self._reader.is_thinking, self._reader.feed(text)
+        written = self._write(parsed)
         self.num_thought_tokens += num_tokens * self._reader.is_thinking
+        if parsed or was_thinking or self._reader.is_thinking:
+            self._logprobs = []  # what is left of them is not of the message's text
         return written
 
     def end(self, is_cut: bool, usage: Mapping[str, Any]) -> list[Event]:
         """End the answer; `is_cut` if it is too long."""
         status = "incomplete" if is_cut else "completed"
-        events = self._write([] if self._reader is None else self._reader.finish(), ())
+        events = self._write([] if self._reader is None else self._reader.finish(), status)
+        if self._logprobs and self._item is not None and self._item["type"] == "message":
+            events += self._write([TextPiece("")])  # of the token that ended it
         if not self.response["output"]:
             events += self._open("message")  # an answer without text is one
         events += self._close(status)
@@ -56,14 +63,16 @@ class ResponseWriter:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._event(f"response.{status}", response=self._snapshot())]
 
-    def fail(self, message: str) -> Event:
-        """End a response that has begun, and cannot be completed."""
+    def fail(self, message: str) -> list[Event]:
+        """End a response that cannot be completed. Clients want it to have begun."""
+        begun = [] if self._num_events else self.begin()
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
-        return self._event("response.failed", response=self._snapshot())
+        return [*begun, self._event("response.failed", response=self._snapshot())]
 
     # --- Items --------------------------------------------------------------------------------------------------------
 
-    def _write(self, parsed: Sequence[ParsedEvent], logprobs: Sequence[Mapping[str, Any]]) -> list[Event]:
+    def _write(self, parsed: Sequence[ParsedEvent], status: str = "completed") -> list[Event]:
+        """Write what was read. `status` is that of a call which ends here."""
         events: list[Event] = []
         for each in parsed:
             kind = KINDS.get(type(each))
@@ -72,8 +81,8 @@ class ResponseWriter:
                 events += self._open(kind, each.name if isinstance(each, CallBegins) else "")
             match each:
                 case TextPiece(text):
-                    events.append(self._add_text("response.output_text.delta", text, list(logprobs)))
-                    logprobs = ()
+                    events.append(self._add_text("response.output_text.delta", text, self._logprobs))
+                    self._logprobs = []
                 case ThoughtPiece(text):
                     events.append(self._add_text("response.reasoning_text.delta", text))
                 case ArgumentsPiece(text):
@@ -81,7 +90,7 @@ class ResponseWriter:
                     self._item["arguments"] += text
                     events.append(self._item_event("response.function_call_arguments.delta", delta=text))
                 case CallEnds():
-                    events += self._close("completed")
+                    events += self._close(status)
         return events
 
     def _open(self, kind: str, name: str = "") -> list[Event]:

@@ -7,9 +7,10 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from starlette.responses import Response
 
-from lorax_server.errors import NotSupportedError
+from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.checks import check, not_yet
 from lorax_server.server.exchange import Exchange
@@ -27,6 +28,7 @@ from lorax_server.types import FinishReason
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes as it is, so that there is nothing to encrypt
+NAMES = {"messages": "input", "response_format": "text.format"}  # of a chat's fields, here
 
 
 def make_router(service: Service) -> APIRouter:
@@ -50,7 +52,7 @@ async def _respond(exchange: Exchange, body: ResponsesRequest) -> Response:
     reader = plan.make_reader(prepared.prompt, generation.request.structure is not None) if plan else None
     writer = ResponseWriter(_make_frame(exchange, body), plan, reader)
     if body.stream:
-        exchange.write_failure = lambda problem: _write_events([writer.fail(problem.message)])
+        exchange.write_failure = lambda problem: _write_events(writer.fail(problem.message))
         shortcut = Shortcut()
         generation.use(shortcut, lambda token_events: _write_events(_feed(writer, asked, generation, token_events)))
         return await exchange.stream(_stream(exchange, asked, generation, writer), shortcut)
@@ -94,7 +96,12 @@ def _to_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     form = body.text.format if body.text is not None else None
     if form is not None and form.get("type") != "text":
         fields["response_format"] = _to_response_format(form)
-    return ChatCompletionRequest.model_validate(fields)
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        raise InputError(f"`{NAMES.get(name, name)}`: {first['msg']}") from None
 
 
 def _to_response_format(form: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +145,13 @@ def _make_frame(exchange: Exchange, body: ResponsesRequest) -> dict[str, Any]:
 def _feed(
     writer: ResponseWriter, asked: ChatCompletionRequest, generation: RemoteGeneration, token_events: list[TokenEvent]
 ) -> list[Event]:
-    text = "".join([token_event.text for token_event in token_events])
-    logprobs = chat.write_logprobs(asked, generation, token_events)
-    return writer.feed(text, len(token_events), logprobs["content"] if logprobs is not None else ())
+    if not asked.logprobs:
+        return writer.feed("".join([token_event.text for token_event in token_events]), len(token_events))
+    events: list[Event] = []
+    for token_event in token_events:  # one by one: those of a message's text go with it
+        logprobs = chat.write_logprobs(asked, generation, [token_event])
+        events += writer.feed(token_event.text, 1, logprobs["content"] if logprobs is not None else ())
+    return events
 
 
 def _end(exchange: Exchange, generation: RemoteGeneration, writer: ResponseWriter) -> list[Event]:
