@@ -17,6 +17,7 @@ NATIVE = ("/", "/invocations", "/generate", "/generate_stream")
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 TEXT = {f"POST {path}" for path in (*NATIVE, *OPENAI)}
 ADAPTERS = ("first", "second")
+FORMS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format")
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 MAX_TOKENS = 3
 CONFIG: dict[str, Any] = {
@@ -119,6 +120,9 @@ def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) ->
         }
     elif case.operation.path in OPENAI:
         case.body = _openai(body)
+    elif case.operation.path == "/v1/responses":
+        kept = {name: body[name] for name in ("temperature", "top_p", "stream") if name in body}
+        case.body = {**kept, "model": _known(body["model"]) or "", "input": "Who?", "max_output_tokens": 16}
     else:
         case.body = body
 
@@ -140,6 +144,8 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
     merged = found.get("merged_adapters")
     if merged is not None:
         found["merged_adapters"] = _merged(merged)
+    if found.get("response_format"):
+        found |= {"response_format": {"type": "json_object"}, "ignore_eos_token": False}
     found["seed"] = _at_most(found.get("seed"), 2**64 - 1)
     found["min_new_tokens"] = min(found.get("min_new_tokens") or 0, 1)
     found["logit_bias"] = _bias(found.get("logit_bias"))
@@ -168,6 +174,11 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
     found["model"] = "" if merged is not None or found["adapter_id"] else _known(found["model"]) or ""
     found.update(_source(found))
+    forms = [found.pop(name, None) for name in FORMS]
+    if any(forms):
+        ends = {name: False for name in ("ignore_eos", "ignore_eos_token") if name in found}
+        found |= {"guided_choice": ["yes", "no"], **ends}
+    found.pop("tools", None)  # the model's template shows none
     found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
     found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
     found["seed"] = _at_most(found.get("seed"), 2**63 - 1)
@@ -214,4 +225,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = [{"type": "text", "text": str(part.get("text"))[:8]} for part in content[:2]]
-    return {**message, "role": message["role"][:8], "content": content[:16] if content else content}
+    message = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+    return {
+        **message,
+        "role": message["role"][:8].replace("tool", "user"),
+        "content": content[:16] if content else content,
+    }

@@ -122,6 +122,7 @@ def starting() -> Iterator[Cluster]:
         for name in ADAPTERS:
             shutil.copytree(FOLDER / "adapters" / name, Path(folder, "adapters", name))
         environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+        environ |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # other tests keep the machine busy
         environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
         process = subprocess.Popen(

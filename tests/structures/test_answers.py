@@ -56,7 +56,9 @@ def drawn(count: int, first: int = 0) -> list[SamplingParams]:
 def check(completion: Completion, schema: dict[str, Any]) -> None:
     assert completion.finish_reason is FinishReason.EOS_TOKEN, completion.text
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    jsonschema.validate(json.loads(completion.text), schema, jsonschema.Draft202012Validator, format_checker=checker)
+    # A leap second may come in any minute, as the docs say; the library that checks here knows none.
+    answer = json.loads(re.sub(r"(T|\")(\d\d:\d\d):60", r"\1\2:59", completion.text))
+    jsonschema.validate(answer, schema, jsonschema.Draft202012Validator, format_checker=checker)
 
 
 @pytest.mark.parametrize("form", FORMS)
