@@ -176,8 +176,9 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     found.update(_source(found))
     forms = [found.pop(name, None) for name in FORMS]
     if any(forms):
-        ends = {name: False for name in ("ignore_eos", "ignore_eos_token") if name in found}
-        found |= {"guided_choice": ["yes", "no"], **ends}
+        found["guided_choice"] = ["yes", "no"]
+        for name in ("ignore_eos", "ignore_eos_token"):
+            found.pop(name, None)
     found.pop("tools", None)  # the model's template shows none
     found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
     found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
