@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 
 from lorax_server.structures import wire
@@ -60,11 +61,9 @@ class StructureProcess:
         self._connection.close()
 
     def _write(self) -> None:
-        try:
+        with suppress(OSError):  # of a process that is gone, which the reader tells
             while (message := self._unsent.get()) is not None:
                 self._connection.send_bytes(pickle.dumps(message, protocol=5))
-        except OSError:
-            pass  # the reader notices too
 
     def _read(self) -> None:
         try:
