@@ -42,6 +42,10 @@ class GivenAdapter:
     def modules(self) -> list[str]:
         return list(self._modules)
 
+    def find_rank(self, module: str) -> int:
+        lora_a = self._modules[module].lora_a
+        return 0 if lora_a is None else len(lora_a)
+
     def load(self, module: str) -> ModuleWeights:
         return self._modules[module]
 

@@ -37,6 +37,12 @@ class TensorRole(Enum):
     LORA_B = "lora_B"
     LORA_BIAS = "lora_B.bias"
     MAGNITUDE = "lora_magnitude_vector"
+    DIAGONAL = "lora_diag"
+    IA3 = "ia3_l"
+    VERA_B = "vera_lambda_b"
+    VERA_D = "vera_lambda_d"
+    TUNED_WEIGHT = "ln_tuning_layers.weight"
+    TUNED_BIAS = "ln_tuning_layers.bias"
     TOKEN_ROWS = "trainable_tokens_delta"
     WEIGHT = "weight"
     BIAS = "bias"
@@ -53,6 +59,12 @@ ROLE_PATTERNS = (
     (TensorRole.LORA_B, r"\.lora_B(NAME)?\.weight|\.lora_embedding_B(NAME)?"),
     (TensorRole.LORA_BIAS, r"\.lora_B(NAME)?\.bias"),
     (TensorRole.MAGNITUDE, r"\.lora_magnitude_vector(NAME)?(\.weight)?"),
+    (TensorRole.DIAGONAL, r"\.lora_diag(NAME)?"),
+    (TensorRole.IA3, r"\.ia3_l(NAME)?"),
+    (TensorRole.VERA_B, r"\.vera_lambda_b(NAME)?"),
+    (TensorRole.VERA_D, r"\.vera_lambda_d(NAME)?"),
+    (TensorRole.TUNED_WEIGHT, r"\.ln_tuning_layers(NAME)?\.weight"),
+    (TensorRole.TUNED_BIAS, r"\.ln_tuning_layers(NAME)?\.bias"),
     (TensorRole.TOKEN_ROWS, r"(\.token_adapter)?\.trainable_tokens_delta(NAME)?"),
     (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # only for training
     (TensorRole.WEIGHT, r"((\.token_adapter)?\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
@@ -62,6 +74,8 @@ PATTERNS = tuple(
     (role, regex.compile(rf"(?P<module>.+?)(?:{pattern.replace('NAME', '[.][^.]+')})"))
     for role, pattern in ROLE_PATTERNS
 )
+
+PROJECTION = regex.compile(r"base_model\.vera_([AB])(?:\.[^.]+)?")
 
 
 @dataclass(frozen=True)
@@ -158,6 +172,16 @@ def assign_tensors(
         if _is_copy(other):  # PEFT saves some tensors a second time, and does not read that copy
             roles[role] = key
     return assigned, own_names
+
+
+def find_projections(keys: Iterable[str], name: str) -> dict[str, str]:
+    """Return the keys of the matrices "A" and "B" that all modules of VeRA share, where a file has them."""
+    found: dict[str, str] = {}
+    for key in sorted(keys):
+        match = PROJECTION.fullmatch(key)
+        if match is not None and found.setdefault(match[1], key) != key:
+            raise AdapterError(f"adapter {name!r}: tensors {found[match[1]]!r} and {key!r} are the same thing")
+    return found
 
 
 def _is_copy(key: str) -> bool:

@@ -1,56 +1,14 @@
-"""`adapter_config.json`: what PEFT wrote there, and which of it we can honour.
-
-There are four kinds of fields: those that say how to compute (`AdapterConfig` has them), those that only mattered for
-training, those that ask for something we do not serve, and unknown ones. The third kind is refused by name. The last is
-refused too, unless its value means "off": a field of a new version of PEFT may change the result.
-"""
+"""`adapter_config.json`: what PEFT wrote there, and which of it we can honour."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
+from lorax_server.adapters.methods.fields import BlockDiagonal, ConfigReader, Method
 from lorax_server.adapters.patterns import Patterns
 from lorax_server.errors import AdapterError
-
-# Without effect once training is over.
-TRAINING_FIELDS = {
-    *("auto_mapping", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
-    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "monteclora_config"),
-    *("peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
-}
-SERVED_FIELDS = {
-    *("alpha_pattern", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "layers_pattern"),
-    *("layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save", "r", "rank_pattern", "target_modules"),
-    *("trainable_token_indices", "use_bdlora", "use_dora", "use_rslora"),
-}
-REFUSED_FIELDS = {
-    "alora_invocation_tokens": "activated LoRA (aLoRA), which takes effect in the middle of a prompt",
-    "arrow_config": "Arrow, which routes every token through several adapters",
-    "enable_lora": "the fused matrices of the first PEFT versions",
-    "kasa_config": "KaSA, which takes singular values out of the base model's matrices",
-    "layer_replication": "a base model with repeated layers",
-    "megatron_config": "Megatron's parallel layers",
-    "target_parameters": "LoRA on bare parameters, such as fused experts",
-    "use_qalora": "QALoRA, which needs a GPTQ base model",
-}
-# These change the base model's matrices when training begins.
-BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
-MAX_RANK = 65536
-MAX_ALPHA = 1e30  # so that a scale fits into float32
-MAX_PATTERNS = 10_000
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class BlockDiagonal:
-    """BD-LoRA: modules whose name contains one of these have a factor that is zero but for blocks on its diagonal."""
-
-    a: tuple[str, ...]
-    b: tuple[str, ...]
-    blocks: int
 
 
 @dataclass(frozen=True)
@@ -58,12 +16,14 @@ class AdapterConfig:
     """The settings by which an adapter is computed. Methods take the name of a module in transformers."""
 
     name: str
-    r: int
-    alpha: float
+    r: int = 0
+    alpha: float = 0.0
+    method: Method = Method.LORA
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_dora: bool = False
+    use_kasa: bool = False
     lora_bias: bool = False
     block_diagonal: BlockDiagonal | None = None
     modules_to_save: tuple[str, ...] = ()
@@ -73,6 +33,8 @@ class AdapterConfig:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
+    feedforward_modules: tuple[str, ...] | str | None = None  # of IA3
+    projection_seed: int | None = None  # of VeRA; None if the projections are in the file
     base_model_name: str | None = None
     base_model_class: str | None = None
 
@@ -83,6 +45,15 @@ class AdapterConfig:
         alpha = self.alpha_pattern.get(self._find_pattern(self.alpha_pattern, module), self.alpha)
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def count_blocks(self, module: str) -> tuple[int, int]:
+        """Return the numbers of blocks into which A and B fall."""
+        blocks = self.block_diagonal
+        if blocks is not None and any(name in module for name in blocks.a):
+            return blocks.blocks, 1
+        if blocks is not None and any(name in module for name in blocks.b):
+            return 1, blocks.blocks
+        return 1, 1
 
     def is_target(self, module: str) -> bool | None:
         """Tell whether PEFT adapts this module; None where PEFT's defaults for the model type decide."""
@@ -96,11 +67,19 @@ class AdapterConfig:
             return True
         return _ends_with(module, self.target_modules) and self._is_layer(module)
 
+    def is_feedforward(self, module: str) -> bool | None:
+        """Tell whether IA3 scales this module's inputs, and not its outputs; None where PEFT's defaults decide."""
+        if isinstance(self.feedforward_modules, str):
+            return self._patterns.fullmatch(self.feedforward_modules, module)
+        return None if self.feedforward_modules is None else module.endswith(self.feedforward_modules)
+
     def identity_settings(self) -> dict[str, Any]:
         """Return the settings that, with the tensors, determine the result."""
         blocks, tokens = self.block_diagonal, self.token_indices
         names = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+        others = {"method": self.method.value, "use_kasa": self.use_kasa, "projection_seed": self.projection_seed}
         return {name: getattr(self, name) for name in names} | {
+            **{name: value for name, value in others.items() if value not in (None, False, Method.LORA.value)},
             "rank_pattern": list(self.rank_pattern.items()),  # the first that fits counts, so their order matters
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
@@ -143,152 +122,45 @@ def _ends_with(module: str, names: tuple[str, ...]) -> bool:
 
 def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     """Read the config of adapter `name` from the parsed JSON. Refuse what we cannot honour."""
-    reader = _ConfigReader(raw, name)
-    reader.check_kind()
-    reader.check_init()
-    reader.check_fields()
+    reader = ConfigReader(raw, name)
+    method = reader.read_method()
+    if method is Method.LORA:
+        reader.check_init()
+    reader.check_fields(method)
     return AdapterConfig(
         name=name,
-        r=reader.read_whole("r", raw.get("r")),
-        alpha=reader.read_number("lora_alpha", raw.get("lora_alpha", 8)),
-        rank_pattern=reader.read_patterns("rank_pattern", reader.read_whole),
-        alpha_pattern=reader.read_patterns("alpha_pattern", reader.read_number),
-        block_diagonal=reader.read_block_diagonal(),
+        method=method,
         modules_to_save=reader.read_names("modules_to_save"),
-        token_indices=reader.read_token_indices(),
         target_modules=reader.read_names_or_pattern("target_modules"),
         exclude_modules=reader.read_names_or_pattern("exclude_modules") or (),
         layers_to_transform=reader.read_layers(),
         layers_pattern=reader.read_names("layers_pattern"),
         base_model_name=reader.read("base_model_name_or_path", str, "is not a string"),
         base_model_class=reader.read_base_model_class(),
-        **{flag: reader.read_flag(flag) for flag in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")},
+        **_read_own_fields(reader, method),
     )
 
 
-class _ConfigReader:
-    """Reads fields of the JSON and checks their types. An error names the adapter and the field."""
-
-    def __init__(self, raw: Mapping[str, Any], name: str) -> None:
-        self.raw = raw
-        self.name = name
-
-    def refuse(self, key: str, reason: str) -> AdapterError:
-        return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
-
-    def check_kind(self) -> None:
-        if self.raw.get("peft_type") != "LORA":
-            raise self.refuse("peft_type", "is not supported; only LORA is")
-        if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
-            raise self.refuse("task_type", "is not supported; only CAUSAL_LM is")
-
-    def check_init(self) -> None:
-        init = str(self.raw.get("init_lora_weights", True)).lower()
-        if init.startswith(BASE_CHANGING_INITS):
-            raise self.refuse(
-                "init_lora_weights",
-                "means that the adapter fits a changed base model, not the one it names; convert it: save it once "
-                "more with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-            )
-        if init not in KNOWN_INITS:
-            raise self.refuse("init_lora_weights", "is not known, so it cannot be ruled out that it changes the base")
-
-    def check_fields(self) -> None:
-        for key, value in self.raw.items():
-            if _is_off(value) or key in SERVED_FIELDS | TRAINING_FIELDS:
-                continue
-            if key in REFUSED_FIELDS:
-                raise self.refuse(key, f"is not supported: {REFUSED_FIELDS[key]}")
-            raise self.refuse(key, "is not a field we know, so it may change the result; set it to null if it does not")
-        if self.raw.get("bias", "none") not in ("none", "all", "lora_only"):
-            raise self.refuse("bias", "is not one of none, all and lora_only")
-
-    def read(self, key: str, kind: type[_T], reason: str) -> _T | None:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise self.refuse(key, reason)
-        return value
-
-    def read_flag(self, key: str) -> bool:
-        return bool(self.read(key, bool, "is not true or false"))
-
-    def read_number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
-            raise self.refuse(key, "is not a number of reasonable size")
-        return float(value)
-
-    def read_whole(self, key: str, value: Any) -> int:
-        if type(value) is not int or not 1 <= value <= MAX_RANK:
-            raise self.refuse(key, f"is not a whole number from 1 to {MAX_RANK}")
-        return value
-
-    def read_names(self, key: str) -> tuple[str, ...]:
-        value = self.raw.get(key) or []
-        value = [value] if isinstance(value, str) else value
-        if not _is_list_of(value, str):
-            raise self.refuse(key, "is not a list of names")
-        return tuple(value)
-
-    def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        value = self.raw.get(key)
-        if isinstance(value, str):
-            return "all-linear" if value.lower() == "all-linear" else value
-        return None if value is None else self.read_names(key)
-
-    def read_patterns(self, key: str, read: Callable[[str, Any], _T]) -> dict[str, _T]:
-        value = self.raw.get(key) or {}
-        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            raise self.refuse(key, "is not an object of patterns and numbers")
-        return {pattern: read(key, number) for pattern, number in value.items()}
-
-    def read_layers(self) -> tuple[int, ...] | None:
-        value = self.raw.get("layers_to_transform")
-        value = [value] if type(value) is int else value
-        if value is None or value == []:
-            return None
-        if not _is_list_of(value, int):
-            raise self.refuse("layers_to_transform", "is not a list of layers")
-        return tuple(value)
-
-    def read_token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-        value = self.raw.get("trainable_token_indices") or []
-        if isinstance(value, dict):
-            return {module: self._read_tokens(tokens) for module, tokens in value.items()}
-        return self._read_tokens(value)
-
-    def _read_tokens(self, value: Any) -> tuple[int, ...]:
-        if not _is_list_of(value, int) or len(set(value)) != len(value) or min(value, default=0) < 0:
-            raise self.refuse("trainable_token_indices", "is not a list of different token ids")
-        return tuple(value)
-
-    def read_block_diagonal(self) -> BlockDiagonal | None:
-        value = self.raw.get("use_bdlora")
-        if not value:
-            return None
-        fields = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
-        if not isinstance(value, dict) or not set(value) <= fields:
-            raise self.refuse("use_bdlora", f"is not an object of {', '.join(sorted(fields))}")
-        inner = _ConfigReader(value, self.name)
-        a, b = inner.read_names("target_modules_bd_a"), inner.read_names("target_modules_bd_b")
-        return BlockDiagonal(a, b, inner.read_whole("nblocks", value.get("nblocks")))
-
-    def read_base_model_class(self) -> str | None:
-        mapping = self.raw.get("auto_mapping")
-        name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        return name if isinstance(name, str) else None
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _read_own_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
+    """Read what only one method has."""
+    raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+    if method is Method.LORA:
+        return {
+            "r": reader.read_whole("r", raw.get("r")),
+            "alpha": reader.read_number("lora_alpha", raw.get("lora_alpha", 8)),
+            "rank_pattern": reader.read_patterns("rank_pattern", reader.read_whole),
+            "alpha_pattern": reader.read_patterns("alpha_pattern", reader.read_number),
+            "block_diagonal": reader.read_block_diagonal(),
+            "token_indices": reader.read_token_indices(),
+            "use_kasa": reader.read_kasa(),
+            **{flag: reader.read_flag(flag) for flag in flags},
+        }
+    if method is Method.VERA:
+        seed, is_saved = reader.read_seed("projection_prng_key"), reader.read_flag("save_projection", default=True)
+        return {"r": reader.read_whole("r", raw.get("r")), "projection_seed": None if is_saved else seed}
+    if method is Method.IA3:
+        return {"feedforward_modules": reader.read_names_or_pattern("feedforward_modules")}
+    return {}
 
 
 def check_base_model(config: AdapterConfig, model_type: str, model_class: str, base_type: str | None) -> None:

@@ -3,7 +3,8 @@
 Everything PEFT can train becomes four fields at a module: low-rank factors, a factor and a shift of the output, and
 rows for some tokens. DoRA is a factor: its magnitude over the norm of the adapted matrix, which is fixed once both are
 known. A bias is a shift, a norm's weight is a factor, and a full head or embedding is the rows that differ from the
-base model's.
+base model's. IA3 is a factor, VeRA is low-rank factors, and so are the difference to a full matrix of a linear, and the
+singular values that KaSA takes out of one.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from lorax_server.adapters.layout import BufferLayout
+from lorax_server.adapters.methods.matrices import find_difference, find_smallest
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.adapters.tensor_reader import is_finite
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
@@ -21,7 +24,6 @@ from lorax_server.kernels import NUM_OFFSETS, Field
 from lorax_server.kernels.panels import PanelMatrix
 
 UNIT_BYTES = 256
-COPIED_NUMBERS = 16384  # of a transposed matrix at a time: they fit into the nearest cache
 NORM_ROWS = 1024  # rows of a matrix that are cast to float32 at a time when norms are computed
 
 
@@ -43,38 +45,53 @@ def empty_table(num_targets: int) -> torch.Tensor:
     return table
 
 
+def check_ranks(adapter: AdapterWeights, targets: Mapping[str, AdapterTarget], max_rank: int | None) -> None:
+    """Refuse an adapter that kernels do not serve, before anything of it is read or drawn.
+
+    They may serve LoRA up to `max_rank` at linears and heads; embeddings have no such limit.
+    """
+    if max_rank is None:
+        return
+    for module in adapter.modules:
+        rank = adapter.find_rank(module)
+        if rank > max_rank and targets[module].kind is not Kind.EMBEDDING:
+            raise AdapterError(
+                f"adapter {adapter.name!r}: module {module!r} has rank {rank}, and the kernels of this device serve up "
+                f"to {max_rank}; KaSA has twice its r, and a linear that is replaced as a whole its smaller side"
+            )
+
+
 def prepare(
     adapter: AdapterWeights,
     targets: Mapping[str, AdapterTarget],
     dtype: torch.dtype,
     group: ProcessGroup,
-    max_rank: int | None = None,
     pause: Callable[[], object] = lambda: None,
 ) -> HostAdapter:
     """Prepare an adapter. All ranks do it together: the norms of DoRA are summed, and all refuse what one refuses.
 
-    Kernels may serve LoRA up to `max_rank` at linears; embeddings have no such limit. `pause` is called every
-    millisecond or so, and may wait.
+    `pause` is called between pieces of work, and may wait. Most of them take about a millisecond. A large module, the
+    random matrices of VeRA and each matrix that KaSA decomposes take longer, the last up to half a minute in one call.
     """
     # Python numbers: to write them into a tensor one by one takes longer than all the rest.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
-    layout, refusal = _Layout(UNIT_BYTES // dtype.itemsize), None
+    layout, refusal = BufferLayout(UNIT_BYTES // dtype.itemsize), None
     for index, target in enumerate(targets.values()):
         if target.name not in modules:
             continue
         pause()
-        weights = adapter.load(target.name)
+        weights, module = adapter.load(target.name), None
         try:
-            module = _PreparedModule(adapter.name, target, weights, dtype, group)
-            module.check_rank(max_rank)
-            scales[index] = weights.scale
+            module = _PreparedModule(adapter.name, target, weights, dtype, group, pause)
+            scales[index] = module.scale
             for field, number in module.count_fields().items():
                 table[index][field] = number
             for field, tensor in module.cast_tensors().items():
                 table[index][field] = layout.add(tensor)
         except AdapterError as error:  # continue: other ranks may accept this module and wait in the next
             refusal = refusal or error
+        del weights, module  # before the next is loaded: they are in float32
     buffer = layout.fill(dtype, pause)  # before ranks agree: when one rank has the answer, all have the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     units, refused = _agree(-(-buffer.numel() // layout.unit), refusal is not None, group, device)
@@ -92,75 +109,38 @@ def _agree(units: int, refused: bool, group: ProcessGroup, device: torch.device 
     return int(answers[:, 0].max()), bool(answers[:, 1].any())
 
 
-class _Layout:
-    """Tensors one after the other, each from the beginning of a unit."""
-
-    def __init__(self, unit: int) -> None:
-        self.unit = unit
-        self.tensors: list[tuple[int, torch.Tensor]] = []
-        self.end = 0
-
-    def add(self, tensor: torch.Tensor) -> int:
-        """Append a tensor. Return its offset, -1 if it is empty."""
-        if tensor.numel() == 0:
-            return -1
-        offset = self.end
-        self.tensors.append((offset, tensor))
-        self.end += -(-tensor.numel() // self.unit) * self.unit
-        return offset
-
-    def fill(self, dtype: torch.dtype, pause: Callable[[], object]) -> torch.Tensor:
-        buffer, stop = torch.empty(max(self.end, self.unit), dtype=dtype), max(self.end, self.unit)
-        while self.tensors:  # each is freed once it is copied
-            pause()
-            offset, tensor = self.tensors.pop()
-            end = offset + tensor.numel()
-            _copy(tensor, buffer[offset:end].view(tensor.shape))
-            if end < stop:
-                buffer[end:stop] = 0
-            stop = offset
-        buffer[:stop] = 0
-        return buffer
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor of the same dtype on this thread alone: others have steps to run. Transposed ones, half of an
-    adapter, go a few rows at a time: several times faster than all at once."""
-    bits = torch.int16 if source.itemsize == torch.int16.itemsize else torch.int32
-    old, new = source.view(bits).numpy(), target.view(bits).numpy()
-    count = source.numel()
-    if source.dim() == 2 and not source.is_contiguous():
-        count = max(1, COPIED_NUMBERS // len(source))
-    for start in range(0, source.shape[-1], count):
-        new[..., start : start + count] = old[..., start : start + count]
-
-
 class _PreparedModule:
     """One adapter at one module, on one rank. Computed in float32, cast at the end."""
 
     def __init__(
-        self, name: str, target: AdapterTarget, weights: ModuleWeights, dtype: torch.dtype, group: ProcessGroup
+        self,
+        name: str,
+        target: AdapterTarget,
+        weights: ModuleWeights,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        pause: Callable[[], object],
     ) -> None:
         self.name = name
         self.target = target
         self.weights = weights
         self.dtype = dtype
         self.group = group
+        self.pause = pause
         size = target.outputs.full if target.kind is Kind.EMBEDDING else target.inputs.full
         self.row_ids = torch.empty(0, dtype=torch.long)
         self.rows = self.new_rows = torch.empty(0, size)
         if target.kind in (Kind.EMBEDDING, Kind.HEAD):
             self._find_rows()
+        self.scale = weights.scale
         self.lora_a, self.lora_b = self._cut_factors()
         self.factor = self._find_factor()
         self.shift = self._find_shift()
+        if weights.output_scale is not None:  # of all that the module returns, its bias too
+            scale = target.outputs.take(weights.output_scale, dim=0)
+            self.factor = scale if self.factor is None else self.factor * scale
+            self.shift = None if self.shift is None else self.shift * scale
         self._complete_new_rows()
-
-    def check_rank(self, max_rank: int | None) -> None:
-        if max_rank is None or self.lora_b is None or self.target.kind is Kind.EMBEDDING:
-            return
-        if len(self.lora_b) > max_rank:
-            raise self._refuse(f"has rank {len(self.lora_b)}, and the kernels of this device serve up to {max_rank}")
 
     def count_fields(self) -> dict[Field, int]:
         rank = 0 if self.lora_b is None or self.target.outputs.size == 0 else self.lora_b.shape[0]
@@ -217,20 +197,35 @@ class _PreparedModule:
             self.row_ids, self.rows = row_ids[order], rows[order]
 
     def _cut_factors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        lora_a, lora_b = self.weights.lora_a, self.weights.lora_b
+        lora_a, lora_b, weight = self.weights.lora_a, self.weights.lora_b, self.weights.weight
+        if self.target.kind is Kind.LINEAR and weight is not None:
+            self.scale = 1.0
+            return find_difference(self.target, weight, self.pause)
         if lora_a is None or lora_b is None:
             return None, None
+        if self.weights.diagonal is not None:
+            return self._cut_kasa(lora_a, lora_b * (self.scale * self.weights.diagonal))
         if self.target.kind is Kind.EMBEDDING:
             lora_a = _resized(lora_a.t(), self._vocabulary.full).t()
         elif self.target.kind is Kind.HEAD:
             lora_b = _resized(lora_b, self._vocabulary.full)
         return self.target.cut(lora_a, lora_b)
 
+    def _cut_kasa(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors, and beside them what takes the smallest singular values out of the base's matrix."""
+        self.scale, outputs = 1.0, self.target.outputs
+        sizes = torch.tensor([outputs.size], device=self._base.device)
+        if outputs.size != outputs.full and int(self.group.all_reduce(sizes)) != outputs.full:
+            raise self._refuse("is of KaSA, which is not supported where ranks share a part of its matrix")
+        local_a, local_b = self.target.cut(lora_a, lora_b)
+        dropped_a, dropped_b = find_smallest(self.target, len(lora_a), self.group, self.pause)
+        return torch.cat([local_a.float(), dropped_a]), torch.cat([local_b, -dropped_b])
+
     def _find_factor(self) -> torch.Tensor | None:
         target, magnitude = self.target, self.weights.magnitude
         if target.kind is Kind.NORM and self.weights.weight is not None:
-            base = self.target.read().float().cpu()
-            return self._ratio(self.weights.weight + target.offset, base, "weight of the base model's norm")
+            base, new = target.read().float().cpu(), target.outputs.take(self.weights.weight, dim=0)
+            return self._ratio(new + target.offset, base, "weight of the base model's norm")
         if magnitude is None:
             return None
         if target.kind is Kind.HEAD:
@@ -254,6 +249,7 @@ class _PreparedModule:
         is_embedding = self.target.kind is Kind.EMBEDDING
         squares = [torch.zeros(base.shape[1] if is_embedding else 0, device=base.device)]
         for start in range(0, self._num_rows(), NORM_ROWS):
+            self.pause()
             rows = slice(start, min(start + NORM_ROWS, self._num_rows()))
             left, right = (lora_a[rows], lora_b) if is_embedding else (lora_b.t()[rows], lora_a)
             # In place: on a GPU, steps run beside this, and it should take little of the memory and of its bandwidth.

@@ -41,6 +41,15 @@ class MergedAdapter:
     def find_extra(self) -> str | None:
         return None
 
+    def find_rank(self, module: str) -> int:
+        ranks = [adapter.find_rank(module) for adapter in self._adapters if module in adapter.modules]
+        return sum(ranks) if self._is_sum else max(ranks)
+
+    @property
+    def _is_sum(self) -> bool:
+        """True where the factors of the parts lie side by side."""
+        return self._merge.strategy == "linear" or len(self._adapters) == 1
+
     def load(self, module: str) -> ModuleWeights:
         loaded = [
             (adapter.load(module), weight)
@@ -53,7 +62,7 @@ class MergedAdapter:
         scales = [weights.scale * weight for weights, weight in loaded if weights.lora_a is not None]
         if not lora_as:
             return ModuleWeights(weight=replaced)
-        if self._merge.strategy == "linear" or len(self._adapters) == 1:
+        if self._is_sum:
             lora_a = torch.cat([lora_a * scale for lora_a, scale in zip(lora_as, scales, strict=True)])
             return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
         ranks = [len(lora_a) for lora_a in lora_as]

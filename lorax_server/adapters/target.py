@@ -14,6 +14,7 @@ class Kind(Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
+    INPUT = "input"  # no module: the numbers that a matrix reads, which have a factor here
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +35,22 @@ class AdapterTarget:
     # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
     adds_once: bool = True
     offset: float = 0.0  # added to what a checkpoint stores as a norm's weight
+    # The weight's shape in a checkpoint, where it is another: a linear's turned round, or heads of their own in a norm.
+    stored_shape: tuple[int, ...] | None = None
+    # The target whose outputs, from this one on, a factor scales as it would scale this module's inputs.
+    scaled_at: tuple[str, int] | None = None
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return some rows of the base model's weight."""
         assert self.weight is not None
         part = self.weight[rows]
         return part.read() if isinstance(part, PanelMatrix) else part
+
+    def arrange(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of a checkpoint as `[outputs, inputs]`, a norm's as `[outputs]`."""
+        if self.stored_shape is None:
+            return weight
+        return weight.t() if self.kind is Kind.LINEAR else weight.flatten()
 
     def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's part of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of the arena."""

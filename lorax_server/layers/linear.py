@@ -6,6 +6,7 @@ B, a row linear its own part of A and all of B, and adds its delta to the partia
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Self
 
@@ -59,7 +60,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         self.linear = load_weights(weights, torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
-            self._make_target(name, in_features, shard, slice(stop - shard.size, stop))
+            self._make_target(name, in_features, shard, slice(stop - shard.size, stop), fan_in_fan_out)
             for name, shard, stop in zip(names, outputs, stops, strict=True)
         )
         self.ops = weights.ops
@@ -73,10 +74,14 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         """Return `activation(gate) * up` of two matrices."""
         return self.ops.gated_linear(x, self.linear, activation, *find_lora(adapter_data, self.targets))
 
-    def _make_target(self, name: str, in_features: int, outputs: Shard, columns: slice) -> AdapterTarget:
+    def _make_target(
+        self, name: str, in_features: int, outputs: Shard, columns: slice, fan_in_fan_out: bool
+    ) -> AdapterTarget:
         weight, bias = self.linear.weight[columns], self.linear.bias
         bias = None if bias is None else bias[columns]
-        return AdapterTarget(name, Kind.LINEAR, whole(in_features), outputs, columns, weight, bias)
+        shape = (in_features, outputs.full) if fan_in_fan_out else None
+        inputs = whole(in_features)
+        return AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, weight, bias, stored_shape=shape)
 
 
 class TensorParallelAdapterRowLinear(nn.Module):
@@ -91,7 +96,13 @@ class TensorParallelAdapterRowLinear(nn.Module):
         *,
         bias: bool,
         fan_in_fan_out: bool = False,
+        scaled_at: tuple[str, int] | None = None,
+        scales_input: bool = False,
     ) -> None:
+        """Some adapters scale the inputs of this layer. `scaled_at` names a matrix before it whose outputs can be
+        scaled instead, and the first of them. Where there is none, `scales_input` lets `forward` scale its argument in
+        place: nothing else may read that afterwards.
+        """
         super().__init__()
         if fan_in_fan_out:
             matrix = weights.get_sharded(f"{name}.weight", 0, inputs, (inputs.full, out_features)).t()
@@ -101,14 +112,20 @@ class TensorParallelAdapterRowLinear(nn.Module):
         is_first = weights.process_group.rank() == 0
         self.linear = load_weights(weights, matrix.contiguous(), added if is_first else None)
         outputs, columns = whole(out_features), slice(0, out_features)
-        self.targets = (
-            AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, self.linear.weight, added, adds_once=is_first),
-        )
+        shape = (inputs.full, out_features) if fan_in_fan_out else None
+        place = (f"{name}:input", 0) if scales_input else scaled_at
+        target = AdapterTarget(name, Kind.LINEAR, inputs, outputs, columns, self.linear.weight, added, is_first)
+        target = replace(target, stored_shape=shape, scaled_at=place)
+        input_target = AdapterTarget(f"{name}:input", Kind.INPUT, inputs, inputs, slice(0, inputs.size), None, None)
+        self.targets = (target, input_target) if scales_input else (target,)
         self.process_group = weights.process_group
         self.ops = weights.ops
 
     def forward(self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
-        out = self.ops.linear(x, self.linear, *find_lora(adapter_data, self.targets))
+        target, *input_targets = self.targets
+        if input_targets and adapter_data is not None:
+            self.ops.scale_and_shift(x, adapter_data.lora, adapter_data.find(input_targets))
+        out = self.ops.linear(x, self.linear, *find_lora(adapter_data, [target]))
         return out if self.process_group.size() == 1 else self.process_group.all_reduce(out)
 
 

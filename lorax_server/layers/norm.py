@@ -1,11 +1,15 @@
 """Norms, in front of which a residual may be added."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
 import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
-from lorax_server.distributed import whole
+from lorax_server.distributed import Shard, whole
 from lorax_server.weights import Weights
 
 
@@ -96,6 +100,27 @@ class HeadNorm(nn.Module):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         return self.ops.layer_norm(heads, None, None, self.eps) * self.weight
+
+
+def place_head_norms(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...]:
+    """Return the targets of norms of heads, of queries and of keys, with their columns side by side."""
+    stops = accumulate(target.outputs.size for target in norms)
+    return tuple(
+        replace(target, columns=slice(stop - target.outputs.size, stop))
+        for target, stop in zip(norms, stops, strict=True)
+    )
+
+
+def head_norm_target(
+    name: str, norm: "RMSNorm | LayerNorm", heads: int, head_dim: int, offset: float = 0.0
+) -> AdapterTarget:
+    """Return the target of a norm that so many heads of this rank share: its weight once for each of them."""
+    outputs = Shard(head_dim, ((0, head_dim),) * heads)
+    assert norm.weight is not None
+    bias = getattr(norm, "bias", None)
+    bias = None if bias is None else bias.repeat(heads)
+    weight = norm.weight.repeat(heads)
+    return AdapterTarget(name, Kind.NORM, whole(head_dim), outputs, slice(0), weight, bias, offset=offset)
 
 
 def _norm_target(

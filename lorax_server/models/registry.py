@@ -25,6 +25,7 @@ from lorax_server.weights import Weights, estimate_bytes, open_weights
 logger = logging.getLogger(__name__)
 
 MODELS = {
+    "arcee": "relatives.nemotron.ArceeForCausalLM",
     "bloom": "fused.bloom.BloomForCausalLM",
     "cohere": "relatives.cohere.CohereForCausalLM",
     "cohere2": "relatives.cohere.Cohere2ForCausalLM",

@@ -347,7 +347,7 @@ def test_names_without_their_first_words_are_understood(key: str, modules: list[
         *("lora_A.weight", ".lora_A.weight", f"{PEFT}.lora_A.weight", "", ".", "weight", "...", f"{PEFT}{Q}"),
         *(f"{PEFT}{Q}.lora_C.weight", f"{PEFT}{Q}.lora_A", f"{PEFT}{Q}.lora_A.weight.bias", f"{PEFT}{Q}.lora_A.a.b"),
         *(f"{PEFT}{Q}.lora_A.weight\n", f"{PEFT}{Q}\n.lora_A.weight", f"{PEFT}{Q}.lora_A.weight.SCB", f"{PEFT}{Q}.W"),
-        *(f"{PEFT}{Q}.ia3_l", f"{PEFT}{Q}.hada_w1_a", f"{PEFT}{Q}.lora_E", f"{PEFT}prompt_embeddings"),
+        *(f"{PEFT}{Q}.ia3_m", f"{PEFT}{Q}.hada_w1_a", f"{PEFT}{Q}.lora_E", f"{PEFT}prompt_embeddings"),
         f"{PEFT}{Q.replace('.1.', '.12.')}.lora_A.weight",
         f"{PEFT}{Q.replace('q_proj', 'Q_proj')}.lora_A.weight",
         f"{PEFT}{Q.replace('q_proj', 'xq_proj')}.lora_A.weight",

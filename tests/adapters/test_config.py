@@ -11,27 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LNTuningConfig, LoraConfig, VeraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from transformers import AutoModelForCausalLM
 
 from lorax_server.adapters import patterns
-from lorax_server.adapters.config import (
-    MAX_PATTERNS,
-    REFUSED_FIELDS,
-    SERVED_FIELDS,
-    TRAINING_FIELDS,
-    AdapterConfig,
-    check_base_model,
-    parse_config,
-)
+from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
+from lorax_server.adapters.methods.fields import FIELDS, MAX_PATTERNS, Method
 from lorax_server.errors import AdapterError
 from tests.parity.variants import VARIANTS
 
 BASE = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 12, "target_modules": ["q_proj"]}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 NAN, INF = math.nan, math.inf
+LORA = FIELDS[Method.LORA]
+SERVED_FIELDS, TRAINING_FIELDS, REFUSED_FIELDS = LORA.served, LORA.training, LORA.refused
 
 
 def parse(**changes: Any) -> AdapterConfig:
@@ -190,12 +185,22 @@ def test_a_pattern_that_would_close_a_group_around_it_is_refused(field: str) -> 
 # --- fields
 
 
+CONFIGS: dict[Any, Method] = {
+    LoraConfig: Method.LORA,
+    IA3Config: Method.IA3,
+    VeraConfig: Method.VERA,
+    LNTuningConfig: Method.LN_TUNING,
+}
+
+
 def test_every_field_of_peft_has_its_place() -> None:
     """A new version of PEFT with a new field makes this fail: decide what the field is."""
+    for kind, method in CONFIGS.items():
+        known, names = FIELDS[method], {field.name for field in dataclasses.fields(kind)}
+        assert names - {"runtime_config"} <= known.served | known.training | set(known.refused)
+        assert not known.served & known.training
+        assert not (known.served | known.training) & set(known.refused)
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
-    assert fields <= SERVED_FIELDS | TRAINING_FIELDS | set(REFUSED_FIELDS)
-    assert not SERVED_FIELDS & TRAINING_FIELDS
-    assert not (SERVED_FIELDS | TRAINING_FIELDS) & set(REFUSED_FIELDS)
     written = LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]).to_dict()
     assert {*written, "runtime_config"} == fields
     raw = json.loads(json.dumps(written, default=list))
@@ -206,7 +211,12 @@ SERVED = {
     **{"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"q_proj": 2}, "lora_alpha": 3, "r": 3, "target_modules": ".*"},
     **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying"), True),
     **{"exclude_modules": ["x"], "modules_to_save": ["x"], "layers_pattern": "x", "base_model_name_or_path": "x"},
-    **{"layers_to_transform": 0, "trainable_token_indices": {"wte": [2, 1]}, "use_bdlora": {"nblocks": 2}},
+    **{
+        "kasa_config": {"beta": 0.1},
+        "layers_to_transform": 0,
+        "trainable_token_indices": {"wte": [2, 1]},
+        "use_bdlora": {"nblocks": 2},
+    },
 }
 
 
@@ -222,7 +232,12 @@ def test_what_was_for_training_changes_nothing(field: str) -> None:
         assert parse(**{field: value}) == parse()
 
 
-NOT_LORA: list[Any] = ["IA3", "LOHA", "ADALORA", "lora", "", None, 5, ["LORA"], {}]
+def test_kasa_without_settings_is_kasa() -> None:
+    assert parse(kasa_config={}).use_kasa
+    assert not parse(kasa_config=None).use_kasa
+
+
+NOT_SERVED: list[Any] = ["LOHA", "ADALORA", "PROMPT_TUNING", "lora", "", None, 5, ["LORA"], {}]
 NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
 
 
@@ -232,12 +247,12 @@ NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
         ("alora_invocation_tokens", [1, 2], "aLoRA"),
         ("arrow_config", {"top_k": 3}, "Arrow"),
         ("enable_lora", [True, False, True], "fused matrices"),
-        ("kasa_config", {"beta": 0.1}, "KaSA"),
+        *(("kasa_config", value, "beta and gamma") for value in (5, True, False, "x", [], [1], {"alpha": 1})),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers"),
         ("megatron_config", {"hidden_size": 3}, "Megatron"),
         ("target_parameters", ["experts.gate_up_proj"], "bare parameters"),
         ("use_qalora", True, "QALoRA"),
-        *(("peft_type", kind, "only LORA") for kind in NOT_LORA),
+        *(("peft_type", kind, "only LORA, IA3, VERA, LN_TUNING are") for kind in NOT_SERVED),
         *(("task_type", task, "only CAUSAL_LM") for task in NOT_CAUSAL),
         *(
             ("init_lora_weights", init, "path_initial_model_for_weight_conversion")
@@ -283,6 +298,7 @@ WRONG = {
     "trainable_token_indices": NOT_TOKENS,
     "use_bdlora": ["x", 5, True, NAN, [1], {"x": 1}, *({"nblocks": x} for x in (0, "2", True, None))],
     "base_model_name_or_path": [5, True, NAN, ["x"], {"a": 1}],
+    "kasa_config": [5, True, NAN, ["x"], {"a": 1}],
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"), NOT_FLAGS),
 }
 WRONG_VALUES = [(field, value) for field, values in WRONG.items() for value in values]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.adapters import host as host_module
-from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
+from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, check_ranks, empty_table, prepare
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shard_vocab, whole
@@ -108,15 +108,17 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
 def test_a_rank_that_kernels_do_not_serve_is_refused(kind: Kind) -> None:
     adapter, targets = GivenAdapter({"x": factors(kind)}, VOCAB), {"x": make_target(kind)}
     with pytest.raises(AdapterError, match=f"module 'x' has rank {RANK}, and the kernels of this device serve up to 1"):
-        prepare(adapter, targets, torch.float32, ALONE, max_rank=RANK - 1)
-    served = prepare(adapter, targets, torch.float32, ALONE, max_rank=RANK)
-    assert torch.equal(served.table, prepare(adapter, targets, torch.float32, ALONE).table)
+        check_ranks(adapter, targets, RANK - 1)
+    check_ranks(adapter, targets, RANK)
+    check_ranks(adapter, targets, None)
+    assert prepare(adapter, targets, torch.float32, ALONE).table[0, Field.RANK] == RANK
 
 
 def test_embeddings_may_have_any_rank() -> None:
     adapter = GivenAdapter({"x": factors(Kind.EMBEDDING)}, VOCAB)
-    prepared = prepare(adapter, {"x": make_target(Kind.EMBEDDING)}, torch.float32, ALONE, max_rank=1)
-    assert prepared.table[0, Field.RANK] == RANK
+    targets = {"x": make_target(Kind.EMBEDDING)}
+    check_ranks(adapter, targets, 1)
+    assert prepare(adapter, targets, torch.float32, ALONE).table[0, Field.RANK] == RANK
 
 
 # --- layout
@@ -380,7 +382,8 @@ def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("part", ["lora_a", "lora_b", "bias", "lora_bias", "token_rows", "weight"])
 def test_numbers_that_the_dtype_cannot_hold_are_refused(part: str, number: float) -> None:
     kind = Kind.HEAD if part in ("token_rows", "weight") else Kind.LINEAR
-    weights = replace(factors(kind), bias=BIAS, lora_bias=BIAS, token_ids=(3,), token_rows=BASE[:1], weight=BASE)
+    weights = replace(factors(kind), bias=BIAS, lora_bias=BIAS, token_ids=(3,), token_rows=BASE[:1])
+    weights = replace(weights, weight=BASE if kind is Kind.HEAD else None)
     wrong = getattr(weights, part).clone()
     wrong[0] = number
     for dtype in HALF:
@@ -390,6 +393,15 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(part: str, number: float
             continue
         with pytest.raises(AdapterError, match=f"module 'x' has numbers that {dtype} cannot hold"):
             Prepared(given, target, dtype)
+
+
+def test_a_difference_that_the_dtype_cannot_hold_is_refused() -> None:
+    """Both the base model's matrix and the one in its place are held, but not what lies between them."""
+    for dtype, large in ((torch.float16, 4e4), (torch.bfloat16, 3e38)):
+        target = replace(make_target(Kind.LINEAR, dtype=dtype), weight=torch.full((VOCAB, SIZE), large, dtype=dtype))
+        Prepared(ModuleWeights(weight=torch.zeros(VOCAB, SIZE)), target, dtype)
+        with pytest.raises(AdapterError, match=f"module 'x' has numbers that {dtype} cannot hold"):
+            Prepared(ModuleWeights(weight=torch.full((VOCAB, SIZE), -large)), target, dtype)
 
 
 def test_factors_that_overflow_are_refused() -> None:

@@ -280,7 +280,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
 @pytest.mark.parametrize("model_type", ["bert", "from_the_future", "", "LLAMA", None, 3, ["llama"]])
 def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_path: Path, model_type: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(UnsupportedModelError, match=r"is not supported; known are bloom, .*qwen3") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"is not supported; known are arcee, bloom, .*qwen3") as caught:
         get_model(ModelConfig(tmp_path))
     assert f"model_type = {model_type!r}" in str(caught.value)
 

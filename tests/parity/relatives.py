@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    ArceeConfig,
     BloomConfig,
     Cohere2Config,
     CohereConfig,
@@ -141,6 +142,10 @@ RELATIVES = {
         NemotronConfig,
         PHI | {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         off=rope("default", partial_rotary_factor=0.25),
+    ),
+    "arcee": Variant(ArceeConfig, GQA, off={"hidden_act": "silu"}),
+    "arcee-biases": Variant(
+        ArceeConfig, GQA | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, off={"mlp_bias": False}
     ),
     "phi": Variant(PhiConfig, PHI, off=NO_SCALING),
     "phi-head-norms": Variant(PhiConfig, PHI | {"qk_layernorm": True}, off={"qk_layernorm": False}),

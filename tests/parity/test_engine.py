@@ -22,9 +22,9 @@ from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.worker import paged_worker
-from tests.parity.adapters.cases import ATTENTION, randomize
+from tests.parity.adapters.cases import ATTENTION, CASES, randomize
 from tests.parity.adapters.served import open_adapter
-from tests.parity.oracle import oracle_greedy, oracle_logits
+from tests.parity.oracle import oracle_logits, oracle_text
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 BLOCK_SIZE = 4
@@ -176,8 +176,10 @@ def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, 
     status = crowd.finish()
     compared = 0
     for i, prompt in enumerate(prompts):
-        expected = oracle_greedy(models.oracles[WHO[i]], prompt, NEW_TOKENS, models.tensors)
-        assert crowd.tokens(i)[: len(expected)] == expected
+        ours = crowd.tokens(i)
+        expected = oracle_text(models.oracles[WHO[i]], prompt, ours, models.tensors)
+        assert len(ours) == NEW_TOKENS
+        assert ours[: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
     assert status.preemptions > 0
@@ -186,6 +188,29 @@ def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, 
     assert status.cache_evictions > 0
     assert status.adapters_evicted_from_device > 0
     assert status.free_blocks == NUM_BLOCKS
+
+
+def test_adapters_of_other_methods(tmp_path: Path) -> None:
+    cases = [CASES[name] for name in ("ia3", "vera", "llama-gqa-ln-tuning", "saved-block")]
+    folders = [tmp_path / f"adapter{number}" for number in range(len(cases))]
+    for case, folder in zip(cases, folders, strict=True):
+        case.write(folder)
+    oracle = make_oracle("llama-gqa")
+    tensors = checkpoint("llama-gqa", oracle)
+    ours = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cpu")))
+    oracles = [oracle, *(case.oracle(folder) for case, folder in zip(cases, folders, strict=True))]
+    models = Models(ours, oracles, folders, tensors)
+    crowd = Crowd(make_engine(models), folders)
+    prompts = make_prompts()[:8]
+    for i, prompt in enumerate(prompts):
+        crowd.add(i, prompt, adapter=i % len(oracles))
+    assert crowd.finish().adapters_evicted_from_device > 0
+    for i, prompt in enumerate(prompts):
+        answer = crowd.tokens(i)
+        expected = oracle_text(oracles[i % len(oracles)], prompt, answer, tensors)
+        assert len(answer) == NEW_TOKENS
+        assert len(expected) > 3
+        assert answer[: len(expected)] == expected
 
 
 def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path: Path) -> None:

@@ -15,16 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from lorax_server.adapters.batch import AdapterArena
 from lorax_server.build import assemble
@@ -39,35 +30,14 @@ from lorax_server.weights import Weights
 from lorax_server.worker.worker import paged_worker
 from tests.lora import Factors, make_arena, merged, random_factors
 from tests.paged import PagedDriver
+from tests.parity.half_models import LEFT_TO_TRITON, MODELS, VOCAB
 from tests.parity.oracle import Float8Cache
-from tests.parity.variant import Variant
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPU = torch.device("cuda")
-VOCAB = 384
 SPREAD = 0.05  # of the parameters: scores of attention and outputs of layers are then about one
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512}
-GATED = SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 512}
-NEOX = SIZES | {"hidden_size": 384, "intermediate_size": 768, "num_attention_heads": 4}
-OPT = SIZES | {"hidden_size": 256, "ffn_dim": 512, "num_attention_heads": 4}
-
-MODELS = {
-    "llama-gqa-64": Variant(LlamaConfig, GATED | {"num_hidden_layers": 3}),
-    "llama-mha-bias-128": Variant(
-        LlamaConfig, GATED | {"head_dim": 128, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
-    ),
-    "llama-tied-80": Variant(LlamaConfig, GATED | {"head_dim": 80, "tie_word_embeddings": True}),
-    "llama-mqa-256": Variant(LlamaConfig, GATED | {"head_dim": 256, "num_key_value_heads": 1}),
-    "mistral-window-128": Variant(MistralConfig, GATED | {"head_dim": 128, "sliding_window": 50}),
-    "qwen2-64": Variant(Qwen2Config, GATED | {"hidden_size": 384, "num_attention_heads": 6}),
-    "qwen3-128": Variant(Qwen3Config, GATED | {"head_dim": 128}),
-    "gpt2-64": Variant(GPT2Config, GPT2),
-    "neox-96": Variant(GPTNeoXConfig, NEOX),
-    "opt-64": Variant(OPTConfig, OPT),
-}
 CASES = [*((name, BF16) for name in MODELS), ("llama-gqa-64", FP16), ("gpt2-64", FP16)]
 
 # The tokens of each sequence in each forward. 0: it has not come yet. So prompts run in one piece and in chunks, alone
@@ -84,6 +54,9 @@ FEEDS = [
 ]
 ADAPTERS = [1, 0, 3, 2, 2, 4, 1]  # of each sequence; 0: none
 RANKS = (1, 3, 16)
+# The queries of one layer change little here: Gemma multiplies its embedding, beside which attention is small, and the
+# feed-forward of Phi and GPT-J does not read what attention returns.
+FAINT_QUERIES = ("gemma-256", "phi-80", "gptj-256")
 WORSE = 1.5  # times the error that transformers has
 FLOOR = 1e-3  # of the logits' size
 
@@ -134,8 +107,8 @@ def make_oracle(name: str, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(MODELS[name].config(), dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
         parameter.normal_(0, SPREAD)
-        if parameter.dim() == 1 and parameter_name.endswith("weight"):
-            parameter.add_(1)  # a norm's weight
+        if parameter_name.endswith("weight") and (parameter.dim() == 1 or "_norm" in parameter_name):
+            parameter.add_(MODELS[name].norm_mean)
         parameter.copy_(parameter.to(dtype).float())
     return model.to(GPU)
 
@@ -152,22 +125,25 @@ def pair(request: pytest.FixtureRequest, ops: Ops) -> Pair:
 
 
 @pytest.fixture
-def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watched, Watched]]:
-    """Watch the kernels of attention. All attention must have been theirs, of prompts and of single tokens."""
+def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, Watched]:
+    """Watch the kernels of attention, of single tokens and of prompts."""
     assert type(ops).__name__ == "HopperOps"
     decode, prefill = Watched(ops._decode), Watched(ops._prefill)
     monkeypatch.setattr(ops, "_decode", decode)
     monkeypatch.setattr(ops, "_prefill", prefill)
-    yield decode, prefill
-    assert decode.launches
-    assert not decode.refused
+    return decode, prefill
 
 
 @pytest.fixture
-def all_hopper(watched: tuple[Watched, Watched]) -> Iterator[None]:
+def best_kernels(watched: tuple[Watched, Watched], pair: Pair) -> Iterator[None]:
+    """All attention must have been Hopper's, or none of it where it has none."""
     yield
-    assert watched[1].launches
-    assert not watched[1].refused
+    for kernel in watched:
+        if pair.name in LEFT_TO_TRITON:
+            assert not kernel.launches
+        else:
+            assert kernel.launches
+            assert not kernel.refused
 
 
 def make_rows() -> list[list[int]]:
@@ -225,7 +201,7 @@ def check_errors(
     return max(errors), max(ratios)
 
 
-@pytest.mark.usefixtures("all_hopper")
+@pytest.mark.usefixtures("best_kernels")
 def test_logits(pair: Pair, record_property: Any) -> None:
     rows = make_rows()
     found = run_batches(pair.ours, rows)
@@ -259,7 +235,7 @@ def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
     return [*adapters, ({one: first[one]}, 0.25)]
 
 
-@pytest.mark.usefixtures("all_hopper")
+@pytest.mark.usefixtures("best_kernels")
 def test_adapters(pair: Pair, record_property: Any) -> None:
     rows, adapters = make_rows(), make_adapters(pair)
     arena = make_arena(adapter_targets(pair.ours), adapters, GPU, pair.dtype)
@@ -269,8 +245,10 @@ def test_adapters(pair: Pair, record_property: Any) -> None:
     exact, near = ([ask(models[i], row) for i, row in zip(ADAPTERS, rows, strict=True)] for models in (oracles, peers))
     error, ratio = check_errors(found, exact, near)
     record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
-    plain = ask(pair.oracle, rows[0])
-    assert all(rms(ask(oracle, rows[0]) - plain) > 0.1 * rms(plain) for oracle in oracles[1:]), "they do something"
+    plain = ask(pair.oracle, rows[1])
+    effects = [rms(ask(oracle, rows[1]) - plain) / rms(plain) for oracle in oracles[1:]]
+    assert min(effects[:-1]) > 0.1, "they do something"
+    assert effects[-1] > (0.05 if pair.name in FAINT_QUERIES else 0.1), "so does the one at a single target"
 
 
 def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -297,7 +275,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
     return tokens
 
 
-@pytest.mark.usefixtures("all_hopper")
+@pytest.mark.usefixtures("best_kernels")
 def test_greedy_text(pair: Pair, record_property: Any) -> None:
     """Each token is the one that transformers would choose after the same text, in float32 and in half precision.
 
@@ -331,7 +309,10 @@ def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_propert
     assert models[0].kv_dtype == torch.float8_e4m3fn
     rows = make_rows()
     ours, plain = (run_batches(model, rows) for model in models)
-    assert watched[1].refused  # a float8 cache is not for the kernel of prompts
+    decode, prefill = watched
+    assert decode.launches
+    assert not decode.refused
+    assert prefill.refused  # a float8 cache is not for the kernel of prompts
     seen = []
     for row, ids in enumerate(rows):
         exact, half = ask(pair.oracle, ids), ask(pair.peer, ids)

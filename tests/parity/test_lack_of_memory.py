@@ -14,7 +14,7 @@ from lorax_server.types import Failure, SamplingParams
 from lorax_server.worker import inputs, runner
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.worker import Worker
-from tests.parity.test_engine import NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
+from tests.parity.test_engine import NEW_TOKENS, NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
 
 MAX_ROWS = 4
 
@@ -73,7 +73,8 @@ def test_others_get_the_same_tokens(
     models = make_models("llama-gqa", tmp_path, device)
     undisturbed = run_all(models, make_engine(models, depth))
     assert not undisturbed.failures
-    disturb(monkeypatch, place, lambda step, _: step % 6 == 1)
+    # Whenever adapters come, some answers have all of their steps between two that fail.
+    disturb(monkeypatch, place, lambda step, _: step % (NEW_TOKENS + 4) == 1)
     crowd = run_all(models, make_engine(models, depth))
     assert 0 < len(crowd.failures) < len(WHO)
     for failure in crowd.failures.values():

@@ -1,19 +1,47 @@
-"""Checkpoints as people store them: without the first word of their names, and a tied matrix under the head's name."""
+"""Checkpoints as people store them: without the first word of their names, and a tied matrix under the head's name.
+And configs as older versions of transformers wrote them."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from lorax_server.config import ModelConfig
+from lorax_server.models import get_model
 from lorax_server.models.registry import build_model
 from tests.paged import PagedDriver
 from tests.parity.relatives import RELATIVES
+from tests.parity.variant import LONG
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 CPU = torch.device("cpu")
 IDS = [5, 9, 33, 60, 7, 7, 81, 12]
 
 
+# Fields of today with None, and those of before instead.
+LONGROPE = {"type": "longrope", "short_factor": LONG["short_factor"], "long_factor": LONG["long_factor"]}
+OLD_CONFIGS: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": None, "n_embed": 32, "n_head": None, "num_attention_heads": 4},
+    "phi3-longrope-within": {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": LONGROPE},
+    "llama-rope-linear": {
+        "rope_parameters": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "phi": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "gptj": {},
+}
+
+
 def run(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    driver = PagedDriver(build_model(VARIANTS[name].config(), make_weights(tensors, CPU)))
+    return ask(build_model(VARIANTS[name].config(), make_weights(tensors, CPU)))
+
+
+def ask(model: Any) -> torch.Tensor:
+    driver = PagedDriver(model)
     return driver.forward([(driver.add(), IDS)])[0]
 
 
@@ -31,3 +59,14 @@ def test_names_of_other_checkpoints(name: str) -> None:
     )
     renamed = {"lm_head.weight" if key == embedding else key: tensor for key, tensor in tensors.items()}
     assert torch.equal(run(name, renamed), expected)
+
+
+@pytest.mark.parametrize("name", OLD_CONFIGS)
+def test_configs_of_older_checkpoints(name: str, tmp_path: Path) -> None:
+    tensors = checkpoint(name, make_oracle(name))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = VARIANTS[name].config().to_dict() | OLD_CONFIGS[name]
+    config = {field: value for field, value in config.items() if value is not None}
+    config.pop("transformers_version")
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    assert torch.equal(ask(get_model(ModelConfig(tmp_path, dtype="float32"))), run(name, tensors))

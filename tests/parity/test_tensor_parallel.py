@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
@@ -22,10 +23,9 @@ ROWS = [[5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96], [96, 4], [17, 23, 55, 61, 8
 ADAPTERS = [2, 0, 1]
 
 
-def run_paged(group: ProcessGroup, name: str, pack: bool = False) -> torch.Tensor:
+def run_paged(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
     """Run a batch of two adapters and the base model: one prefill and three steps of decode."""
-    weights = make_weights(checkpoint(name, make_oracle(name)), CPU, group, pack)
-    model = build_model(VARIANTS[name].config(), weights)
+    model = build_model(VARIANTS[name].config(), make_weights(load(stored), CPU, group))
     targets = adapter_targets(model)
     adapters = [(random_factors(targets, 2, 0), 0.5), (random_factors(targets, 5, 1), 0.2)]
     arena = make_arena(targets, adapters, CPU)
@@ -38,9 +38,9 @@ def run_paged(group: ProcessGroup, name: str, pack: bool = False) -> torch.Tenso
 
 
 @torch.no_grad()
-def run_padded(group: ProcessGroup, name: str) -> torch.Tensor:
+def run_padded(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
     config = VARIANTS[name].config()
-    weights = make_weights(checkpoint(name, make_oracle(name)), CPU, group)
+    weights = make_weights(load(stored), CPU, group)
     model: Any = {"gpt_neox": GPTNeoxForCausalLM, "opt": OPTForCausalLM}[config.model_type](config, weights)
     ids = torch.tensor([ROWS[0], ROWS[0][::-1]])
     mask = torch.linspace(0.1, 1.0, 12).view(3, 4)
@@ -54,20 +54,30 @@ def limit(logits: torch.Tensor) -> torch.Tensor:
     return 1e-5 * logits.abs().max().clamp(min=1)
 
 
+@pytest.fixture(scope="module")
+def stored(name: str) -> bytes:
+    """Store the variant's tensors once: a rank reads them faster than it makes them."""
+    return save(checkpoint(name, make_oracle(name)))
+
+
+@pytest.fixture(scope="module")
+def alone(name: str, stored: bytes) -> torch.Tensor:
+    return run_paged(FakeGroup(), name, stored)
+
+
 @pytest.mark.parametrize("size", GROUP_SIZES)
-@pytest.mark.parametrize("name", list(VARIANTS))
-def test_paged(name: str, size: int, ranks: RankPool) -> None:
-    alone = run_paged(FakeGroup(), name)
-    for logits in ranks.run(size, run_paged, name):
+@pytest.mark.parametrize("name", list(VARIANTS), scope="module")
+def test_paged(name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: RankPool) -> None:
+    for logits in ranks.run(size, run_paged, name, stored):
         assert logits.shape == alone.shape
         assert (logits - alone).abs().max() < (TOLERANCE[name] if "fp8" in name else limit(alone))
 
 
 @pytest.mark.parametrize("size", GROUP_SIZES)
-@pytest.mark.parametrize("name", ["neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like"])
-def test_padded(name: str, size: int, ranks: RankPool) -> None:
-    alone = run_padded(FakeGroup(), name)
-    for logits in ranks.run(size, run_padded, name):
+@pytest.mark.parametrize("name", ["neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like"], scope="module")
+def test_padded(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
+    alone = run_padded(FakeGroup(), name, stored)
+    for logits in ranks.run(size, run_padded, name, stored):
         assert (logits - alone).abs().max() < limit(alone)
 
 

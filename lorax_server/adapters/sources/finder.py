@@ -17,6 +17,7 @@ from cachetools import LRUCache, TLRUCache, cachedmethod
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.config import AdapterConfig, check_base_model, parse_config
 from lorax_server.adapters.identity import identify
+from lorax_server.adapters.methods.size import count_elements
 from lorax_server.adapters.sources.source import (
     MAX_NAME_LENGTH,
     AdapterSources,
@@ -78,12 +79,14 @@ class AdapterFinder:
         *,
         model_type: str,
         model_class: str,
+        max_inputs: int = 0,  # of any matrix that adapters change
         clock: Callable[[], float] = time.monotonic,
         time_ns: Callable[[], int] = time.time_ns,  # compared with the times of files
     ) -> None:
         self._sources = sources
         self._model_type = model_type
         self._model_class = model_class
+        self._max_inputs = max_inputs
         self._time_ns = time_ns
         self._lock = threading.Lock()  # guards all below
         self._identities: LRUCache[tuple[object, ...], tuple[str, int]] = LRUCache(MAX_IDENTITIES)
@@ -164,7 +167,7 @@ class AdapterFinder:
             return remembered
         keeps = is_settled(stamp, self._time_ns())
         tensors = read_header(path, config.name, stamp)
-        num_elements = sum(math.prod(info.shape) for info in tensors.values())
+        num_elements = count_elements(config, tensors, self._max_inputs)
         identity = identify(config, path, tensors, stamp), num_elements
         if keeps and find_stamp(path) == stamp:
             with self._lock:

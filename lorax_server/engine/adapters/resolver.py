@@ -64,6 +64,7 @@ class AdapterResolver:
         *,
         model_type: str,
         model_class: str,
+        max_inputs: int = 0,  # of any matrix that adapters change
         num_threads: int = 16,  # of each kind of source
         revalidate_s: float = 60,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +72,12 @@ class AdapterResolver:
     ) -> None:
         self._clock = clock
         self._finder = AdapterFinder(
-            sources, model_type=model_type, model_class=model_class, clock=clock, time_ns=time_ns
+            sources,
+            model_type=model_type,
+            model_class=model_class,
+            max_inputs=max_inputs,
+            clock=clock,
+            time_ns=time_ns,
         )
         self._threads = {kind: DaemonThreads(f"adapters of {kind}", num_threads) for kind in sources.kinds}
         self._other_threads = DaemonThreads("adapters of nowhere", 1)  # for sources that do not exist

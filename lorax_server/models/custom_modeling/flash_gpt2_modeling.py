@@ -1,5 +1,6 @@
 """GPT-2: learned positions, one fused matrix for query, key and value, matrices stored input-major."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm
 from lorax_server.models.custom_modeling.paged import (
+    LEAD,
     PagedCausalLM,
     PagedOutput,
     check_positions,
@@ -75,7 +77,13 @@ class GPT2MLP(nn.Module):
             weights, [f"{prefix}.c_fc"], config.hidden_size, [shard], bias=True, fan_in_fan_out=True
         )
         self.c_proj = TensorParallelAdapterRowLinear(
-            weights, f"{prefix}.c_proj", shard, config.hidden_size, bias=True, fan_in_fan_out=True
+            weights,
+            f"{prefix}.c_proj",
+            shard,
+            config.hidden_size,
+            bias=True,
+            fan_in_fan_out=True,
+            scales_input=True,
         )
         self.activation = get_activation(config.activation_function, "activation_function")
 
@@ -101,6 +109,8 @@ class GPT2Block(nn.Module):
 
 
 class FlashGPT2Model(nn.Module):
+    lead = LEAD
+
     def __init__(self, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
         size = config.hidden_size
@@ -118,8 +128,8 @@ class FlashGPT2Model(nn.Module):
         x: torch.Tensor = self.wte(input_ids, ctx.adapter_data) + self.wpe[ctx.position_ids]
         return x
 
-    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        for block in self.h:
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
+        for block in islice(self.h, count):
             x = block(x, ctx)
         x = self.ln_f(x, ctx.adapter_data)
         return x

@@ -1,12 +1,14 @@
 """Llama, the base of all architectures with its dataflow: `docs/adding-a-model.md` lists what they override."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lorax_server.adapters.target import AdapterTarget
 from lorax_server.distributed import Shard, shard_evenly, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation, CosSin
@@ -14,9 +16,11 @@ from lorax_server.layers.activation import get_activation
 from lorax_server.layers.adapt import LogitRule
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
+from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
 from lorax_server.layers.rotary import load_rotary
 from lorax_server.models.custom_modeling.paged import (
+    LEAD,
     PagedCausalLM,
     head_size,
     load_attention_spec,
@@ -60,8 +64,17 @@ class Names(NamedTuple):
     second_norm: str = "post_attention_layernorm"
 
 
+class LayerNorms(NamedTuple):
+    """The layer norms of an architecture that has those instead of Llama's norms."""
+
+    epsilon: str  # the config's field
+    bias: bool = True
+    offset: float = 0.0  # is added to the weights that are stored
+
+
 class FlashLlamaAttention(nn.Module):
     output_name = "o_proj"
+    targets: tuple[AdapterTarget, ...] = ()  # norms of heads, of queries and then of keys
     interleaved = False  # whether neighbours in a head turn together, instead of those that are half of it apart
 
     def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, biases: Biases) -> None:
@@ -133,6 +146,8 @@ class FlashLlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, rope: CosSin | None, ctx: PagedContext) -> torch.Tensor:
         heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)
         qk = self.normalize_heads(heads[:, : self.num_heads + self.num_kv_heads])
+        if self.targets and ctx.adapter_data is not None:
+            self.o_proj.ops.scale_and_shift(qk.flatten(1), ctx.adapter_data.lora, ctx.adapter_data.find(self.targets))
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
         out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec, rope), ctx.adapter_data)
         return out
@@ -143,8 +158,14 @@ class LlamaMLP(nn.Module):
         super().__init__()
         shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
         self.gate_up_proj = self.load_gate(prefix, config, weights, shard, bias)
+        up = self.gate_up_proj.targets[-1]  # what gates let through, or gates and then that
         self.down_proj = TensorParallelAdapterRowLinear(
-            weights, f"{prefix}.down_proj", shard, config.hidden_size, bias=bias
+            weights,
+            f"{prefix}.down_proj",
+            shard,
+            config.hidden_size,
+            bias=bias,
+            scaled_at=(up.name, up.outputs.full - shard.full),
         )
         self.activation = self.load_activation(config)
 
@@ -174,7 +195,9 @@ class PlainMLP(nn.Module):
         size, inner = config.hidden_size, self.inner_size(config)
         shard = shard_evenly(weights.process_group, inner, "intermediate_size")
         self.up = TensorParallelMultiAdapterLinear(weights, [f"{prefix}.{self.first}"], size, [shard], bias=bias)
-        self.down = TensorParallelAdapterRowLinear(weights, f"{prefix}.{self.second}", shard, size, bias=bias)
+        self.down = TensorParallelAdapterRowLinear(
+            weights, f"{prefix}.{self.second}", shard, size, bias=bias, scales_input=True
+        )
         self.activation = self.load_activation(config)
 
     def inner_size(self, config: Any) -> int:
@@ -193,6 +216,9 @@ class FlashLlamaLayer(nn.Module):
     attention_class: type[FlashLlamaAttention] = FlashLlamaAttention
     mlp_class: type[LlamaMLP] | type[PlainMLP] = LlamaMLP
     partial_rotary = False  # whether a config may rotate a part of each head
+    rotates = True
+    is_parallel = False  # whether attention and feed-forward read the same norm, side by side
+    layer_norms: LayerNorms | None = None
 
     def __init__(self, layer_id: int, prefix: str, config: Any, weights: Weights) -> None:
         super().__init__()
@@ -208,19 +234,23 @@ class FlashLlamaLayer(nn.Module):
             self.post_attention_layernorm = self.make_norm(f"{prefix}.{self.names.second_norm}", config, weights)
 
     def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Tell whether attention and feed-forward read the same norm, side by side."""
-        return False
+        """Tell whether the layers of this config are parallel."""
+        return self.is_parallel
 
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
+    @classmethod
+    def make_norm(cls, name: str, config: Any, weights: Weights) -> nn.Module:
         """Load a norm over the hidden size, of the layers or after them."""
-        return LlamaRMSNorm(name, weights, config.hidden_size, config.rms_norm_eps)
+        if cls.layer_norms is None:
+            return LlamaRMSNorm(name, weights, config.hidden_size, config.rms_norm_eps)
+        field, bias, offset = cls.layer_norms
+        eps = getattr(config, field)
+        return ResidualLayerNorm(name, weights, config.hidden_size, eps, bias=bias, offset=offset)
 
     @staticmethod
     def rope_kind(config: Any, layer_id: int) -> str | None:  # noqa: ARG004 - for subclasses
         """Return the key of a layer's settings in the config's rope settings; None for a layer that rotates nothing.
 
-        A config with one set for all layers has no such keys.
+        A config with one set for all layers has no such keys. Not called where no layer rotates.
         """
         return "all"
 
@@ -252,31 +282,40 @@ class FlashLlamaModel(nn.Module):
         super().__init__()
         names, layers = layer_class.names, range(config.num_hidden_layers)
         self.embedding_multiplier: float | None = None
-        self.rope_kinds = [layer_class.rope_kind(config, layer_id) for layer_id in layers]
+        self.rope_kinds = [layer_class.rope_kind(config, i) if layer_class.rotates else None for i in layers]
         size, partial = layer_class.attention_class.turned_dims(config), layer_class.partial_rotary
         kinds = [kind for kind in dict.fromkeys(self.rope_kinds) if kind is not None]
         self.rotaries = nn.ModuleDict(
             {kind: load_rotary(config, size, weights.device, partial=partial, kind=kind) for kind in kinds}
         )
-        head_name = f"{prefix.removesuffix(names.model)}lm_head"
-        embedding = f"{prefix}.{names.embedding}"
+        head_name, embedding = f"{prefix.removesuffix(names.model)}lm_head", f"{prefix}.{names.embedding}"
         self.embed_tokens = load_embedding(weights, config, embedding, head_name, config.hidden_size)
         self.layers = nn.ModuleList(
             create_layer_fn(layer_id, prefix=f"{prefix}.{names.layers}.{layer_id}", config=config, weights=weights)
             for layer_id in layers
         )
         self.norm = layer_class.make_norm(f"{prefix}.{names.norm}", config, weights)
+        self.lead = _find_lead(self.rope_kinds, self.layers)
 
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids, ctx.adapter_data)
         return x if self.embedding_multiplier is None else x * self.embedding_multiplier
 
-    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
         residual, ropes = None, {kind: rotary(ctx) for kind, rotary in self.rotaries.items()}
-        for kind, layer in zip(self.rope_kinds, self.layers, strict=True):
+        for kind, layer in islice(zip(self.rope_kinds, self.layers, strict=True), count):
             x, residual = layer(x, residual, None if kind is None else ropes[kind], ctx)
         normed: torch.Tensor = self.norm(x, residual, ctx.adapter_data)[0]
         return normed
+
+
+def _find_lead(rope_kinds: list[str | None], layers: Iterable[nn.Module]) -> int:
+    """Return how many of the first layers it takes to have one of each kind; of layers by others, all."""
+    kinds: list[Any] = []
+    for rope, layer in zip(rope_kinds, layers, strict=True):
+        spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None
+        kinds.append((rope, spec.window, spec.soft_cap) if spec is not None else layer)
+    return max([LEAD, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
 class FlashLlamaForCausalLM(PagedCausalLM):
@@ -288,8 +327,7 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module] | None = None
     ) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
-        num_kv_heads = self.layer_class.attention_class.count_kv_heads(config)
-        kv_heads = shard_kv_heads(weights.process_group, num_kv_heads, 1)
+        kv_heads = shard_kv_heads(weights.process_group, self.layer_class.attention_class.count_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         self.check(config)
         prefix = f"{prefix}." if prefix else ""

@@ -1,5 +1,6 @@
 """GPT-NeoX: rotary positions on part of each head, attention and feed-forward side by side."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lorax_server.layers.norm import LayerNorm
 from lorax_server.layers.rotary import RotaryEmbedding, load_rotary  # noqa: F401 - a name of the contract
 from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
+    LEAD,
     PagedCausalLM,
     head_size,
     load_attention_spec,
@@ -62,7 +64,7 @@ class GPTNeoXMLP(nn.Module):
             weights, [f"{prefix}.dense_h_to_4h"], config.hidden_size, [shard], bias=True
         )
         self.dense_4h_to_h = TensorParallelAdapterRowLinear(
-            weights, f"{prefix}.dense_4h_to_h", shard, config.hidden_size, bias=True
+            weights, f"{prefix}.dense_4h_to_h", shard, config.hidden_size, bias=True, scales_input=True
         )
         self.activation = get_activation(config.hidden_act, "hidden_act")
 
@@ -90,6 +92,8 @@ class GPTNeoXLayer(nn.Module):
 
 
 class GPTNeoXModel(nn.Module):
+    lead = LEAD
+
     def __init__(self, config: Any, weights: Weights, prefix: str = "gpt_neox") -> None:
         super().__init__()
         size = config.hidden_size
@@ -113,9 +117,9 @@ class GPTNeoXModel(nn.Module):
         x: torch.Tensor = self.embed_in(input_ids, ctx.adapter_data) if inputs_embeds is None else inputs_embeds
         return x
 
-    def run_layers(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, ctx: Context, count: int | None = None) -> torch.Tensor:
         rope = self.rotary(ctx)
-        for layer in self.layers:
+        for layer in islice(self.layers, count):
             ctx.record(x)
             x = layer(x, rope, ctx)
         x = self.final_layer_norm(x, ctx.adapter_data)

@@ -1,5 +1,6 @@
 """OPT and Galactica: learned positions two rows into their table, norms before or after each sub-block."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorPar
 from lorax_server.layers.norm import LayerNorm
 from lorax_server.models.custom_modeling.padded import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
 from lorax_server.models.custom_modeling.paged import (
+    LEAD,
     PagedCausalLM,
     check_positions,
     head_size,
@@ -81,7 +83,7 @@ class OPTDecoderLayer(nn.Module):
         self.final_layer_norm = LayerNorm(f"{prefix}.final_layer_norm", weights, size, affine=affine)
         shard = shard_evenly(weights.process_group, config.ffn_dim, "ffn_dim")
         self.fc1 = TensorParallelMultiAdapterLinear(weights, [f"{prefix}.fc1"], size, [shard], bias=bias)
-        self.fc2 = TensorParallelAdapterRowLinear(weights, f"{prefix}.fc2", shard, size, bias=bias)
+        self.fc2 = TensorParallelAdapterRowLinear(weights, f"{prefix}.fc2", shard, size, bias=bias, scales_input=True)
         self.activation = get_activation(config.activation_function, "activation_function")
 
     def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
@@ -99,6 +101,8 @@ class OPTDecoderLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
+    lead = LEAD
+
     def __init__(self, config: Any, weights: Weights, prefix: str = "model.decoder") -> None:
         super().__init__()
         size, outer = config.hidden_size, config.word_embed_proj_dim
@@ -134,8 +138,8 @@ class OPTDecoder(nn.Module):
             x = self.project_in(x, ctx.adapter_data)
         return x + self.embed_positions.embed(ctx.position_ids)
 
-    def run_layers(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
-        for layer in self.layers:
+    def run_layers(self, x: torch.Tensor, ctx: Context, count: int | None = None) -> torch.Tensor:
+        for layer in islice(self.layers, count):
             ctx.record(x)
             x = layer(x, ctx)
         if self.final_layer_norm is not None:

@@ -14,6 +14,8 @@ from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
+LEAD = 2  # of layers that are all alike: the first has no residual yet
+
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -24,12 +26,14 @@ class Decoder(Protocol):
     tensors describe, so a graph of it can be replayed with other contents.
     """
 
+    lead: int  # the number of first layers that together launch every kernel
+
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         """Return `[num_tokens, size]`, the first layer's inputs."""
         ...
 
-    def run_layers(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        """Return the hidden states that the head reads."""
+    def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
+        """Return the hidden states that the head reads: after all layers, or after the first `count`."""
         ...
 
 

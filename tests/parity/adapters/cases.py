@@ -12,12 +12,15 @@ from unittest import mock
 import torch
 from peft import (
     EvaConfig,
+    IA3Config,
+    LNTuningConfig,
     LoraConfig,
     PeftModel,
+    VeraConfig,
     get_peft_model,
     initialize_lora_eva_weights,
 )
-from peft.tuners.lora.config import BdLoraConfig, CordaConfig, MontecloraConfig, VeloraConfig
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file, save_file
@@ -44,7 +47,7 @@ LLAMAS: tuple[str, ...] = (
     "starcoder2",
     "cohere",
 )
-LLAMAS += ("cohere2", "nemotron")
+LLAMAS += ("cohere2", "nemotron", "arcee")
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],
@@ -77,9 +80,13 @@ class Case:
     """Of the base model's weights."""
     make: Callable[[Any, "Case", Path], None] | None = None
     """How PEFT writes it, where that is more than training and saving."""
+    method: Any = LoraConfig
+    """The config of PEFT's method."""
 
     @property
-    def config(self) -> LoraConfig:
+    def config(self) -> Any:
+        if self.method is not LoraConfig:
+            return self.method(**{"task_type": "CAUSAL_LM"} | self.settings)
         family = self.base.split("-", maxsplit=1)[0]
         settings: dict[str, Any]
         settings = {"r": 8, "lora_alpha": 6, "task_type": "CAUSAL_LM", "target_modules": ATTENTION[family]}
@@ -446,3 +453,97 @@ CASES["gpt2-saved-norms-bias-all"] = Case(
 )
 CASES["gpt2-untied-saved"] = Case("modules_to_save: head", "gpt2-untied-head", {"modules_to_save": ["lm_head"]})
 CASES["neox-saved-norms"] = Case("modules_to_save: norms", "neox-parallel", {"modules_to_save": ["final_layer_norm"]})
+# PEFT's other methods, and what is replaced as a whole.
+KASA = {"kasa_config": KasaConfig(), "r": 4}
+GATED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES |= {
+    "kasa": Case("KaSA", "llama-gqa", KASA | {"rank_pattern": {"v_proj": 7}, "lora_bias": True}),
+    "phi3-kasa": Case("KaSA", "phi3", KASA | {"target_modules": "all-linear"}),
+    "ia3": Case("IA3", "llama-gqa", method=IA3Config),
+    "ia3-biased": Case(
+        "IA3",
+        "llama-attention-bias",
+        {"target_modules": GATED, "feedforward_modules": ["down_proj"], "modules_to_save": ["embed_tokens"]},
+        method=IA3Config,
+    ),
+    "ia3-head": Case(
+        "IA3 on the head",
+        "llama-tied-head",
+        {"target_modules": ["lm_head", "k_proj"], "feedforward_modules": []},
+        method=IA3Config,
+    ),
+    "ia3-beside-a-saved-linear": Case(
+        "IA3 with modules_to_save",
+        "llama-attention-bias",
+        {"target_modules": ["down_proj"], "feedforward_modules": ".*down_proj", "modules_to_save": ["up_proj"]},
+        method=IA3Config,
+    ),
+    "phi3-ia3": Case(
+        "IA3",
+        "phi3",
+        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        method=IA3Config,
+    ),
+    **{f"{base}-ia3": Case("IA3", base, method=IA3Config) for base in ("gpt2", "falcon", "opt-pre-norm", "phi")},
+    "vera": Case("VeRA", "llama-gqa", {"r": 6, "target_modules": GATED}, method=VeraConfig),
+    "vera-head": Case(
+        "VeRA on the head", "llama-gqa", {"r": 5, "target_modules": ["lm_head", "k_proj"]}, method=VeraConfig
+    ),
+    "vera-drawn": Case(
+        "VeRA without its projections",
+        "llama-attention-bias",
+        {"r": 9, "target_modules": GATED, "save_projection": False, "projection_prng_key": 11, "bias": "all"},
+        method=VeraConfig,
+    ),
+    "gpt2-vera": Case("VeRA", "gpt2", {"r": 4, "target_modules": ["c_attn", "mlp.c_proj"]}, method=VeraConfig),
+    "falcon-vera": Case(
+        "VeRA", "falcon", {"r": 4, "target_modules": ["query_key_value", "dense_4h_to_h"]}, method=VeraConfig
+    ),
+    **{
+        f"{base}-ln-tuning": Case("LN tuning", base, method=LNTuningConfig)
+        for base in ("llama-gqa", "gpt2", "falcon", "gemma2")
+    },
+    "ln-tuning-of-others": Case(
+        "LN tuning of other modules",
+        "llama-tied-head",
+        {"target_modules": ["norm", "k_proj", "embed_tokens"], "modules_to_save": ["o_proj"]},
+        method=LNTuningConfig,
+    ),
+    "saved-linears": Case(
+        "modules_to_save: linears",
+        "llama-attention-bias",
+        on("llama", "q_proj") | {"modules_to_save": ["v_proj", "o_proj"]},
+    ),
+    "saved-block": Case("modules_to_save: linears", "llama-gqa", on("llama", "q_proj") | {"modules_to_save": ["mlp"]}),
+    "gpt2-saved-linears": Case(
+        "modules_to_save: linears", "gpt2", on("gpt2", "c_attn") | {"modules_to_save": ["attn.c_proj", "c_fc"]}
+    ),
+    "phi3-saved-linears": Case(
+        "modules_to_save: linears", "phi3", on("phi3", "o_proj") | {"modules_to_save": ["qkv_proj", "gate_up_proj"]}
+    ),
+    "falcon-saved-linears": Case(
+        "modules_to_save: linears", "falcon", {"modules_to_save": ["dense_4h_to_h"], "target_modules": ["dense"]}
+    ),
+    **{
+        f"{base}-saved-head-norms": Case(
+            "modules_to_save: norms of heads", base, {"modules_to_save": ["q_norm", "k_norm"]}
+        )
+        for base in ("qwen3-head-norm", "gemma3", "olmo2", "cohere-head-norm")
+    },
+    "phi-saved-head-norms": Case(
+        "modules_to_save: norms of heads", "phi-head-norms", {"modules_to_save": ["q_layernorm", "k_layernorm"]}
+    ),
+    "exaone4-saved-attention": Case(
+        "modules_to_save: norms of heads", "exaone4", on("llama", "up_proj") | {"modules_to_save": ["self_attn"]}
+    ),
+    "weight-tying-rank-of-embedding": Case(
+        "ensure_weight_tying with rank_pattern",
+        "llama-tied-head",
+        on("llama", "embed_tokens", "v_proj") | {"ensure_weight_tying": True, "rank_pattern": {"embed_tokens": 5}},
+    ),
+    "weight-tying-rank-of-head": Case(
+        "ensure_weight_tying with rank_pattern",
+        "llama-tied-head",
+        on("llama", "lm_head", "embed_tokens") | {"ensure_weight_tying": True, "rank_pattern": {"lm_head": 5}},
+    ),
+}

@@ -76,7 +76,7 @@ def test_from_a_hub_and_from_a_folder(name: str, tmp_path: Path, device: torch.d
         ("gpt2", {}, "'owner/base', which is of type 'gpt2'"),
         (None, {"auto_mapping": {"base_model_class": "GPT2LMHeadModel"}}, "trained on a GPT2LMHeadModel"),
         ("llama", {"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
-        ("llama", {"peft_type": "IA3"}, "peft_type"),
+        ("llama", {"peft_type": "LOHA"}, "peft_type"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_come(

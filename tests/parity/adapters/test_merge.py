@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.config import KasaConfig
 
 from lorax_server.adapters.merge import MergedAdapter, module_seed
 from lorax_server.distributed import FakeGroup
@@ -17,7 +18,7 @@ from lorax_server.layers.targets import adapter_targets
 from lorax_server.types import Merge
 from tests.lora import fill_arena
 from tests.paged import PagedDriver
-from tests.parity.adapters.cases import Case, randomize
+from tests.parity.adapters.cases import CASES, Case, randomize
 from tests.parity.adapters.served import make_model, open_adapter
 from tests.parity.oracle import oracle_logits
 
@@ -131,11 +132,22 @@ def test_different_ranks_are_refused_where_factors_are_combined(strategy: str, t
         ({"lora_bias": True}, r"lora_B\.bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [4]}, "trainable_tokens_delta"),
+        ({"kasa_config": KasaConfig()}, "lora_diag"),
+        ({"modules_to_save": ["o_proj"]}, "modules_to_save"),
     ],
 )
 def test_what_is_more_than_factors_is_not_merged(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folders = write(tmp_path, [{}, settings])
     with pytest.raises(InputError, match=f"adapter1.*cannot be merged.*{reason}"):
+        our_logits(folders, Merge((1.0, 1.0)), [3, 4], torch.device("cpu"), "llama-gqa")
+
+
+@pytest.mark.parametrize("name", ["ia3", "vera", "llama-gqa-ln-tuning"])
+def test_other_methods_are_not_merged(name: str, tmp_path: Path) -> None:
+    folders = [*write(tmp_path, [{}]), tmp_path / name]
+    CASES[name].write(folders[1])
+    kind = CASES[name].config.peft_type.value
+    with pytest.raises(InputError, match=f"{name}.*cannot be merged.*peft_type = {kind}"):
         our_logits(folders, Merge((1.0, 1.0)), [3, 4], torch.device("cpu"), "llama-gqa")
 
 

@@ -3,18 +3,17 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
-from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
     FlashLlamaModel,
+    LayerNorms,
     Names,
     PlainMLP,
 )
@@ -40,14 +39,8 @@ class BloomLayer(FlashLlamaLayer):
     names = Names("transformer", "word_embeddings", "h", "self_attention", "mlp", "input_layernorm", "ln_f")
     attention_class = BloomAttention
     mlp_class = BloomMLP
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_epsilon)
-
-    @staticmethod
-    def rope_kind(config: Any, layer_id: int) -> str | None:  # noqa: ARG004 - whatever the config says
-        return None
+    rotates = False
+    layer_norms = LayerNorms("layer_norm_epsilon")
 
     def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
         return Biases(qkv=True, output=True, mlp=True)

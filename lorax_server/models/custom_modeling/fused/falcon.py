@@ -9,11 +9,11 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation, CosSin
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
-from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
     Names,
     PlainMLP,
 )
@@ -43,6 +43,7 @@ class FalconLayer(FlashLlamaLayer):
     names = Names("transformer", "word_embeddings", "h", "self_attention", "mlp", "input_layernorm", "ln_f")
     attention_class = FalconAttention
     mlp_class = FalconMLP
+    layer_norms = LayerNorms("layer_norm_epsilon")
 
     def runs_parallel(self, config: Any) -> bool:
         return bool(config.parallel_attn)
@@ -53,10 +54,6 @@ class FalconLayer(FlashLlamaLayer):
             return super().load_norms(prefix, config, weights)
         self.input_layernorm = self.make_norm(f"{prefix}.ln_attn", config, weights)
         self.mlp_norm = self.make_norm(f"{prefix}.ln_mlp", config, weights)
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_epsilon)
 
     def biases(self, config: Any) -> Biases:
         return Biases(*[bool(config.bias)] * 3)

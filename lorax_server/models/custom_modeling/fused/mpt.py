@@ -4,18 +4,17 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from lorax_server.distributed import Shard, join_shards
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.linear import TensorParallelMultiAdapterLinear
-from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
     Names,
     PlainMLP,
 )
@@ -67,14 +66,8 @@ class MPTLayer(FlashLlamaLayer):
     names = Names("transformer", "wte", "blocks", "attn", "ffn", "norm_1", "norm_f", "norm_2")
     attention_class = MPTAttention
     mlp_class = MPTMLP
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_epsilon, bias=False)
-
-    @staticmethod
-    def rope_kind(config: Any, layer_id: int) -> str | None:  # noqa: ARG004 - whatever the config says
-        return None
+    rotates = False
+    layer_norms = LayerNorms("layer_norm_epsilon", bias=False)
 
     def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
         return Biases()

@@ -4,16 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from lorax_server.distributed import whole
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.distributed import Shard, whole
 from lorax_server.layers.adapt import LogitRule
-from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm
+from lorax_server.layers.norm import HeadNorm, place_head_norms
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
 )
 from lorax_server.models.custom_modeling.flash_qwen2_modeling import layer_window
 from lorax_server.weights import Weights
@@ -39,8 +40,12 @@ class CohereAttention(FlashLlamaAttention):
     def load_head_norm(self, name: str, config: Any, weights: Weights, heads: range, count: int) -> HeadNorm:
         """Load the norm of some heads, in the order in which a head is rotated."""
         shard = replace(whole(self.head_dim), pairs=(self.head_dim, self.head_dim))
-        weight = weights.get_sharded(f"{name}.weight", 1, shard, (count, self.head_dim))
-        return HeadNorm(weight[heads.start : heads.stop], config.layer_norm_eps, weights)
+        weight = weights.get_sharded(f"{name}.weight", 1, shard, (count, self.head_dim))[heads.start : heads.stop]
+        size, stops = count * self.head_dim, (heads.start * self.head_dim, heads.stop * self.head_dim)
+        outputs = Shard(size, (stops,), (self.head_dim, self.head_dim))
+        target = AdapterTarget(name, Kind.NORM, whole(size), outputs, slice(0), weight.flatten(), None)
+        self.targets = place_head_norms([*self.targets, replace(target, stored_shape=(count, self.head_dim))])
+        return HeadNorm(weight, config.layer_norm_eps, weights)
 
     def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
         if self.q_norm is None or self.k_norm is None:
@@ -51,13 +56,8 @@ class CohereAttention(FlashLlamaAttention):
 
 class CohereLayer(FlashLlamaLayer):
     attention_class: type[FlashLlamaAttention] = CohereAttention
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_eps, bias=False)
-
-    def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - whatever the config says
-        return True
+    is_parallel = True
+    layer_norms = LayerNorms("layer_norm_eps", bias=False)
 
     def biases(self, config: Any) -> Biases:
         return super().biases(config)._replace(mlp=False)

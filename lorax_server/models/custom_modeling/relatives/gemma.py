@@ -24,8 +24,8 @@ from lorax_server.weights import Weights
 
 
 class GemmaLayer(FlashLlamaLayer):
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
+    @classmethod
+    def make_norm(cls, name: str, config: Any, weights: Weights) -> nn.Module:
         return RMSNorm(name, weights, config.hidden_size, config.rms_norm_eps, offset=1.0, wide=True)
 
     def biases(self, config: Any) -> Biases:
@@ -88,9 +88,11 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 class Gemma3Attention(FlashQwen3Attention, Gemma2Attention):
     """Gemma 2's, with Qwen3's norms of heads, and without its soft cap."""
 
+    norm_offset = 1.0
+
     def make_head_norm(self, name: str, config: Any, weights: Weights) -> RMSNorm:
         eps = config.rms_norm_eps
-        return RMSNorm(name, weights, self.head_dim, eps, adaptable=False, offset=1.0, wide=True)
+        return RMSNorm(name, weights, self.head_dim, eps, adaptable=False, offset=self.norm_offset, wide=True)
 
     def soft_cap(self, config: Any) -> float | None:  # noqa: ARG002 - whatever the config says
         return None

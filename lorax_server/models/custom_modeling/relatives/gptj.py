@@ -2,21 +2,18 @@
 
 from typing import Any
 
-from torch import nn
-
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
-from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
     Names,
     PlainMLP,
 )
-from lorax_server.weights import Weights
 
 
 class GPTJAttention(FlashLlamaAttention):
@@ -48,13 +45,8 @@ class GPTJLayer(FlashLlamaLayer):
     names = Names("transformer", "wte", "h", "attn", "mlp", "ln_1", "ln_f")
     attention_class = GPTJAttention
     mlp_class = GPTJMLP
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_epsilon)
-
-    def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - whatever the config says
-        return True
+    is_parallel = True
+    layer_norms = LayerNorms("layer_norm_epsilon")
 
     def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
         return Biases(mlp=True)

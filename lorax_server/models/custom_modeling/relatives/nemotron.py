@@ -1,12 +1,11 @@
-"""Nemotron: Llama with layer norms that are stored less one, a part of each head rotated, and no gate."""
+"""Nemotron and Arcee: Llama without a gate; Nemotron has layer norms less one, and rotates a part of each head."""
 
-from typing import Any
-
-from torch import nn
-
-from lorax_server.layers.norm import ResidualLayerNorm
-from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer, PlainMLP
-from lorax_server.weights import Weights
+from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    FlashLlamaForCausalLM,
+    FlashLlamaLayer,
+    LayerNorms,
+    PlainMLP,
+)
 
 
 class NemotronMLP(PlainMLP):
@@ -16,11 +15,16 @@ class NemotronMLP(PlainMLP):
 class NemotronLayer(FlashLlamaLayer):
     mlp_class = NemotronMLP
     partial_rotary = True
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.norm_eps, offset=1.0)
+    layer_norms = LayerNorms("norm_eps", offset=1.0)
 
 
 class NemotronForCausalLM(FlashLlamaForCausalLM):
     layer_class = NemotronLayer
+
+
+class ArceeLayer(FlashLlamaLayer):
+    mlp_class = NemotronMLP
+
+
+class ArceeForCausalLM(FlashLlamaForCausalLM):
+    layer_class = ArceeLayer

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorax_server.distributed import shard_kv_heads, shard_units
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.distributed import shard_kv_heads, shard_units, whole
 from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
-from lorax_server.layers.norm import RMSNorm
+from lorax_server.layers.norm import RMSNorm, place_head_norms
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaAttention,
@@ -29,6 +30,7 @@ class JointHeadNorm(nn.Module):
         is_shared = num_heads < group.size()  # heads of keys that several ranks have: each is counted that often
         shard = (shard_kv_heads if is_shared else _shard_heads)(group, num_heads, head_dim)
         self.weight = weights.get_sharded(f"{name}.weight", 0, shard, (size,)).float()
+        self.target = AdapterTarget(name, Kind.NORM, whole(size), shard, slice(0), self.weight, None)
         self.eps = torch.tensor(eps, device=weights.device)
         self.group, self.ops = group, weights.ops
         self.counted = max(size, shard.size * group.size())
@@ -53,6 +55,7 @@ class OLMo2Attention(FlashLlamaAttention):
         eps, kv_heads = config.rms_norm_eps, config.num_key_value_heads
         self.q_norm = JointHeadNorm(f"{prefix}.q_norm", weights, config.num_attention_heads, self.head_dim, eps)
         self.k_norm = JointHeadNorm(f"{prefix}.k_norm", weights, kv_heads, self.head_dim, eps)
+        self.targets = place_head_norms([self.q_norm.target, self.k_norm.target])
 
     def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
@@ -78,8 +81,8 @@ class PostNormLayer(FlashLlamaLayer):
 class OLMo2Layer(PostNormLayer):
     attention_class = OLMo2Attention
 
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
+    @classmethod
+    def make_norm(cls, name: str, config: Any, weights: Weights) -> nn.Module:
         return RMSNorm(name, weights, config.hidden_size, config.rms_norm_eps, wide=True)
 
     def biases(self, config: Any) -> Biases:

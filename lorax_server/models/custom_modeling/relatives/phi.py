@@ -4,14 +4,14 @@ feed-forward."""
 from typing import Any
 
 import torch
-from torch import nn
 
-from lorax_server.layers.norm import LayerNorm, ResidualLayerNorm
+from lorax_server.layers.norm import LayerNorm, head_norm_target, place_head_norms
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
     Names,
     PlainMLP,
 )
@@ -28,6 +28,12 @@ class PhiAttention(FlashLlamaAttention):
             size, eps = self.head_dim, config.layer_norm_eps
             self.q_norm = LayerNorm(f"{prefix}.q_layernorm", weights, size, eps, adaptable=False)
             self.k_norm = LayerNorm(f"{prefix}.k_layernorm", weights, size, eps, adaptable=False)
+            self.targets = place_head_norms(
+                [
+                    head_norm_target(f"{prefix}.q_layernorm", self.q_norm, self.num_heads, size),
+                    head_norm_target(f"{prefix}.k_layernorm", self.k_norm, self.num_kv_heads, size),
+                ]
+            )
 
     def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
         if self.q_norm is None or self.k_norm is None:
@@ -41,13 +47,8 @@ class PhiLayer(FlashLlamaLayer):
     attention_class = PhiAttention
     mlp_class = PlainMLP
     partial_rotary = True
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_eps)
-
-    def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - whatever the config says
-        return True
+    is_parallel = True
+    layer_norms = LayerNorms("layer_norm_eps")
 
     def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
         return Biases(qkv=True, output=True, mlp=True)

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from torch import nn
 
-from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm
+from lorax_server.layers.norm import HeadNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
 )
 from lorax_server.weights import Weights
 
@@ -40,13 +40,10 @@ class StableLMAttention(FlashLlamaAttention):
 class StableLMLayer(FlashLlamaLayer):
     attention_class = StableLMAttention
     partial_rotary = True
+    layer_norms = LayerNorms("layer_norm_eps")
 
     def runs_parallel(self, config: Any) -> bool:
         return bool(config.use_parallel_residual)
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.layer_norm_eps)
 
     def biases(self, config: Any) -> Biases:
         return Biases(qkv=bool(config.use_qkv_bias))

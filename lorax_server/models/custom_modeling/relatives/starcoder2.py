@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from torch import nn
-
-from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Biases,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
+    LayerNorms,
     PlainMLP,
 )
 from lorax_server.models.custom_modeling.flash_mistral_modeling import FlashMistralAttention
-from lorax_server.weights import Weights
 
 
 class StarCoder2MLP(PlainMLP):
@@ -22,10 +19,7 @@ class StarCoder2MLP(PlainMLP):
 class StarCoder2Layer(FlashLlamaLayer):
     attention_class = FlashMistralAttention
     mlp_class = StarCoder2MLP
-
-    @staticmethod
-    def make_norm(name: str, config: Any, weights: Weights) -> nn.Module:
-        return ResidualLayerNorm(name, weights, config.hidden_size, config.norm_epsilon)
+    layer_norms = LayerNorms("norm_epsilon")
 
     def biases(self, config: Any) -> Biases:
         return Biases(*[bool(config.use_bias)] * 3)

@@ -1,0 +1,83 @@
+"""Adapters of all of PEFT's methods in one batch, on one rank and on two, by native kernels and the reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorax_server.distributed import ProcessGroup
+from lorax_server.errors import AdapterError
+from lorax_server.kernels import reference
+from tests.paged import PagedDriver
+from tests.parity import variants
+from tests.parity.adapters.cases import CASES
+from tests.parity.adapters.served import load_adapters, make_model
+from tests.parity.oracle import oracle_logits
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+BATCHES = {
+    "llama-attention-bias": ["ia3-biased", "ia3-beside-a-saved-linear", "vera-drawn", "saved-linears", "bias-all"],
+    "llama-gqa": ["kasa", "saved-block", "llama-gqa-ln-tuning", "vera-head", "plain"],
+    "phi3": ["phi3-ia3", "phi3-saved-linears", "phi3-kasa"],
+    "gpt2": ["gpt2-ia3", "gpt2-saved-linears", "gpt2-vera"],
+    "olmo2": ["olmo2-saved-head-norms", "olmo2-all-linear"],
+    "cohere-head-norm": ["cohere-head-norm-saved-head-norms"],
+}
+LENGTHS, STEPS = (9, 1, 4), 3
+
+
+def run(base: str, folders: list[Path], group: ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Return the logits of rows of each adapter and of the base model, in one batch: prompts, then decode."""
+    model = make_model(base, CPU, group)
+    arena = load_adapters(model, folders, CPU, group)
+    driver = PagedDriver(model)
+    rows = [(index, length) for length in LENGTHS for index in range(len(folders) + 1)]
+    seqs = [driver.add(index, length) for index, length in rows]
+    prompts = [(seq, tokens(length)) for seq, (_, length) in zip(seqs, rows, strict=True)]
+    steps = [prompts, *([(seq, [40 + step]) for seq in seqs] for step in range(STEPS))]
+    logits = [driver.forward(feeds, arena) for feeds in steps]
+    return [torch.cat([step[row] for step in logits]) for row in range(len(rows))]
+
+
+def tokens(length: int) -> list[int]:
+    return list(range(7, 7 + length))
+
+
+def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> list[torch.Tensor]:
+    return run(base, folders, group)
+
+
+@pytest.mark.parametrize("base", BATCHES)
+def test_in_one_batch_and_over_two_ranks(
+    base: str, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in BATCHES[base]]
+    for folder in folders:
+        CASES[folder.name].write(folder)
+    alone = run(base, folders)
+    for index, folder in enumerate(folders, start=1):
+        oracle = CASES[folder.name].oracle(folder)
+        expected = oracle_logits(oracle, [*tokens(LENGTHS[0]), *range(40, 40 + STEPS)], LENGTHS[0], {})
+        assert (alone[index] - expected).abs().max() < 1e-4, folder.name
+    for sharded in ranks.run(2, run_sharded, base, folders):
+        for ours, expected in zip(sharded, alone, strict=True):
+            assert (ours - expected).abs().max() < 1e-4
+    monkeypatch.setattr(variants, "select_ops", lambda _: reference)
+    for ours, expected in zip(run(base, folders), alone, strict=True):
+        assert (ours - expected).abs().max() < 1e-4
+
+
+def load_kasa(group: ProcessGroup, folder: Path) -> str:
+    try:
+        load_adapters(make_model("llama-gqa", CPU, group), [folder], CPU, group)
+    except AdapterError as error:
+        return str(error)
+    return ""
+
+
+def test_kasa_of_heads_that_ranks_share_is_refused(tmp_path: Path, ranks: RankPool) -> None:
+    """Two heads of keys lie on four ranks: the products of their rows would count twice."""
+    CASES["kasa"].write(tmp_path)
+    for refusal in ranks.run(4, load_kasa, tmp_path):
+        assert "'model.layers.0.self_attn.k_proj' is of KaSA, which is not supported where ranks share" in refusal
